@@ -1,0 +1,73 @@
+"""Time as an argument, so that tests and the simulator can own it.
+
+Everything that waits or measures takes a `Clock`. Wall-clock time appears only where other machines must
+agree on it (DHT expiry) and in what people read.
+"""
+
+import asyncio
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of time in seconds."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary origin; never goes back."""
+        ...
+
+    def time(self) -> float:
+        """Seconds since the epoch, as the machine believes."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after `seconds`. Cancellation ends the wait at once."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clock."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def time(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class ManualClock:
+    """A clock that moves only when told to: for tests and for code that runs on virtual time."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+        self._sleepers: list[tuple[float, asyncio.Event]] = []
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def time(self) -> float:
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        woken = asyncio.Event()
+        sleeper = (self._now + seconds, woken)
+        self._sleepers.append(sleeper)
+        try:
+            await woken.wait()
+        finally:
+            if sleeper in self._sleepers:
+                self._sleepers.remove(sleeper)
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward and wake every sleeper whose time has come."""
+        assert seconds >= 0, "time does not go back"
+        self._now += seconds
+        for wake_at, woken in self._sleepers:
+            if wake_at <= self._now:
+                woken.set()

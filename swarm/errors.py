@@ -1,0 +1,99 @@
+"""Every exception the library raises on purpose.
+
+    SwarmError
+    |-- Retryable                    the same request may succeed elsewhere, or later
+    |   |-- PeerUnavailable          unreachable, died, frozen, or hung up in mid-call
+    |   |-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
+    |   |-- DeadlineExceeded         slow, not dead: never a reason for a ban
+    |   |-- RoundMismatch            the peer is at another round; `peer_round` says which
+    |   `-- NotReady                 the peer is joining or leaving and serves nothing now
+    `-- Fatal                        repeating the request changes nothing
+        |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
+        |-- WrongStage               the peer serves another stage, or the stage does not exist
+        |-- WrongRun                 the peer belongs to another run
+        |-- IncompatibleVersion      the peer speaks another protocol version
+        |-- ConfigMismatch           two configurations of one run differ; the message names the field
+        |-- CorpusMismatch           two machines hold different text under one dataset name
+        |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
+        |-- IntegrityError           bytes do not match their digest or their signature
+        `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
+
+Faults in what a user typed are ValueErrors raised by the config dataclasses, or Fatal errors; the programs
+print either as one line. Internal invariants are asserts.
+"""
+
+
+class SwarmError(Exception):
+    """Root of the tree. The message is one line that says what is wrong and, where known, what to do."""
+
+
+class Retryable(SwarmError):
+    """The same request may succeed at another peer, or at this one later."""
+
+
+class PeerUnavailable(Retryable):
+    """The peer is unreachable, frozen, or ended the call before its answer was complete."""
+
+
+class Overloaded(Retryable):
+    """The peer has no room now. Not a failure: it bans nobody."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class DeadlineExceeded(Retryable):
+    """The peer took longer than its deadline, while its connection stayed alive."""
+
+
+class RoundMismatch(Retryable):
+    """The peer is at another round than the request."""
+
+    def __init__(self, message: str, *, peer_round: int) -> None:
+        super().__init__(message)
+        self.peer_round = peer_round
+
+
+class NotReady(Retryable):
+    """The peer is joining or leaving."""
+
+
+class Fatal(SwarmError):
+    """Repeating the request would fail in the same way."""
+
+
+class MalformedMessage(Fatal):
+    """A message breaks the protocol: shape, dtype, size, non-finite numbers, or impossible fields."""
+
+
+class WrongStage(Fatal):
+    """The stage is out of range, or another one than the peer serves."""
+
+
+class WrongRun(Fatal):
+    """The peer belongs to another run."""
+
+
+class IncompatibleVersion(Fatal):
+    """The peer speaks another version of the protocol."""
+
+
+class ConfigMismatch(Fatal):
+    """Two configurations of one run differ."""
+
+
+class CorpusMismatch(Fatal):
+    """Two machines hold different text under one dataset name."""
+
+
+class StaleMicrobatch(Fatal):
+    """The round the microbatch belongs to has already committed."""
+
+
+class IntegrityError(Fatal):
+    """Bytes do not match the digest or the signature that came with them."""
+
+
+class RetriesExhausted(Fatal):
+    """Every allowed attempt failed."""

@@ -1,0 +1,70 @@
+"""The values that cross package borders: peers' announcements and the names of microbatches and rounds.
+
+Frozen records without behaviour. Announcements are pydantic models because they come from strangers:
+unknown fields are ignored (forward compatibility), wrong ones refused.
+"""
+
+from enum import StrEnum
+from typing import Annotated, NewType
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PeerId = NewType("PeerId", str)
+"""40 hexadecimal digits: the digest of a peer's public key (see swarm.identity)."""
+
+PROTOCOL_VERSION = 1
+"""Peers of different protocol versions refuse each other."""
+
+TRAINER_STAGE = -1
+"""A trainer is "stage -1": it hands microbatches to stage 0 with the code every stage uses."""
+
+
+class PeerState(StrEnum):
+    """What a stage peer announces about itself."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    LEAVING = "leaving"
+
+
+class _Announcement(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+    name: Annotated[str, Field(max_length=64)] = ""
+    """What people call the peer: host name and process id unless the user chose one."""
+    protocol_version: int = PROTOCOL_VERSION
+    software_version: Annotated[str, Field(max_length=32)] = ""
+    announced_at: float
+    """The announcing machine's wall clock, seconds since the epoch."""
+
+
+class PeerRecord(_Announcement):
+    """A stage peer's announcement: key `RUN.stage.N`, one subkey a peer."""
+
+    stage: Annotated[int, Field(ge=0, le=4095)]
+    endpoint: Annotated[str, Field(max_length=255)]
+    """host:port of its gRPC server."""
+    certificate_pem: Annotated[str, Field(max_length=4096)] = ""
+    """The TLS certificate its server shows; empty when the run is --insecure."""
+    state: PeerState
+    samples_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Its own compute only, forward and backward; 0 while unmeasured."""
+    queue_length: Annotated[int, Field(ge=0)] = 0
+    round: Annotated[int, Field(ge=0)] = 0
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Samples the run had committed when this peer's round began."""
+    lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
+    """Hash chain over the committed rounds of its blocks."""
+    dht_address: Annotated[str, Field(max_length=255)] = ""
+    """A multiaddress at which newcomers can enter the DHT."""
+
+
+class TrainerRecord(_Announcement):
+    """A trainer's announcement: key `RUN.trainers`."""
+
+    step: Annotated[int, Field(ge=0)] = 0
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    tokens: Annotated[int, Field(ge=0)] = 0
+    tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    in_flight: Annotated[int, Field(ge=0)] = 0
