@@ -243,15 +243,19 @@ class Progress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
+    NO_PEER_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
+    no_peer: _builtins.bool
+    """That stage has no peer: the microbatch waits for one to come."""
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
+        no_peer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_peer", b"no_peer", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

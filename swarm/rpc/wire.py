@@ -1,0 +1,117 @@
+"""Tensors to messages and back.
+
+Used by both ends of every call that carries tensors. A tensor travels as its own bytes, cut into chunks, so
+that no message is large; the receiver knows which shapes it wants and allocates nothing else. Never converts
+between element types: that is work for the compute thread.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import MalformedMessage
+from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+
+CHUNK_BYTES = 1 << 20
+"""Bytes of a tensor in one message."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int32": torch.int32,
+}
+"""Element types by their names on the wire."""
+
+_ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a receiver expects under one name."""
+
+    shape: tuple[int, ...]
+    encoding: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor on the wire."""
+        num_bytes = DTYPES[self.encoding].itemsize
+        for extent in self.shape:
+            num_bytes *= extent
+        return num_bytes
+
+
+def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
+    """The messages that carry a CPU tensor of one of the DTYPES."""
+    raw = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    header = TensorHeader(
+        name=name, encoding=_ENCODINGS[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes
+    )
+    yield TensorChunk(header=header, data=bytes(raw[:CHUNK_BYTES]))
+    for start in range(CHUNK_BYTES, raw.nbytes, CHUNK_BYTES):
+        yield TensorChunk(data=bytes(raw[start : start + CHUNK_BYTES]))
+
+
+class TensorReader:
+    """Assembles the expected tensors from the chunks of one stream."""
+
+    def __init__(self, expected: Mapping[str, TensorSpec]) -> None:
+        self._missing = dict(expected)
+        self._buffer = bytearray()
+        self._current: TensorSpec | None = None
+        self._name = ""
+        self._filled = 0
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every expected tensor is whole."""
+        return not self._missing and self._current is None
+
+    def feed(self, chunk: TensorChunk) -> None:
+        """Take the next chunk.
+
+        Raises:
+            MalformedMessage: an unexpected or repeated name, another shape, encoding or size than expected.
+        """
+        if chunk.HasField("header"):
+            self._begin(chunk.header)
+        if self._current is None:
+            raise MalformedMessage("a tensor chunk came before its header")
+        end = self._filled + len(chunk.data)
+        if end > len(self._buffer):
+            raise MalformedMessage(f"tensor {self._name!r} is longer than its header says")
+        self._buffer[self._filled : end] = chunk.data
+        self._filled = end
+        if end == len(self._buffer):
+            self._finish(self._current)
+
+    def _begin(self, header: TensorHeader) -> None:
+        if self._current is not None:
+            raise MalformedMessage(f"tensor {header.name!r} begins before {self._name!r} is complete")
+        spec = self._missing.pop(header.name, None)
+        if spec is None:
+            raise MalformedMessage(f"tensor {header.name[:64]!r} is not expected here")
+        if tuple(header.shape) != spec.shape or header.encoding != spec.encoding:
+            raise MalformedMessage(
+                f"tensor {header.name!r} is {header.encoding[:16]!r} {list(header.shape)[:8]}, "
+                f"expected {spec.encoding!r} {list(spec.shape)}"
+            )
+        if header.num_bytes != spec.num_bytes:
+            raise MalformedMessage(f"tensor {header.name!r} has {header.num_bytes} bytes, expected {spec.num_bytes}")
+        self._name, self._current, self._filled = header.name, spec, 0
+        self._buffer = bytearray(spec.num_bytes)
+
+    def _finish(self, spec: TensorSpec) -> None:
+        flat = torch.frombuffer(self._buffer, dtype=DTYPES[spec.encoding])
+        self.tensors[self._name] = flat.reshape(spec.shape)
+        self._current = None
+
+
+def require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise MalformedMessage if a floating-point tensor holds NaN or infinity."""
+    # A sum passes on every NaN and infinity; only a sum that overflowed needs the slow look.
+    if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+        raise MalformedMessage(f"tensor {name!r} holds NaN or infinity")
