@@ -1,0 +1,49 @@
+"""Command lines from dataclasses: one frozen dataclass a program, a docstring under each field.
+
+Every program calls `parse` once, at its start.
+"""
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+import tyro
+
+from peers.process import EXIT_USAGE
+
+Options = TypeVar("Options")
+
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+
+
+def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
+    """Read `argv` into the dataclass; of a repeated option the last one wins.
+
+    Raises:
+        SystemExit: code 0 after --help; code 2 after one line on stderr, also for a ValueError of `__post_init__`.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(options, prog=prog, args=argv, config=_CONFIG)
+    except SystemExit as stop:
+        if stop.code != EXIT_USAGE:
+            raise
+        print(f"{prog}: error: {_one_line(complaint.getvalue(), options)} (see {prog} --help)", file=sys.stderr)
+        raise
+
+
+def _one_line(box: str, options: type[object]) -> str:
+    """The part of tyro's box that says what is wrong; its borders depend on the terminal's encoding."""
+    lines = [line.strip("| \u2502") for line in _TERMINAL_CODES.sub("", box).splitlines()[1:]]
+    sections = [section for section in re.split(r"[-\u2500]{4,}", " ".join(lines)) if section.strip()]
+    # An option with a typing error is both missing and unrecognized: the latter says more.
+    section = next((section for section in sections if "Unrecognized options" in section), sections[0])
+    message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
+    if message.startswith("Missing from"):
+        return f"missing {', '.join(re.findall(r'--[a-z-]+', message))}"
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,143 @@
+"""What every program does with its own process: environment, logging, exit codes, signals, death with its parent.
+
+Called by peers/commands before a program is loaded, by the programs for `stop_event`, and by peers/supervisor
+for `die_with_parent`. Knows nothing about swarms, and imports neither grpc nor hivemind: both read the environment
+that is prepared here.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from swarm.errors import SwarmError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+_PR_SET_PDEATHSIG = 1
+_FAULTS = (ValueError, SwarmError, OSError)
+
+
+def prepare_environment() -> None:
+    """Set what grpc, hivemind and tokenizers read when they are imported; what the user has set stays."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # The DHT forks, and its child never uses gRPC.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+
+
+def setup_logging(name: str, level: LogLevel) -> None:
+    """Log to stderr, one line a record, each with the peer's `name`; tracebacks at level `debug` only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLineFormatter(name, tracebacks=level == "debug"))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    # Other packages' notes are no news to the user of this one.
+    for package in ("asyncio", "matplotlib", "urllib3", "hivemind", "wandb"):
+        logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
+
+
+class _OneLineFormatter(logging.Formatter):
+    def __init__(self, name: str, *, tracebacks: bool) -> None:
+        super().__init__(f"%(asctime)s {name.replace('%', '%%')} %(levelname)s: %(message)s", datefmt="%H:%M:%S")
+        self._tracebacks = tracebacks
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if record.exc_info and not self._tracebacks:
+            line += f" ({_describe(record.exc_info[1])})"
+        return " ".join(line.splitlines())
+
+    def formatException(self, ei: Any) -> str:
+        return super().formatException(ei) if self._tracebacks else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).rstrip("\n")
+
+
+def run_program(prog: str, main: Callable[[], int]) -> int:
+    """Run a program and turn every fault that is not a bug into one line on stderr.
+
+    A ValueError is the user's fault (exit code 2), SwarmError and OSError come from the world (1), and Ctrl-C gives
+    130. Of an ExceptionGroup the first fault is reported. Log level `debug` shows the traceback as well.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Exception: anything else, a bug, with its traceback.
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        faults = list(_leaves(error))
+        if not all(isinstance(fault, _FAULTS) for fault in faults):
+            raise
+        logging.getLogger().debug("where it went wrong:", exc_info=error)
+        fault = faults[0]
+        print(f"{prog}: error: {_describe(fault)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set, for the running loop; a second Ctrl-C ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def die_with_parent() -> Callable[[], None]:
+    """Make the `preexec_fn` for a child that the kernel is to kill when this process dies, however it dies.
+
+    It is the end of the parent's *thread* that kills: start such children from a thread that lives as long as the
+    process. Does nothing where the system has no prctl.
+    """
+    parent = os.getpid()
+    # Looked up here, since little is safe between fork and exec.
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+    def in_child() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(EXIT_FAILURE)
+
+    return in_child
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error)
+    if not isinstance(error, _FAULTS):
+        text = f"{type(error).__name__}: {text}"
+    return " ".join(text.split()) or type(error).__name__

@@ -1,0 +1,71 @@
+"""Entropies of a corpus: what a model that only counts would reach, in nats per token.
+
+Experiments and tests hold a trained model's held-out loss against them: below the bigram entropy it has learnt
+more than which token follows which. Counts come from the training part, and the cross entropy from the held-out
+part. Never loads the corpus whole.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.data.corpora import Corpus
+from swarm.data.tokenizers import TokenIds
+
+_CHUNK_TOKENS = 2**20
+
+
+def unigram_entropy(corpus: Corpus) -> float:
+    """Held-out cross entropy of token frequencies with add-one smoothing, in nats per token."""
+    return float(-np.log(_unigram(_counts(corpus))[corpus.held_out]).mean())
+
+
+def bigram_entropy(corpus: Corpus) -> float:
+    """Held-out cross entropy of each token given the one before it, in nats per token.
+
+    Smoothed like add-one, except that the vocab_size imaginary observations of each context are spread as the
+    unigram spreads them, not evenly (the Dirichlet prior of MacKay and Peto 1995, with a fixed strength):
+
+        p(b | a) = (count(ab) + vocab_size * p(b)) / (count(a) + vocab_size)
+
+    so that it still tells something where the vocabulary is large and most pairs were never seen. Only the pairs
+    that occur in the held-out part are counted: memory does not grow with the square of the vocabulary.
+    """
+    pairs, where = np.unique(_pairs(corpus.held_out, corpus.vocab_size), return_inverse=True)
+    pair_counts = np.zeros(len(pairs), dtype=np.int64)
+    for chunk in _chunks(corpus.training):
+        seen, times = np.unique(_pairs(chunk, corpus.vocab_size), return_counts=True)
+        places = np.searchsorted(pairs, seen).clip(max=len(pairs) - 1)
+        found = pairs[places] == seen
+        pair_counts[places[found]] += times[found]
+    contexts, following = np.divmod(pairs, corpus.vocab_size)
+    counts = _counts(corpus)
+    prior = corpus.vocab_size * _unigram(counts)[following]
+    probabilities = (pair_counts + prior) / (counts[contexts] + corpus.vocab_size)
+    return float(-np.log(probabilities)[where].mean())
+
+
+def _counts(corpus: Corpus) -> npt.NDArray[np.int64]:
+    """How often each token is followed by another in the training part [vocab_size]."""
+    counts = np.zeros(corpus.vocab_size, dtype=np.int64)
+    for chunk in _chunks(corpus.training):
+        counts += np.bincount(chunk[:-1], minlength=corpus.vocab_size)
+    return counts
+
+
+def _unigram(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Smoothed probability of each token [vocab_size]."""
+    probabilities: npt.NDArray[np.float64] = (counts + 1) / (counts.sum() + len(counts))
+    return probabilities
+
+
+def _pairs(tokens: TokenIds, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Every two neighbours as one number, first * vocab_size + second [num_tokens - 1]."""
+    return tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
+
+
+def _chunks(tokens: TokenIds) -> Iterator[TokenIds]:
+    """Pieces that share one token, so that every two neighbours fall into exactly one of them."""
+    for start in range(0, len(tokens) - 1, _CHUNK_TOKENS):
+        yield tokens[start : start + _CHUNK_TOKENS + 1]

@@ -1,0 +1,133 @@
+"""Tokenizers: text to token ids and back.
+
+corpora tokenizes with them, and the programs decode what a model generates. Either the bytes of UTF-8, or any
+tokenizer.json. Never downloads one, and never adds tokens of its own to a text (no BOS, no padding).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+TokenIds = npt.NDArray[np.unsignedinteger[Any]]
+"""Token ids, unsigned, as narrow as the vocabulary allows."""
+
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The narrowest little-endian unsigned type that holds every id below `vocab_size`."""
+    if vocab_size <= 2**8:
+        return np.dtype("u1")
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+class Tokenizer(Protocol):
+    """What corpora and the programs need of a tokenizer."""
+
+    @property
+    def identity(self) -> str:
+        """`bytes`, or the SHA-256 of the tokenizer.json: equal identities encode alike."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def separator(self) -> TokenIds:
+        """What follows each document of a corpus."""
+        ...
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids [num_tokens] of `text`."""
+        ...
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
+        """The text of `ids`; ids that the tokenizer doesn't know are left out."""
+        ...
+
+
+class ByteTokenizer:
+    """Each byte of the UTF-8 text is a token. Documents end in a newline."""
+
+    identity = "bytes"
+    vocab_size = 256
+
+    @property
+    def separator(self) -> TokenIds:
+        return self.encode("\n")
+
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
+        known = np.asarray(ids, dtype=np.int64)
+        return known[known < self.vocab_size].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer.json, in the format of the `tokenizers` library.
+
+    Documents end in the end-of-text token if the vocabulary has one by a usual name, else in an encoded newline.
+    """
+
+    def __init__(self, definition: str) -> None:
+        """Build from the text of a tokenizer.json. Raises whatever the library does if it is invalid."""
+        self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.identity = hashlib.sha256(definition.encode()).hexdigest()
+        # Not the number of entries: a vocabulary may leave ids out.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._dtype = token_dtype(self.vocab_size)
+
+    @property
+    def separator(self) -> TokenIds:
+        ids = (self._tokenizer.token_to_id(name) for name in _END_OF_TEXT)
+        known = [token for token in ids if token is not None]
+        return np.array(known[:1], dtype=self._dtype) if known else self.encode("\n")
+
+    def encode(self, text: str) -> TokenIds:
+        # One text at a time, though a batch would be faster on many cores: the library's thread pool does not
+        # survive the fork that starts the DHT.
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+
+def load(spec: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: `bytes`, or the path of a tokenizer.json.
+
+    Raises:
+        ValueError: one line, if the file is missing, unreadable or no tokenizer.
+    """
+    if spec == ByteTokenizer.identity:
+        return ByteTokenizer()
+    try:
+        definition = Path(spec).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(
+            f"cannot read data.tokenizer {spec!r}: {reason}; give 'bytes' or the path of a tokenizer.json"
+        ) from None
+    try:
+        return JsonTokenizer(definition)
+    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise ValueError(f"data.tokenizer {spec!r} is not a valid tokenizer.json: {reason}") from None
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError if the model's embedding lacks tokens that the tokenizer may produce."""
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"model.vocab_size ({vocab_size}) is smaller than the tokenizer's ({tokenizer.vocab_size}); "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}"
+        )

@@ -1,0 +1,374 @@
+"""The hop: one microbatch handed to the next stage, and re-routed when that fails.
+
+Trainers and stage peers use the same code: a trainer is simply "stage -1". Here is the one place that
+retries. A microbatch keeps its id through every retry, so that a peer that knows it never counts it twice;
+the peers that worked on it before are asked first. Never looks into the tensors.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import torch
+
+from swarm.clock import Clock
+from swarm.errors import (
+    DeadlineExceeded,
+    Fatal,
+    MalformedMessage,
+    Overloaded,
+    PeerUnavailable,
+    RetriesExhausted,
+    Retryable,
+    SwarmError,
+)
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.rpc.wire import TensorReader, TensorSpec, chunks, require_finite
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, torch.Tensor]
+Call = Any
+"""grpc.aio.StreamStreamCall; its type arguments differ between Train and Evaluate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopLimits:
+    """How patient a hop is."""
+
+    open_seconds: float = 10.0
+    """Longest wait for a peer's first answer."""
+    silence_seconds: float = 15.0
+    """Longest wait for any sign of life from a peer that accepted; it gives one a second."""
+    stall_seconds: float = 120.0
+    """Longest time that the next peer may itself be what is waited for."""
+    retry_seconds: float = 0.25
+    """Wait before asking again when no peer can be asked."""
+    max_failures: int = 12
+    """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """What a hop is told about the microbatch it carries."""
+
+    index: int
+    round: int
+    num_samples: int
+    accumulate_only_at: int | None = None
+
+
+class HopListener:
+    """Hears how a microbatch fares downstream. The default ignores everything."""
+
+    def progress(self, stage: int, *, no_peer: bool) -> None:
+        """`stage` is the deepest one that is being waited for; `no_peer`: nobody serves it."""
+
+    def routed(self, route: Mapping[int, PeerId]) -> None:
+        """The route downstream changed."""
+
+
+@dataclass(eq=False)
+class HopReply:
+    """A microbatch's answer. Its stream stays open until `ack` or `close`."""
+
+    loss: float
+    num_tokens: int
+    tensors: Tensors
+    route: Mapping[int, PeerId]
+    num_reroutes: int
+    dispatch_seconds: float
+    _call: Call = field(repr=False)
+
+    async def ack(self) -> None:
+        """Tell the peer that its answer counts. A lost ack ends in "missing" at that peer, never in "double"."""
+        try:
+            async with asyncio.timeout(5.0):
+                await self._call.write(pb.TrainRequest(ack=pb.Ack()))
+                await self._call.done_writing()
+                await self._call.code()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError) as error:
+            logger.debug("an ack was lost: %s", error)
+        finally:
+            self._call.cancel()
+
+    def close(self) -> None:
+        """Give the answer up: the peer will roll back what it accumulated."""
+        self._call.cancel()
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """What is remembered between the attempts of one microbatch."""
+
+    excluded: dict[PeerId, float] = field(default_factory=dict)
+    """Peers not to ask before a time."""
+    route: dict[int, PeerId] = field(default_factory=dict)
+    forward_passed: bool = False
+    num_failures: int = 0
+    num_reroutes: int = 0
+    last_error: str = ""
+
+
+class Hop:
+    """Hands microbatches to the peers of one stage."""
+
+    def __init__(
+        self, *, run_id: str, stage: int, reply_specs: Mapping[str, TensorSpec], router: Router,
+        channels: ChannelPool, clock: Clock, limits: HopLimits | None = None,
+    ) -> None:  # fmt: skip
+        self.stage = stage
+        self._run_id = run_id
+        self._reply_specs = reply_specs
+        self._router = router
+        self._channels = channels
+        self._clock = clock
+        self._limits = limits or HopLimits()
+        self._credits: dict[PeerId, int] = {}
+
+    async def train(
+        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
+    ) -> HopReply:
+        """Have the stage, and all after it, compute one microbatch.
+
+        Args:
+            hints: peers that worked on the microbatch before, by stage.
+
+        Raises:
+            Fatal: a peer refused the request itself, or too many peers failed.
+        Cancellation closes the stream, which makes the peer roll back.
+        """
+        attempt = _Attempt(route=dict(hints), forward_passed=bool(hints))
+
+        async def once(record: PeerRecord) -> HopReply:
+            return await self._train_once(record, microbatch, tensors, listener, attempt)
+
+        return await self._until_answered(once, microbatch.num_samples, listener, attempt)
+
+    async def evaluate(
+        self, tensors: Tensors, *, round_number: int, num_samples: int, logits: TensorSpec | None = None
+    ) -> float | torch.Tensor:
+        """Forward only, on the anchor of a round: the mean loss, or the last position's logits if asked for.
+
+        Raises:
+            Fatal: a peer refused the request itself, or too many peers failed.
+        """
+
+        async def once(record: PeerRecord) -> float | torch.Tensor:
+            return await self._evaluate_once(record, tensors, round_number, logits)
+
+        return await self._until_answered(once, num_samples, HopListener(), _Attempt())
+
+    # -- choosing and retrying -----------------------------------------------------------------------------------
+
+    async def _until_answered(
+        self, once: Callable[[PeerRecord], Any], num_samples: int, listener: HopListener, attempt: _Attempt
+    ) -> Any:
+        while True:
+            record = self._choose(num_samples, attempt)
+            if record is None:
+                listener.progress(self.stage, no_peer=self._router.is_empty(self.stage))
+                await self._clock.sleep(self._limits.retry_seconds * random.uniform(0.5, 1.0))
+                continue
+            peer_id = PeerId(record.peer_id)
+            try:
+                return await once(record)
+            except Overloaded as busy:
+                self._router.busy(peer_id, busy.retry_after_seconds)
+                attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
+            except Retryable as error:
+                self._failed(peer_id, record.name, error, attempt)
+
+    def _choose(self, num_samples: int, attempt: _Attempt) -> PeerRecord | None:
+        now = self._clock.monotonic()
+        attempt.excluded = {peer: until for peer, until in attempt.excluded.items() if until > now}
+        hinted = attempt.route.get(self.stage)
+        prefer = [] if hinted is None else [hinted]
+        return self._router.choose(self.stage, num_samples, exclude=attempt.excluded.keys(), prefer=prefer)
+
+    def _failed(self, peer_id: PeerId, name: str, error: SwarmError, attempt: _Attempt) -> None:
+        logger.info("stage %d: %s failed: %s", self.stage, name or peer_id[:8], error)
+        if isinstance(error, PeerUnavailable):
+            self._router.failed(peer_id)
+        self._credits.pop(peer_id, None)
+        # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
+        pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0
+        attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
+        attempt.route.pop(self.stage, None)
+        attempt.num_failures += 1
+        attempt.num_reroutes += 1
+        if attempt.num_failures >= self._limits.max_failures:
+            raise RetriesExhausted(
+                f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"
+            )
+
+    # -- one attempt -----------------------------------------------------------------------------------------------
+
+    async def _train_once(
+        self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, attempt: _Attempt
+    ) -> HopReply:
+        peer_id = PeerId(record.peer_id)
+        reader = TensorReader(self._reply_specs)
+        request = pb.Open(
+            address=self._address(), microbatch=microbatch.index, round=microbatch.round,
+            num_samples=microbatch.num_samples, hints=route_entries(attempt.route), accumulate_only_at=microbatch.accumulate_only_at,
+            rerouted_backward=attempt.forward_passed,
+        )  # fmt: skip
+        async with self._stream(record, "Train") as call:
+            opened_at = self._clock.monotonic()
+            await call.write(pb.TrainRequest(open=request))
+            eager = self._take_credit(peer_id)
+            if not eager:
+                self._admitted(await self._read(call, self._limits.open_seconds))
+            accepted_at = self._clock.monotonic()
+            for name, tensor in tensors.items():
+                for chunk in chunks(name, tensor):
+                    await call.write(pb.TrainRequest(chunk=chunk))
+            sent_at = self._clock.monotonic()
+            if eager:
+                self._admitted(await self._read(call, self._limits.open_seconds))
+            stalled_since = self._clock.monotonic()
+            while True:
+                reply = await self._read(call, self._limits.silence_seconds)
+                kind = reply.WhichOneof("message")
+                if kind == "progress":
+                    if reply.progress.stage != self.stage:
+                        stalled_since = self._clock.monotonic()
+                        attempt.forward_passed = True
+                    elif self._clock.monotonic() - stalled_since > self._limits.stall_seconds:
+                        raise DeadlineExceeded(f"no result after {self._limits.stall_seconds:.0f} s")
+                    listener.progress(reply.progress.stage, no_peer=reply.progress.no_peer)
+                elif kind == "routed":
+                    attempt.forward_passed = True
+                    downstream = {entry.stage: PeerId(entry.peer_id) for entry in reply.routed.route}
+                    attempt.route = {**downstream, self.stage: peer_id}
+                    listener.routed(attempt.route)
+                elif kind == "chunk":
+                    self._feed(reader, reply.chunk)
+                elif kind == "done":
+                    break
+                else:
+                    raise PeerUnavailable(f"an unexpected {kind} in the reply")
+            done: pb.Done = reply.done
+            if not reader.complete:
+                raise PeerUnavailable("the reply ended before its tensors")
+            self._require_finite(reader.tensors)
+            self._credits[peer_id] = done.credits
+            self._router.succeeded(
+                peer_id, num_samples=microbatch.num_samples, busy_seconds=done.busy_seconds,
+                link_seconds=0.0 if eager else accepted_at - opened_at, queue_length=done.queue_length,
+            )  # fmt: skip
+            route = {entry.stage: PeerId(entry.peer_id) for entry in done.route}
+            return HopReply(
+                loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
+                route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + attempt.num_reroutes,
+                dispatch_seconds=sent_at - opened_at, _call=call,
+            )  # fmt: skip
+
+    async def _evaluate_once(
+        self, record: PeerRecord, tensors: Tensors, round_number: int, logits: TensorSpec | None
+    ) -> float | torch.Tensor:
+        request = pb.EvaluateOpen(address=self._address(), round=round_number, want_logits=logits is not None)
+        reader = TensorReader({} if logits is None else {"logits": logits})
+        async with self._stream(record, "Evaluate") as call:
+            await call.write(pb.EvaluateRequest(open=request))
+            for name, tensor in tensors.items():
+                for chunk in chunks(name, tensor):
+                    await call.write(pb.EvaluateRequest(chunk=chunk))
+            await call.done_writing()
+            while True:
+                reply = await self._read(call, self._limits.silence_seconds)
+                kind = reply.WhichOneof("message")
+                if kind == "chunk":
+                    self._feed(reader, reply.chunk)
+                elif kind == "evaluated":
+                    call.cancel()
+                    if logits is None:
+                        return float(reply.evaluated.loss)
+                    if not reader.complete:
+                        raise PeerUnavailable("the reply ended before its tensors")
+                    self._require_finite(reader.tensors)
+                    return reader.tensors["logits"]
+
+    # -- plumbing ----------------------------------------------------------------------------------------------------
+
+    def _address(self) -> pb.Address:
+        return pb.Address(run_id=self._run_id, protocol_version=PROTOCOL_VERSION, stage=self.stage)
+
+    @asynccontextmanager
+    async def _stream(self, record: PeerRecord, method: str) -> AsyncIterator[Call]:
+        """A call that is cancelled unless the block returns normally; its errors become ours."""
+        call = getattr(StageServiceStub(self._channels.channel(record)), method)()
+        try:
+            yield call
+        except (grpc.aio.UsageError, asyncio.InvalidStateError):
+            # The stream ended while we wrote to it; its status says why.
+            raise await _status(call) from None
+        except grpc.aio.AioRpcError as error:
+            call.cancel()
+            raise translate(error) from None
+        except BaseException:
+            call.cancel()
+            raise
+
+    async def _read(self, call: Call, seconds: float) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                reply = await call.read()
+        except TimeoutError:
+            raise PeerUnavailable(f"no sign of life for {seconds:.0f} s") from None
+        if reply is grpc.aio.EOF:
+            raise await _status(call)
+        return reply
+
+    def _admitted(self, reply: pb.TrainReply) -> None:
+        kind = reply.WhichOneof("message")
+        if kind == "busy":
+            raise Overloaded(reply.busy.reason, retry_after_seconds=reply.busy.retry_after_seconds)
+        if kind != "accepted":
+            raise PeerUnavailable(f"{kind} before accepted")
+
+    def _take_credit(self, peer_id: PeerId) -> bool:
+        credit = self._credits.get(peer_id, 0)
+        self._credits[peer_id] = max(0, credit - 1)
+        return credit > 0
+
+    @staticmethod
+    def _feed(reader: TensorReader, chunk: Any) -> None:
+        try:
+            reader.feed(chunk)
+        except MalformedMessage as error:
+            # Its fault, not ours: another peer may answer well.
+            raise PeerUnavailable(f"a malformed reply: {error}") from None
+
+    @staticmethod
+    def _require_finite(tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            try:
+                require_finite(name, tensor)
+            except MalformedMessage as error:
+                raise PeerUnavailable(f"a malformed reply: {error}") from None
+
+
+async def _status(call: Call) -> SwarmError:
+    """Why a stream ended."""
+    if await call.code() is grpc.StatusCode.OK:
+        return PeerUnavailable("the peer ended the stream early")
+    error = grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
+    )
+    return translate(error)
+
+
+def route_entries(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:
+    """A route as messages."""
+    return [pb.RouteEntry(stage=stage, peer_id=peer) for stage, peer in sorted(route.items())]

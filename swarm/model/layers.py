@@ -1,0 +1,172 @@
+"""The parts of a decoder-only, Llama-shaped transformer, and dropout that can be computed again.
+
+Called by stages.py alone. Holds no state but parameters: rotary tables and dropout masks are made anew in every
+forward pass, so the same inputs and the same key give the same outputs whenever, and however often, they are
+computed. Never reads the global random state and never looks at `training`.
+
+Shape suffixes: B samples, T positions, D model width, H query heads, G key and value heads, K head width,
+J half a head's width, F feed-forward width, V vocabulary.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from swarm.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutKey:
+    """Names the dropout of one microbatch; together with the place in the model it determines every mask.
+
+    Attributes:
+        seed: the run's seed.
+        microbatch: the microbatch's id.
+    """
+
+    seed: int
+    microbatch: int
+
+
+def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
+    """A generator whose numbers follow from `key` alone, in every process and Python version."""
+    digest = hashlib.sha256("/".join(str(part) for part in key).encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big"))
+
+
+def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
+    """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
+
+    The mask follows from the key, the site's name, the shape and the kind of device, and from nothing else.
+    """
+    if key is None or probability == 0.0:
+        return hidden_BTD
+    generator = seeded_generator(hidden_BTD.device, key.seed, key.microbatch, site)
+    # Uniform numbers rather than bernoulli_, whose stream depends on how torch was built.
+    uniform_BTD = torch.rand(hidden_BTD.shape, generator=generator, device=hidden_BTD.device)
+    return hidden_BTD.masked_fill(uniform_BTD < probability, 0.0) * (1.0 / (1.0 - probability))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). Faster on CPUs than torch's own."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        mean_square_BT1 = hidden_BTD.square().mean(dim=-1, keepdim=True)
+        return hidden_BTD * torch.rsqrt(mean_square_BT1 + self.epsilon) * self.weight
+
+
+def rotary_tables(num_positions: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, [T, J] float32 each (arXiv 2104.09864).
+
+    Cheap beside a layer, and a cache would have to tell inference tensors from those autograd may save.
+    """
+    exponents_J = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
+    positions_T1 = torch.arange(num_positions, device=device, dtype=torch.float32)[:, None]
+    angles_TJ = positions_T1 * (1.0 / theta**exponents_J)
+    return angles_TJ.cos(), angles_TJ.sin()
+
+
+def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
+    """Turn each pair (element j, element j + K/2) by its position's angle: the pairing of Llama's checkpoints."""
+    first_BHTJ, second_BHTJ = heads_BHTK.chunk(2, dim=-1)
+    rotated_BHTK = torch.cat(
+        (first_BHTJ * cos_TJ - second_BHTJ * sin_TJ, second_BHTJ * cos_TJ + first_BHTJ * sin_TJ), dim=-1
+    )
+    return rotated_BHTK.to(heads_BHTK.dtype)
+
+
+class CausalSelfAttention(nn.Module):
+    """Rotary, grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        head_width = model.d_model // model.num_heads
+        self.num_heads = model.num_heads
+        self.num_kv_heads = model.kv_heads
+        self.q = nn.Linear(model.d_model, model.d_model, bias=False)
+        self.k = nn.Linear(model.d_model, model.kv_heads * head_width, bias=False)
+        self.v = nn.Linear(model.d_model, model.kv_heads * head_width, bias=False)
+        self.output = nn.Linear(model.d_model, model.d_model, bias=False)
+
+    def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
+        q_BHTK = rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads)
+        k_BGTK = rearrange(self.k(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
+        v_BGTK = rearrange(self.v(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
+        mixed_BHTK = F.scaled_dot_product_attention(
+            rotate(q_BHTK, cos_TJ, sin_TJ),
+            rotate(k_BGTK, cos_TJ, sin_TJ),
+            v_BGTK,
+            is_causal=True,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        output_BTD: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
+        return output_BTD
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(model.d_model, model.feed_forward_width, bias=False)
+        self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=False)
+        self.down = nn.Linear(model.feed_forward_width, model.d_model, bias=False)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        wide_BTF = F.silu(self.gate(hidden_BTD)) * self.up(hidden_BTD)
+        output_BTD: Tensor = self.down(wide_BTF)
+        return output_BTD
+
+
+class TransformerLayer(nn.Module):
+    """One pre-norm layer; `layer` is its index in the whole model and names its dropout."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.site = f"layers.{layer}"
+        self.probability = model.dropout
+        self.attention_norm = RMSNorm(model.d_model, model.norm_epsilon)
+        self.attention = CausalSelfAttention(model)
+        self.feed_forward_norm = RMSNorm(model.d_model, model.norm_epsilon)
+        self.feed_forward = SwiGLU(model)
+
+    def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor, sin_TJ: Tensor, key: DropoutKey | None) -> Tensor:
+        mixed_BTD = self.attention(self.attention_norm(hidden_BTD), cos_TJ, sin_TJ)
+        hidden_BTD = hidden_BTD + dropout(mixed_BTD, self.probability, key, f"{self.site}.attention")
+        wide_BTD = self.feed_forward(self.feed_forward_norm(hidden_BTD))
+        return hidden_BTD + dropout(wide_BTD, self.probability, key, f"{self.site}.feed_forward")
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.probability = model.dropout
+        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.d_model))
+
+    def forward(self, tokens_BT: Tensor, key: DropoutKey | None) -> Tensor:
+        return dropout(F.embedding(tokens_BT, self.weight), self.probability, key, "embedding")
+
+
+class Head(nn.Module):
+    """Final norm and projection to logits; with tied embeddings it has no matrix and uses the embedding's."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(model.d_model, model.norm_epsilon)
+        self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
+
+    def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:
+        weight_VD = embedding_VD if self.output is None else self.output.weight
+        assert weight_VD is not None, "a tied head shares its stage with the embedding"
+        return F.linear(self.norm(hidden_BTD), weight_VD)

@@ -1,0 +1,152 @@
+"""Cutting the model into stages: which layers a stage has, its module, and its initial weights.
+
+Called by stage/ (what a peer computes) and by transformer.py. Parameters are named by their place in the whole
+model (`layers.3.attention.q.weight`), so a cut regroups names and changes nothing else. Never trains, and never
+keeps anything between two forward passes.
+
+A model of your own
+-------------------
+`model.custom_class = "package.module:Class"` replaces StageModule, on every peer of the run. The class
+
+- is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
+- has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward; it takes all
+  randomness from the key (`swarm.model.layers.dropout`), keeps nothing between calls, and has no buffer that a
+  forward pass changes;
+- holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
+  single-stage model's under any cut;
+- may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
+  name. Without it, `initialise` does so.
+
+Shape suffixes: B samples, T positions, D model width, V vocabulary.
+"""
+
+import math
+import pkgutil
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from swarm.config import RunConfig
+from swarm.model.layers import DropoutKey, Embedding, Head, TransformerLayer, rotary_tables, seeded_generator
+
+_INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
+
+
+def layer_ranges(config: RunConfig) -> list[range]:
+    """The layers of each stage, in order: as configured, or as even as possible.
+
+    The remainder goes to the middle stages first, for the outer ones also have the embedding and the head.
+    """
+    num_stages = config.stages.num_stages
+    sizes = list(config.stages.layers_per_stage)
+    if not sizes:
+        share, remainder = divmod(config.model.num_layers, num_stages)
+        middle_first = sorted(range(num_stages), key=lambda stage: abs(2 * stage - (num_stages - 1)))
+        sizes = [share] * num_stages
+        for stage in middle_first[:remainder]:
+            sizes[stage] += 1
+    return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
+
+
+class StageModule(nn.Module):
+    """The layers of one stage; stage 0 also holds the embedding, the last one the head."""
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__()
+        self.model = config.model
+        self.embedding = Embedding(config.model) if stage == 0 else None
+        self.layers = nn.ModuleDict({str(layer): TransformerLayer(config.model, layer) for layer in layer_range})
+        self.head = Head(config.model) if stage == config.stages.num_stages - 1 else None
+
+    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
+        """Run the stage.
+
+        With gradient checkpointing, backward reads the parameters once more: like any live graph, it needs them
+        unchanged until then.
+
+        Args:
+            inputs: tokens_BT (int64) at stage 0, else the previous stage's hidden_BTD (float32).
+            dropout_key: names the microbatch; None turns dropout off.
+
+        Returns:
+            hidden_BTD, or logits_BTV at the last stage; float32 whatever the autocast.
+        """
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
+            hidden_BTD = inputs if self.embedding is None else self.embedding(inputs, dropout_key)
+            head_width = self.model.d_model // self.model.num_heads
+            tables = rotary_tables(inputs.shape[1], head_width, self.model.rope_theta, inputs.device)
+            for layer in self.layers.values():
+                hidden_BTD = self._run_layer(layer, (hidden_BTD, *tables, dropout_key))
+            if self.head is not None:
+                embedding_VD = None if self.embedding is None else self.embedding.weight
+                hidden_BTD = self.head(hidden_BTD, embedding_VD)
+        return hidden_BTD.float()
+
+    def _run_layer(self, layer: nn.Module, arguments: tuple[object, ...]) -> Tensor:
+        output_BTD: Tensor
+        if self.model.gradient_checkpointing and torch.is_grad_enabled():
+            # The parameters are bound here: under functional_call the module has other ones by the time of backward.
+            parameters = dict(layer.named_parameters())
+            output_BTD = checkpoint(
+                functional_call, layer, parameters, arguments, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            output_BTD = layer(*arguments)
+        return output_BTD
+
+
+def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) -> nn.Module:
+    """Make a stage's module with its initial weights: the same bits at every peer and under any cut.
+
+    Raises:
+        ValueError: `model.custom_class` cannot be imported or is not a module class.
+    """
+    stage_class = _custom_class(config.model.custom_class) if config.model.custom_class else StageModule
+    module = stage_class(config, stage, layer_ranges(config)[stage])
+    init_parameters = getattr(module, "init_parameters", None)
+    if init_parameters is None:
+        initialise(module, config)
+    else:
+        init_parameters(config.data.seed)
+    return module.to(device)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, config: RunConfig) -> None:
+    """Set every parameter (on the CPU) to what follows from the run's seed and the parameter's name.
+
+    Biases are 0, other vectors 1, and matrices random with standard deviation `model.init_std`, less by
+    sqrt(2 * num_layers) where they project into the residual stream. The draw is uniform: normal numbers need
+    logarithms and cosines, which differ in the last bit between processors.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
+        generator = seeded_generator(torch.device("cpu"), config.data.seed, name)
+        parameter.copy_(torch.rand(parameter.shape, generator=generator))
+        parameter.sub_(0.5).mul_(math.sqrt(12) * config.model.init_std / depth_scale)
+
+
+def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Mean cross entropy in nats over all tokens: a float32 scalar."""
+    logits_NV = rearrange(logits_BTV, "b t v -> (b t) v")
+    return F.cross_entropy(logits_NV, rearrange(targets_BT, "b t -> (b t)"))
+
+
+def _custom_class(name: str) -> type[nn.Module]:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise ValueError(
+            f"model.custom_class {name!r} cannot be imported ({error}): name it as package.module:Class "
+            "and install its package, or put it on PYTHONPATH"
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
+    return found

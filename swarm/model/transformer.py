@@ -1,0 +1,48 @@
+"""The whole model in one process: what a swarm's training is compared with.
+
+Called by tests, benches and whoever holds all the weights. It is the stage module of a run cut into one stage, so
+its parameters are exactly the stages' parameters under any cut. Never talks to anyone.
+
+Shape suffixes: B samples, T positions, V vocabulary.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from swarm.config import RunConfig, StagesConfig
+from swarm.model.layers import DropoutKey
+from swarm.model.stages import StageModule, initialise, token_loss
+
+
+class Transformer(StageModule):
+    """All layers, with the embedding and the head."""
+
+    def __init__(self, config: RunConfig) -> None:
+        uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+        super().__init__(uncut, 0, range(config.model.num_layers))
+
+    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None = None) -> Tensor:
+        """tokens_BT to logits_BTV (float32); without a key there is no dropout."""
+        return super().forward(inputs, dropout_key=dropout_key)
+
+    def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
+        """Mean nats a token for T + 1 columns of tokens, of which each predicts the next."""
+        logits_BTV = self(tokens_BT1[:, :-1], dropout_key=dropout_key)
+        return token_loss(logits_BTV, tokens_BT1[:, 1:])
+
+
+def build_transformer(config: RunConfig, *, device: torch.device | str) -> Transformer:
+    """Make the built-in model with the initial weights that the stages of a swarm start from.
+
+    Raises:
+        ValueError: the run has a `model.custom_class`; one stage of that is its single-process reference.
+    """
+    if config.model.custom_class:
+        raise ValueError(
+            "there is no built-in reference for model.custom_class: use stages.num_stages = 1 and build_stage"
+        )
+    model = Transformer(config)
+    initialise(model, config)
+    return model.to(device)

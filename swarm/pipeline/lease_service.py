@@ -1,0 +1,147 @@
+"""Both ends of the lease call: a stage peer's servicer and a trainer's client.
+
+The servicer answers from the table of the stage's leader, or names the leader. The client finds the leader,
+and keeps what it was granted alive by asking again.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.errors import Retryable, SwarmError, WrongRun, WrongStage
+from swarm.pipeline.leases import LEASE_SECONDS, Grant, LeaseTable, RoundView
+from swarm.rpc.channels import ChannelPool, abort, translate
+from swarm.rpc.v1 import lease_pb2 as pb
+from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+MAX_COUNT = 1024
+"""Microbatches granted in one call, at most."""
+MAX_WAIT_SECONDS = 5.0
+"""Longest wait for something to grant."""
+_POLL_SECONDS = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLead:
+    """What a stage peer knows about its group: who leads it, and the round's view if that is itself."""
+
+    leader_id: PeerId
+    view: RoundView | None
+
+
+class LeaseServicer(LeaseServiceServicer):
+    """Answers trainers at one stage peer."""
+
+    def __init__(self, *, config: RunConfig, stage: int, clock: Clock, lead: Callable[[], GroupLead]) -> None:
+        self._config = config
+        self._stage = stage
+        self._clock = clock
+        self._lead = lead
+        self._table: LeaseTable | None = None
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
+        try:
+            self._check(request.address)
+        except SwarmError as error:
+            await abort(context, error)
+        deadline = self._clock.monotonic() + min(MAX_WAIT_SECONDS, request.wait_seconds)
+        while True:
+            lead = self._lead()
+            if lead.view is None:
+                # Whoever leads next grants from its own table; ours would be out of date.
+                self._table = None
+                return pb.AcquireReply(leader_peer_id=lead.leader_id)
+            grant = self._grant(lead.view, request)
+            if grant.microbatches or request.count == 0 or self._clock.monotonic() >= deadline:
+                return pb.AcquireReply(
+                    microbatches=grant.microbatches, round=lead.view.round, valid_seconds=LEASE_SECONDS,
+                    accumulate_only_at=grant.accumulate_only_at,
+                )  # fmt: skip
+            await self._clock.sleep(_POLL_SECONDS)
+
+    def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
+        if self._table is None:
+            self._table = LeaseTable(self._config, self._stage, self._clock)
+        return self._table.acquire(
+            view, request.trainer_id, min(MAX_COUNT, request.count),
+            holding=set(request.holding), released=set(request.released),
+        )  # fmt: skip
+
+    def _check(self, address: Address) -> None:
+        if address.run_id != self._config.run_id:
+            raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
+        if address.stage != self._stage:
+            raise WrongStage(f"this peer serves stage {self._stage}, not {address.stage}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leased:
+    """Microbatches a trainer may run, and the round they are admitted to."""
+
+    stage: int
+    """The stage whose leader granted them."""
+    round: int
+    microbatches: Sequence[int]
+    accumulate_only_at: int | None
+
+
+class LeaseClient:
+    """A trainer's line to the leaders."""
+
+    def __init__(
+        self, *, config: RunConfig, trainer_id: str, peers: Callable[[int], Sequence[PeerRecord]],
+        channels: ChannelPool, clock: Clock,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._trainer_id = trainer_id
+        self._peers = peers
+        self._channels = channels
+        self._clock = clock
+        self._leaders: dict[int, PeerId] = {}
+
+    async def acquire(
+        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float
+    ) -> Leased | None:
+        """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case."""
+        request = pb.AcquireRequest(
+            address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
+            trainer_id=self._trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
+        )  # fmt: skip
+        asked: set[str] = set()
+        while (record := self._next_to_ask(stage, asked)) is not None:
+            asked.add(record.peer_id)
+            try:
+                reply = await self._ask(record, request, wait_seconds + 5.0)
+            except Retryable:
+                self._leaders.pop(stage, None)
+                continue
+            if not reply.leader_peer_id:
+                self._leaders[stage] = PeerId(record.peer_id)
+                only_at = reply.accumulate_only_at if reply.HasField("accumulate_only_at") else None
+                return Leased(
+                    stage=stage, round=reply.round, microbatches=list(reply.microbatches), accumulate_only_at=only_at
+                )
+            self._leaders[stage] = PeerId(reply.leader_peer_id)
+        return None
+
+    def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
+        candidates = [record for record in self._peers(stage) if record.peer_id not in asked]
+        leader = self._leaders.get(stage)
+        return min(candidates, key=lambda record: (record.peer_id != leader, record.peer_id), default=None)
+
+    async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
+        call: Any = LeaseServiceStub(self._channels.channel(record)).Acquire
+        try:
+            reply: pb.AcquireReply = await asyncio.wait_for(call(request), seconds)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        except TimeoutError:
+            raise Retryable("no answer to a request for leases") from None
+        return reply

@@ -1,0 +1,141 @@
+"""Leases: which trainer runs which microbatches.
+
+The leader of a stage's group grants them: stage 0's leader hands out new microbatches, any stage's leader the
+ones that its stage has lost (synchronous setting). A lease expires unless its trainer renews it, so a dead
+trainer's microbatches go to another. `LeaseTable` decides and is pure; lease_service
+carries its answers.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from swarm.clock import Clock
+from swarm.config import RunConfig
+
+LEASE_SECONDS = 15.0
+"""Lifetime of a lease that is not renewed."""
+SETTLE_SECONDS = 1.5
+"""How long a stage must have seen no change before a microbatch that it lacks is called missing."""
+SKIP_ON_TAKEOVER = 4096
+"""DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone
+who has not reported yet. Missing is allowed there, double is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundView:
+    """What a leader knows of its stage's round."""
+
+    round: int
+    committed: Collection[int]
+    """Microbatches that some member has committed."""
+    highest_microbatch: int
+    """Highest id that any member has seen; -1 for none."""
+    quiet_seconds: float
+    """Seconds since a member last committed anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """What a trainer was given."""
+
+    microbatches: Sequence[int]
+    accumulate_only_at: int | None = None
+
+
+@dataclass
+class _Lease:
+    trainer_id: str
+    expires_at: float
+
+
+class LeaseTable:
+    """The leases of one stage, while this peer leads it."""
+
+    def __init__(self, config: RunConfig, stage: int, clock: Clock) -> None:
+        self._config = config
+        self._stage = stage
+        self._clock = clock
+        self._leases: dict[int, _Lease] = {}
+        self._finished: dict[int, float] = {}
+        """When a trainer stopped holding a microbatch without giving it back."""
+        self._returned: list[int] = []
+        """DiLoCo: granted once, not run, to be granted again."""
+        self._next: int | None = None
+        self._round = -1
+
+    def acquire(
+        self, view: RoundView, trainer_id: str, count: int, *, holding: Collection[int], released: Collection[int]
+    ) -> Grant:
+        """Renew what a trainer holds, take back what it released, and grant it up to `count` microbatches.
+
+        Args:
+            holding: microbatches of the current round that the trainer still works on.
+            released: microbatches that it gives back without having run them.
+        """
+        self._renew(trainer_id, holding, released)
+        if self._config.rounds.synchronous:
+            return self._grant_of_round(view, trainer_id, count)
+        return self._grant_endless(view, trainer_id, count)
+
+    def _renew(self, trainer_id: str, holding: Collection[int], released: Collection[int]) -> None:
+        now = self._clock.monotonic()
+        for microbatch in [m for m, lease in self._leases.items() if lease.trainer_id == trainer_id]:
+            if microbatch in released:
+                del self._leases[microbatch]
+                self._returned.append(microbatch)
+            elif microbatch not in holding:
+                del self._leases[microbatch]
+                self._finished[microbatch] = now
+        for microbatch in holding:
+            # After a change of leader this is how the new one learns who holds what.
+            lease = self._leases.setdefault(microbatch, _Lease(trainer_id, 0.0))
+            if lease.trainer_id == trainer_id:
+                lease.expires_at = now + LEASE_SECONDS
+        for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
+            del self._leases[microbatch]
+            self._returned.append(microbatch)
+
+    def _grant_of_round(self, view: RoundView, trainer_id: str, count: int) -> Grant:
+        if view.round != self._round:
+            self._round = view.round
+            size = self._config.microbatches_per_round
+            self._leases = {m: lease for m, lease in self._leases.items() if m // size == view.round}
+            self._finished.clear()
+        self._returned.clear()
+        size = self._config.microbatches_per_round
+        wanted = [
+            microbatch
+            for microbatch in range(view.round * size, (view.round + 1) * size)
+            if microbatch not in view.committed and microbatch not in self._leases
+        ]
+        if self._stage == 0:
+            fresh = [microbatch for microbatch in wanted if microbatch not in self._finished]
+            if fresh:
+                return self._lease(trainer_id, fresh[:count])
+        # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
+        if view.quiet_seconds < SETTLE_SECONDS:
+            return Grant(microbatches=())
+        now = self._clock.monotonic()
+        missing = [m for m in wanted if now - self._finished.get(m, -SETTLE_SECONDS) >= SETTLE_SECONDS]
+        return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
+
+    def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
+        if self._next is None:
+            known = max([view.highest_microbatch, *self._leases], default=-1)
+            self._next = known + 1 + SKIP_ON_TAKEOVER if known >= 0 else 0
+        self._finished.clear()
+        granted: list[int] = []
+        while self._returned and len(granted) < count:
+            microbatch = self._returned.pop(0)
+            if microbatch not in view.committed and microbatch not in self._leases:
+                granted.append(microbatch)
+        fresh = range(self._next, self._next + count - len(granted))
+        self._next = fresh.stop
+        return self._lease(trainer_id, [*granted, *fresh])
+
+    def _lease(self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None) -> Grant:
+        expires_at = self._clock.monotonic() + LEASE_SECONDS
+        for microbatch in microbatches:
+            self._leases[microbatch] = _Lease(trainer_id, expires_at)
+        return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at if microbatches else None)
+

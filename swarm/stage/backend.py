@@ -1,0 +1,309 @@
+"""One stage's computation of one microbatch: forward, backward, loss, and taking a gradient out again.
+
+Runs on the compute thread only; called by stage/computation. Knows nothing of the network, of queues or of
+who asked. Backward uses the weights that forward used, whatever steps came between.
+
+Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D width of the residual stream, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from swarm.config import RunConfig
+from swarm.errors import MalformedMessage
+from swarm.model.stages import DropoutKey, token_loss
+from swarm.rpc.wire import DTYPES, TensorSpec, require_finite
+from swarm.stage.weights import GradientBucket, StageWeights, Version
+
+TOKENS = "tokens"
+HIDDEN = "hidden"
+GRADIENT = "hidden_gradient"
+LOGITS = "logits"
+
+
+def request_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:
+    """What a microbatch brings to a stage: the tokens with their targets, and from stage 1 on the hidden state."""
+    size, length = config.data.microbatch_size, config.data.sequence_length
+    specs = {TOKENS: TensorSpec(shape=(size, length + 1), encoding="int32")}
+    if stage > 0:
+        specs[HIDDEN] = TensorSpec(shape=(size, length, config.model.d_model), encoding=config.wire.dtype)
+    return specs
+
+
+def reply_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:
+    """What a stage sends back: the gradient of its hidden input; stage 0 has none."""
+    if stage <= 0:
+        return {}
+    return {GRADIENT: request_specs(config, stage)[HIDDEN]}
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward that waits for its gradient.
+
+    Attributes:
+        wire_inputs: what the stage received, CPU.
+        wire_hidden_BTD: what the next stage gets, CPU, in the wire's element type; None at the last stage.
+        version: the weights that were used.
+    """
+
+    microbatch: int
+    wire_inputs: Mapping[str, torch.Tensor]
+    version: Version
+    wire_hidden_BTD: torch.Tensor | None = None
+    _inputs: torch.Tensor | None = None
+    _outputs: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class Accumulated:
+    """A gradient that is in a bucket, with all that is needed to take it out again."""
+
+    microbatch: int
+    num_samples: int
+    wire_inputs: Mapping[str, torch.Tensor]
+    wire_gradient_BTD: torch.Tensor | None
+    version: Version
+    bucket: GradientBucket
+    settled: bool = False
+
+
+@dataclass
+class GraphBudget:
+    """Bytes of autograd graphs that may be kept between forward and backward."""
+
+    limit_bytes: int
+    graph_bytes: int = 0
+    """Of one microbatch, measured at the first forward."""
+    num_kept: int = 0
+    num_recomputed: int = 0
+
+    def has_room(self) -> bool:
+        """Whether one more graph fits."""
+        return (self.num_kept + 1) * self.graph_bytes <= self.limit_bytes
+
+
+@dataclass
+class StageBackend:
+    """The computation of one stage."""
+
+    config: RunConfig
+    stage: int
+    module: nn.Module
+    weights: StageWeights
+    device: torch.device
+    budget: GraphBudget
+    _is_first: bool = field(init=False)
+    _is_last: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_first = self.stage == 0
+        self._is_last = self.stage == self.config.stages.num_stages - 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self._is_last
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, wire_inputs: Mapping[str, torch.Tensor]) -> Forward:
+        """Compute the stage's output, keeping the graph if the budget allows.
+
+        Raises:
+            MalformedMessage: the inputs hold NaN, infinity or an unknown token.
+        """
+        forward = Forward(microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version)
+        self._check_inputs(wire_inputs)
+        if self.budget.has_room():
+            inputs, outputs = self._graph(forward)
+            forward._inputs, forward._outputs = inputs, outputs
+            self.budget.num_kept += 1
+        else:
+            with torch.no_grad():
+                outputs = self._apply(forward, self._hidden_or_tokens(wire_inputs))
+        forward.version.users += 1
+        forward.wire_hidden_BTD = self._to_wire(outputs)
+        return forward
+
+    def backward(
+        self, forward: Forward, wire_gradient_BTD: torch.Tensor, *, accumulate: bool
+    ) -> tuple[torch.Tensor | None, Accumulated | None]:
+        """Gradient of the stage's input (None at stage 0) and, if wanted, of the weights into the open bucket.
+
+        The forward is released, whatever happens.
+        """
+        try:
+            if forward._outputs is None:
+                self.budget.num_recomputed += 1
+                forward._inputs, forward._outputs = self._graph(forward)
+                self.budget.num_kept += 1
+            assert forward._inputs is not None
+            gradient_BTD = wire_gradient_BTD.to(self.device, torch.float32)
+            return self._collect(forward, forward._outputs, gradient_BTD, wire_gradient_BTD, accumulate=accumulate)
+        finally:
+            self.release(forward)
+
+    def forward_loss(
+        self, microbatch: int, wire_inputs: Mapping[str, torch.Tensor], *, accumulate: bool
+    ) -> tuple[float, torch.Tensor | None, Accumulated | None]:
+        """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
+
+        Raises:
+            MalformedMessage: non-finite or out-of-range inputs, or a loss that is not finite.
+        """
+        self._check_inputs(wire_inputs)
+        forward = Forward(microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version)
+        forward.version.users += 1
+        try:
+            forward._inputs, outputs = self._graph(forward)
+            loss = token_loss(outputs, self._targets(wire_inputs))
+            forward._outputs = outputs
+            self.budget.num_kept += 1
+            require_finite("loss", loss.detach())
+            gradient, accumulated = self._collect(forward, loss, None, None, accumulate=accumulate)
+            return float(loss.detach()), gradient, accumulated
+        finally:
+            self.release(forward)
+
+    def release(self, forward: Forward) -> None:
+        """Forget a forward's graph and version; for one whose gradient will never come, too."""
+        if forward._outputs is not None:
+            self.budget.num_kept -= 1
+        forward._inputs = forward._outputs = None
+        forward.version.users -= 1
+        self.weights.step_if_due()
+
+    # -- what became of an accumulated gradient ------------------------------------------------------------------
+
+    def settle(self, accumulated: Accumulated) -> None:
+        """It was acknowledged: it stays, and steps need not wait for it."""
+        if not accumulated.settled:
+            accumulated.settled = True
+            accumulated.bucket.num_tentative -= 1
+            accumulated.version.users -= 1
+            self.weights.step_if_due()
+
+    def roll_back(self, accumulated: Accumulated) -> None:
+        """Compute the gradient again, with the same weights and randomness, and subtract it."""
+        forward = Forward(
+            microbatch=accumulated.microbatch, wire_inputs=accumulated.wire_inputs, version=accumulated.version
+        )
+        inputs, outputs = self._graph(forward)
+        root, root_gradient = self._root(outputs, accumulated.wire_inputs, accumulated.wire_gradient_BTD)
+        parameters = list(accumulated.version.parameters.values())
+        gradients = torch.autograd.grad(root, parameters, root_gradient, allow_unused=True, materialize_grads=True)
+        accumulated.bucket.add(gradients, -accumulated.num_samples)
+        self.settle(accumulated)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, wire_inputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], *, want_logits: bool
+    ) -> torch.Tensor:
+        """Forward without dropout on given weights.
+
+        Returns:
+            The hidden state for the next stage in the wire's type; at the last stage the mean loss (shape ()),
+            or the float32 logits of the last position (B, V).
+        """
+        self._check_inputs(wire_inputs)
+        with torch.no_grad():
+            outputs: torch.Tensor = torch.func.functional_call(
+                self.module, dict(parameters), (self._hidden_or_tokens(wire_inputs),), {"dropout_key": None}
+            )
+            if not self._is_last:
+                return self._to_wire(outputs)
+            if want_logits:
+                return outputs[:, -1].float().cpu()
+            return token_loss(outputs, self._targets(wire_inputs)).cpu()
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _graph(self, forward: Forward) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self._hidden_or_tokens(forward.wire_inputs)
+        if not self._is_first:
+            inputs.requires_grad_()
+        with torch.enable_grad():
+            if self.budget.graph_bytes == 0:
+                outputs, self.budget.graph_bytes = _measure_graph(lambda: self._apply(forward, inputs), forward.version)
+            else:
+                outputs = self._apply(forward, inputs)
+        return inputs, outputs
+
+    def _apply(self, forward: Forward, inputs: torch.Tensor) -> torch.Tensor:
+        key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
+        outputs: torch.Tensor = torch.func.functional_call(
+            self.module, forward.version.parameters, (inputs,), {"dropout_key": key}
+        )
+        return outputs
+
+    def _root(
+        self, outputs: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor], wire_gradient_BTD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if wire_gradient_BTD is None:
+            return token_loss(outputs, self._targets(wire_inputs)), None
+        return outputs, wire_gradient_BTD.to(self.device, torch.float32)
+
+    def _collect(
+        self, forward: Forward, root: torch.Tensor, root_gradient: torch.Tensor | None,
+        wire_gradient_BTD: torch.Tensor | None, *, accumulate: bool,
+    ) -> tuple[torch.Tensor | None, Accumulated | None]:  # fmt: skip
+        parameters = list(forward.version.parameters.values()) if accumulate else []
+        inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
+        if not inputs and not parameters:
+            return None, None
+        gradients = torch.autograd.grad(
+            root, [*inputs, *parameters], root_gradient, allow_unused=True, materialize_grads=True
+        )
+        input_gradient = self._to_wire(gradients[0]) if inputs else None
+        if not accumulate:
+            return input_gradient, None
+        num_samples = self.config.data.microbatch_size
+        bucket = self.weights.open_bucket
+        bucket.add(gradients[len(inputs) :], num_samples)
+        bucket.num_tentative += 1
+        forward.version.users += 1
+        accumulated = Accumulated(
+            microbatch=forward.microbatch, num_samples=num_samples, wire_inputs=forward.wire_inputs,
+            wire_gradient_BTD=wire_gradient_BTD, version=forward.version, bucket=bucket,
+        )  # fmt: skip
+        return input_gradient, accumulated
+
+    def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:
+        tokens = wire_inputs[TOKENS]
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.model.vocab_size:
+            raise MalformedMessage(f"a token is outside the vocabulary of {self.config.model.vocab_size}")
+        if not self._is_first:
+            require_finite(HIDDEN, wire_inputs[HIDDEN])
+
+    def _hidden_or_tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self._is_first:
+            return wire_inputs[TOKENS][:, :-1].to(self.device, torch.int64)
+        return wire_inputs[HIDDEN].to(self.device, torch.float32).detach()
+
+    def _targets(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return wire_inputs[TOKENS][:, 1:].to(self.device, torch.int64)
+
+    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", DTYPES[self.config.wire.dtype])
+
+
+def _measure_graph(compute: Callable[[], torch.Tensor], version: Version) -> tuple[torch.Tensor, int]:
+    """Run `compute`; gives its output and the bytes that autograd saved for the backward, weights left out."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in version.parameters.values()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = compute()
+    return outputs, max(1, sum(storages.values()))

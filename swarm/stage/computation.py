@@ -1,0 +1,204 @@
+"""One microbatch at this stage, from its tensors to its acknowledgement.
+
+    forward -> hop to the next stage -> backward -> (tentative) -> acknowledged | undone
+
+It belongs to the stage, not to the call that asked for it: a call that dies leaves it running, so that a
+retry can join. Created by stage/stage, watched by stage/servicer.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.errors import PeerUnavailable
+from swarm.hop import Hop, HopListener, HopReply, Microbatch
+from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
+from swarm.stage.runtime import Runtime
+from swarm.stage.task_queue import Priority
+from swarm.types import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a computation answers upstream."""
+
+    loss: float
+    num_tokens: int
+    gradient: torch.Tensor | None
+    route: Mapping[int, PeerId]
+    num_reroutes: int
+    busy_seconds: float
+
+
+class Computation(HopListener):
+    """Computes one microbatch and remembers the answer until it is acknowledged or undone.
+
+    Args:
+        accumulate: whether the gradient joins this stage's sum.
+        adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands
+            or falls with this one's acknowledgement.
+    """
+
+    def __init__(
+        self, *, microbatch: Microbatch, wire_inputs: Mapping[str, torch.Tensor], accumulate: bool, age: int,
+        hints: Mapping[int, PeerId], backend: StageBackend, runtime: Runtime, hop: Hop | None,
+        adopts: "Computation | None" = None, on_accumulated: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.microbatch = microbatch
+        self.accumulate = accumulate
+        self.adopts = adopts
+        self.waiting_stage = backend.stage
+        self.no_peer = False
+        self.route: Mapping[int, PeerId] = {}
+        self.subscriber: object | None = None
+        """The call that gets the answer; a newer one takes its place."""
+        self._wire_inputs = wire_inputs
+        self._age = age
+        self._hints = hints
+        self._backend = backend
+        self._runtime = runtime
+        self._hop = hop
+        self._on_accumulated = on_accumulated
+        self._forward: Forward | None = None
+        self._accumulated: Accumulated | None = None
+        self._reply: HopReply | None = None
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._result: Result | None = None
+        self._error: Exception | None = None
+
+    def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Begin; an error is kept for whoever asks for the result and ends nothing else."""
+        self._task = tasks.create_task(self._run())
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a result or an error."""
+        return self._result is not None or self._error is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended without a result."""
+        return self._error is not None
+
+    def result(self) -> Result:
+        """The answer; raises what went wrong. Only once `done`."""
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "asked for a result before there is one"
+        return self._result
+
+    async def news(self, seconds: float) -> None:
+        """Return when it is done, when the route changed, when another call took over, or after `seconds`."""
+        self._news.clear()
+        if self.done:
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    def subscribe(self, subscriber: object) -> None:
+        """Let `subscriber` have the answer; the one before, if any, is told that it was superseded."""
+        self.subscriber = subscriber
+        self._news.set()
+
+    # -- what downstream says ------------------------------------------------------------------------------------
+
+    def progress(self, stage: int, *, no_peer: bool) -> None:
+        self.waiting_stage, self.no_peer = stage, no_peer
+
+    def routed(self, route: Mapping[int, PeerId]) -> None:
+        self.route = dict(route)
+        self._news.set()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """The gradient stays, here; nothing is said downstream."""
+        accumulated = self._accumulated
+        if accumulated is not None:
+            await self._runtime.control(lambda: self._backend.settle(accumulated))
+
+    async def acknowledge_downstream(self) -> None:
+        """Pass the acknowledgement on."""
+        if self._reply is not None:
+            reply, self._reply = self._reply, None
+            await reply.ack()
+
+    async def undo(self) -> None:
+        """Stop if still running, and take out of the sum whatever is in it. Downstream does the same."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._reply is not None:
+            self._reply.close()
+            self._reply = None
+        # After whatever the compute thread is still doing for us: there is only one thread.
+        await self._runtime.control(self._undo_on_thread)
+
+    def _undo_on_thread(self) -> None:
+        if self._accumulated is not None:
+            self._backend.roll_back(self._accumulated)
+        elif self._forward is not None:
+            self._backend.release(self._forward)
+        self._accumulated = self._forward = None
+
+    # -- the work --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            self._result = await (self._run_last() if self._backend.is_last else self._run_through())
+        except asyncio.CancelledError:
+            self._error = PeerUnavailable("the computation was given up")
+            raise
+        except Exception as error:  # noqa: BLE001 - kept for the caller; one microbatch must not end the peer
+            self._error = error
+        finally:
+            self._news.set()
+
+    async def _run_last(self) -> Result:
+        def work() -> tuple[float, torch.Tensor | None]:
+            loss, gradient, self._accumulated = self._backend.forward_loss(
+                self.microbatch.index, self._wire_inputs, accumulate=self.accumulate
+            )
+            return loss, gradient
+
+        (loss, gradient), seconds = await self._runtime.run(work, priority=Priority.FORWARD, age=self._age)
+        self._on_accumulated()
+        tokens = self._wire_inputs[TOKENS]
+        return Result(
+            loss=loss, num_tokens=tokens.shape[0] * (tokens.shape[1] - 1), gradient=gradient, route={},
+            num_reroutes=0, busy_seconds=seconds,
+        )  # fmt: skip
+
+    async def _run_through(self) -> Result:
+        def forward() -> torch.Tensor:
+            self._forward = self._backend.forward(self.microbatch.index, self._wire_inputs)
+            assert self._forward.wire_hidden_BTD is not None
+            return self._forward.wire_hidden_BTD
+
+        def backward(wire_gradient: torch.Tensor) -> torch.Tensor | None:
+            assert self._forward is not None
+            pending, self._forward = self._forward, None
+            gradient, self._accumulated = self._backend.backward(pending, wire_gradient, accumulate=self.accumulate)
+            return gradient
+
+        assert self._hop is not None
+        hidden, forward_seconds = await self._runtime.run(forward, priority=Priority.FORWARD, age=self._age)
+        tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: hidden}
+        self.waiting_stage = self._hop.stage
+        self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)
+        self.waiting_stage, self.no_peer = self._backend.stage, False
+        gradient, backward_seconds = await self._runtime.run(
+            lambda: backward(reply.tensors[GRADIENT]), priority=Priority.BACKWARD, age=self._age
+        )
+        self._on_accumulated()
+        return Result(
+            loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,
+            num_reroutes=reply.num_reroutes, busy_seconds=forward_seconds + backward_seconds,
+        )  # fmt: skip
+

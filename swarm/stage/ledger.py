@@ -1,0 +1,101 @@
+"""The ledger: what a stage peer did with each microbatch id.
+
+    running     its computation is under way
+    tentative   its gradient is accumulated, its answer remembered, nobody has acknowledged it
+    committed   acknowledged: it counts
+
+An id that is in the ledger is never accumulated again. Pure bookkeeping; the stage acts on it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+_Computation = TypeVar("_Computation")
+
+
+class EntryState(StrEnum):
+    """How far a microbatch has come here."""
+
+    RUNNING = "running"
+    TENTATIVE = "tentative"
+    COMMITTED = "committed"
+
+
+@dataclass(eq=False)
+class Entry(Generic[_Computation]):
+    """One microbatch that is, or will be, accumulated here.
+
+    Attributes:
+        round: the round it counts for; known once it is committed, the admitting one before.
+        computation: what answers repeats and undoes it; dropped when neither can be asked for any more.
+    """
+
+    microbatch: int
+    round: int
+    computation: _Computation | None
+    state: EntryState = EntryState.RUNNING
+
+
+class Ledger(Generic[_Computation]):
+    """Entries by microbatch id."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry[_Computation]] = {}
+        self.highest_microbatch = -1
+        """Highest id ever seen; where another trainer's range may safely begin above."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, microbatch: int) -> Entry[_Computation] | None:
+        """The entry of an id, if it is known."""
+        return self._entries.get(microbatch)
+
+    def begin(self, microbatch: int, round_number: int, computation: _Computation) -> None:
+        """Enter a new id as running."""
+        assert microbatch not in self._entries, "an id is entered once"
+        self._entries[microbatch] = Entry(microbatch=microbatch, round=round_number, computation=computation)
+        self.highest_microbatch = max(self.highest_microbatch, microbatch)
+
+    def accumulated(self, microbatch: int) -> None:
+        """Its gradient is in a bucket now."""
+        entry = self._entries[microbatch]
+        assert entry.state is EntryState.RUNNING
+        entry.state = EntryState.TENTATIVE
+
+    def commit(self, microbatch: int, round_number: int, *, keep_computation: bool) -> None:
+        """It was acknowledged; `keep_computation` while it may still have to be taken out of the round."""
+        entry = self._entries[microbatch]
+        assert entry.state is EntryState.TENTATIVE
+        entry.state, entry.round = EntryState.COMMITTED, round_number
+        if not keep_computation:
+            entry.computation = None
+
+    def forget(self, microbatch: int) -> None:
+        """It was rolled back, or never accumulated: the id may come again."""
+        self._entries.pop(microbatch, None)
+
+    def committed(self, round_number: int) -> frozenset[int]:
+        """Ids that count for a round."""
+        return frozenset(
+            entry.microbatch
+            for entry in self._entries.values()
+            if entry.state is EntryState.COMMITTED and entry.round == round_number
+        )
+
+    def uncommitted(self, round_number: int | None = None) -> list[Entry[_Computation]]:
+        """Entries that are running or tentative, of one round or of all."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if entry.state is not EntryState.COMMITTED and (round_number is None or entry.round == round_number)
+        ]
+
+    def prune(self, before_round: int) -> None:
+        """Forget what committed in rounds before `before_round`."""
+        self._entries = {
+            microbatch: entry
+            for microbatch, entry in self._entries.items()
+            if entry.state is not EntryState.COMMITTED or entry.round >= before_round
+        }

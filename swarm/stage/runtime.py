@@ -1,0 +1,96 @@
+"""LOOP 2: the one thread of a stage peer that computes.
+
+Everything that touches the stage's weights or gradients runs here, one task after another, so none of that
+needs a lock. The event loop submits work and awaits its result. A task that raises fails its own caller and
+nothing else.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from swarm.stage.task_queue import Priority, QueueStatistics, Task, TaskQueue
+
+_Result = TypeVar("_Result")
+
+
+class Runtime:
+    """Runs tasks in order of priority on a thread of its own."""
+
+    def __init__(self, *, queue_capacity: int, name: str = "compute") -> None:
+        self._queue = TaskQueue(queue_capacity)
+        self._condition = threading.Condition()
+        self._stopping = False
+        self._running = False
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Let the running task end, cancel those that wait, and end the thread."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join(timeout_seconds)
+
+    @property
+    def queue_length(self) -> int:
+        """Tasks waiting or running."""
+        with self._condition:
+            return len(self._queue) + self._running
+
+    def statistics(self) -> QueueStatistics:
+        """A reading of the queue."""
+        with self._condition:
+            return self._queue.statistics()
+
+    async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
+        """Have the thread do `work`; gives its result and the seconds it took.
+
+        Raises whatever `work` raises, or Overloaded. Cancellation drops work that has not started; work that
+        has runs to its end and its result is lost.
+        """
+
+        def timed() -> tuple[_Result, float]:
+            start = time.perf_counter()
+            result = work()
+            return result, time.perf_counter() - start
+
+        with self._condition:
+            future: Future[tuple[_Result, float]] = self._queue.push(timed, priority=priority, age=age)
+            self._condition.notify()
+        return await asyncio.wrap_future(future)
+
+    async def control(self, work: Callable[[], _Result]) -> _Result:
+        """Have the thread do short work on the stage's state, before any microbatch."""
+        result, _ = await self.run(work, priority=Priority.CONTROL)
+        return result
+
+    def _loop(self) -> None:
+        while (task := self._next()) is not None:
+            result: Any = None
+            try:
+                result = task.work()
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who gets it whole
+                task.future.set_exception(error)
+            else:
+                task.future.set_result(result)
+            del task, result  # a waiting thread must not keep a microbatch's tensors alive
+
+    def _next(self) -> Task | None:
+        with self._condition:
+            self._running = False
+            while not self._stopping:
+                task = self._queue.pop()
+                if task is not None:
+                    self._running = True
+                    return task
+                self._condition.wait()
+            while (task := self._queue.pop()) is not None:
+                task.future.set_exception(asyncio.CancelledError())
+            return None

@@ -1,0 +1,250 @@
+"""The gRPC face of a stage: StageService.
+
+Reads a request, checks it, hands it to the stage, and streams the answer. A call only subscribes to a
+computation, it never owns one: when the upstream dies and gRPC cancels the call, the work goes on for the
+retry that will join it. Never touches weights.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import torch
+
+from swarm.config import RunConfig
+from swarm.errors import (
+    DeadlineExceeded,
+    IncompatibleVersion,
+    MalformedMessage,
+    Overloaded,
+    PeerUnavailable,
+    RoundMismatch,
+    StaleMicrobatch,
+    SwarmError,
+    WrongRun,
+    WrongStage,
+)
+from swarm.hop import Hop, Microbatch, route_entries
+from swarm.rpc.channels import abort
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
+from swarm.rpc.wire import TensorReader, TensorSpec, chunks
+from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, request_specs
+from swarm.stage.computation import Computation
+from swarm.stage.stage import Stage
+from swarm.stage.task_queue import Priority
+from swarm.types import PROTOCOL_VERSION, PeerId
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 1.0
+"""Time between two signs of life."""
+MESSAGE_SECONDS = 30.0
+"""Longest wait for the next message of a request."""
+
+Context = Any
+"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+
+
+class StageServicer(StageServiceServicer):
+    """Serves one stage."""
+
+    def __init__(self, *, config: RunConfig, stage: Stage, hop: Hop | None, describe: Callable[[], pb.DescribeReply]):
+        self._config = config
+        self._stage = stage
+        self._hop = hop
+        self._describe = describe
+        self._specs = request_specs(config, stage.number)
+
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
+        return self._describe()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    async def Train(self, request_iterator: Any, context: Context) -> None:
+        try:
+            await self._train(context)
+        except Overloaded as busy:
+            self._stage.counters.busy_replies += 1
+            await context.write(
+                pb.TrainReply(
+                    busy=pb.Busy(
+                        retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round
+                    )
+                )
+            )
+        except SwarmError as error:
+            await abort(context, error)
+        except Exception as error:
+            logger.exception("a microbatch failed")
+            await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
+
+    async def _train(self, context: Context) -> None:
+        request = await _read(context)
+        if request is None or request.WhichOneof("message") != "open":
+            raise MalformedMessage("a microbatch begins with Open")
+        opening: pb.Open = request.open
+        self._check_address(opening.address)
+        microbatch = self._microbatch(opening)
+        self._stage.admit(microbatch)
+        try:
+            await context.write(pb.TrainReply(accepted=pb.Accepted()))
+            tensors = await self._read_tensors(context)
+            hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
+            computation = await self._stage.begin(microbatch, tensors, hints, context)
+            try:
+                await self._stream_news(context, computation)
+                await self._answer(context, computation)
+                if opening.rerouted_backward:
+                    self._stage.counters.rerouted_backwards += 1
+                acknowledged = await _read(context, seconds=None)
+                if acknowledged is None:
+                    return
+                if acknowledged.WhichOneof("message") != "ack":
+                    raise MalformedMessage("after Done only an Ack is expected")
+                self._check_owner(context, computation)
+                # Shielded: the upstream may hang up as soon as its ack is sent.
+                await asyncio.shield(self._stage.acknowledge(computation))
+            finally:
+                # Does nothing after an ack, or when another call has taken over.
+                self._stage.abandon(computation, context)
+        finally:
+            self._stage.leave()
+
+    async def _stream_news(self, context: Context, computation: Computation) -> None:
+        route = computation.route
+        while not computation.done:
+            await computation.news(PROGRESS_SECONDS)
+            self._check_owner(context, computation)
+            if computation.route != route:
+                route = computation.route
+                await context.write(pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
+            progress = pb.Progress(stage=computation.waiting_stage, no_peer=computation.no_peer)
+            await context.write(pb.TrainReply(progress=progress))
+
+    @staticmethod
+    def _check_owner(context: Context, computation: Computation) -> None:
+        if computation.subscriber is not context:
+            raise StaleMicrobatch("another call took this microbatch over")
+
+    async def _answer(self, context: Context, computation: Computation) -> None:
+        result = computation.result()
+        if result.gradient is not None:
+            for chunk in chunks(GRADIENT, result.gradient):
+                await context.write(pb.TrainReply(chunk=chunk))
+        done = pb.Done(
+            loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
+            busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
+            credits=max(0, min(1, self._stage.num_free)), num_reroutes=result.num_reroutes,
+        )  # fmt: skip
+        await context.write(pb.TrainReply(done=done))
+
+    def _microbatch(self, opening: pb.Open) -> Microbatch:
+        size = self._config.data.microbatch_size
+        if opening.num_samples != size:
+            raise MalformedMessage(f"a microbatch of this run has {size} samples, not {opening.num_samples}")
+        only_at = opening.accumulate_only_at if opening.HasField("accumulate_only_at") else None
+        round_of = opening.microbatch // self._config.microbatches_per_round
+        if self._config.rounds.synchronous and round_of != opening.round:
+            raise MalformedMessage(f"microbatch {opening.microbatch} belongs to round {round_of}, not {opening.round}")
+        return Microbatch(
+            index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at
+        )
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    async def Evaluate(self, request_iterator: Any, context: Context) -> None:
+        try:
+            await self._evaluate(context)
+        except SwarmError as error:
+            await abort(context, error)
+        except Exception as error:
+            logger.exception("an evaluation failed")
+            await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
+
+    async def _evaluate(self, context: Context) -> None:
+        request = await _read(context)
+        if request is None or request.WhichOneof("message") != "open":
+            raise MalformedMessage("an evaluation begins with its open message")
+        opening: pb.EvaluateOpen = request.open
+        self._check_address(opening.address)
+        parameters = self._stage.backend.weights.anchor(opening.round)
+        if parameters is None:
+            raise RoundMismatch(
+                f"round {opening.round} is not kept, this peer is at {self._stage.round}",
+                peer_round=self._stage.round,
+            )
+        tensors = await self._read_tensors(context)
+        work = asyncio.ensure_future(
+            self._stage.runtime.run(
+                lambda: self._stage.backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
+                priority=Priority.EVALUATE,
+            )
+        )
+        output, _ = await self._with_progress(context, work)
+        if not self._stage.backend.is_last:
+            assert self._hop is not None
+            downstream = asyncio.ensure_future(
+                self._hop.evaluate(
+                    {TOKENS: tensors[TOKENS], HIDDEN: output}, round_number=opening.round,
+                    num_samples=self._config.data.microbatch_size,
+                    logits=self.logits_spec() if opening.want_logits else None,
+                )
+            )  # fmt: skip
+            output = await self._with_progress(context, downstream)
+        if opening.want_logits:
+            for chunk in chunks(LOGITS, output):
+                await context.write(pb.EvaluateReply(chunk=chunk))
+        loss = 0.0 if opening.want_logits else float(output)
+        evaluated = pb.Evaluated(loss=loss, num_tokens=self._config.data.tokens_per_microbatch)
+        await context.write(pb.EvaluateReply(evaluated=evaluated))
+
+    def logits_spec(self) -> TensorSpec:
+        """Shape of the logits of the last position (B, V)."""
+        return TensorSpec(shape=(self._config.data.microbatch_size, self._config.model.vocab_size), encoding="fp32")
+
+    async def _with_progress(self, context: Context, work: "asyncio.Future[Any]") -> Any:
+        try:
+            while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
+                await context.write(pb.EvaluateReply(progress=pb.Progress(stage=self._stage.number)))
+        finally:
+            work.cancel()
+        return work.result()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _check_address(self, address: pb.Address) -> None:
+        if address.protocol_version != PROTOCOL_VERSION:
+            raise IncompatibleVersion(
+                f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
+                "use the same release of swarm on every machine"
+            )
+        if address.run_id != self._config.run_id:
+            raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
+        if address.stage != self._stage.number:
+            raise WrongStage(f"this peer serves stage {self._stage.number}, not {address.stage}")
+
+    async def _read_tensors(self, context: Context) -> dict[str, torch.Tensor]:
+        reader = TensorReader(self._specs)
+        while not reader.complete:
+            request = await _read(context)
+            if request is None:
+                raise MalformedMessage("the request ended before its tensors")
+            if request.WhichOneof("message") != "chunk":
+                raise MalformedMessage("a tensor chunk is expected")
+            reader.feed(request.chunk)
+        return reader.tensors
+
+
+async def _read(context: Context, seconds: float | None = MESSAGE_SECONDS) -> Any:
+    """The next message, or None at the end of the stream."""
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no message for {seconds} s") from None
+    return None if message is grpc.aio.EOF else message
+
+

@@ -1,0 +1,268 @@
+"""A stage peer's mind: which microbatches it takes, which it knows, what becomes of each.
+
+Between the servicer, which speaks gRPC, and the compute thread. Keeps the promise that a microbatch never
+counts twice: every accumulation goes through the ledger here. Runs on the event loop; never computes.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.errors import NotReady, Overloaded, StaleMicrobatch
+from swarm.hop import Hop, Microbatch
+from swarm.stage.backend import StageBackend
+from swarm.stage.computation import Computation
+from swarm.stage.ledger import EntryState, Ledger
+from swarm.stage.runtime import Runtime
+from swarm.types import PeerId
+
+_ACKNOWLEDGED = object()
+"""Subscriber of a computation that nobody will ask for again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """How much a stage peer takes on, and how long it waits for others."""
+
+    max_in_flight: int
+    """Microbatches admitted at once."""
+    orphan_seconds: float = 10.0
+    """How long an answer whose call died waits for a retry before it is rolled back."""
+    round_wait_seconds: float = 30.0
+    """How long a microbatch of the next round waits for this peer to commit the current one."""
+
+
+@dataclass
+class Counters:
+    """What happened since the peer started."""
+
+    forwards: int = 0
+    backwards: int = 0
+    rerouted_backwards: int = 0
+    committed: int = 0
+    rolled_back: int = 0
+    repeated: int = 0
+    busy_replies: int = 0
+
+
+class Stage:
+    """Admits microbatches, answers repeats, commits and rolls back."""
+
+    def __init__(
+        self, *, config: RunConfig, backend: StageBackend, runtime: Runtime, hop: Hop | None, clock: Clock,
+        tasks: asyncio.TaskGroup, limits: StageLimits, on_change: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.backend = backend
+        self.runtime = runtime
+        self.ledger: Ledger[Computation] = Ledger()
+        self.counters = Counters()
+        self.serving = False
+        """Whether microbatches are admitted: not while joining or leaving."""
+        self.on_change = on_change
+        """Called when what counts towards the round has changed."""
+        self._hop = hop
+        self._clock = clock
+        self._tasks = tasks
+        self._limits = limits
+        self._ages = itertools.count()
+        self._num_admitted = 0
+        self._new_round = asyncio.Event()
+
+    @property
+    def number(self) -> int:
+        """Which stage this is."""
+        return self.backend.stage
+
+    @property
+    def round(self) -> int:
+        """The round that is being worked on."""
+        return self.backend.weights.round.number
+
+    @property
+    def num_admitted(self) -> int:
+        """Microbatches admitted and not finished."""
+        return self._num_admitted
+
+    @property
+    def num_free(self) -> int:
+        """Microbatches that would be admitted now."""
+        return self._limits.max_in_flight - self._num_admitted
+
+    # -- admission -------------------------------------------------------------------------------------------------
+
+    def admit(self, microbatch: Microbatch) -> None:
+        """Take a slot for a microbatch; give it back with `leave`.
+
+        Raises:
+            Overloaded, NotReady, StaleMicrobatch.
+        """
+        if not self.serving:
+            raise NotReady("the peer is joining or leaving")
+        if self.config.rounds.synchronous:
+            self._check_round(microbatch)
+        elif self.backend.weights.backlog_samples > 4 * self.config.rounds.inner_batch_samples:
+            raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
+        if self.num_free <= 0:
+            raise Overloaded(f"{self._num_admitted} microbatches are in flight", retry_after_seconds=0.1)
+        self._num_admitted += 1
+
+    def leave(self) -> None:
+        """Give a slot back."""
+        self._num_admitted -= 1
+
+    def _check_round(self, microbatch: Microbatch) -> None:
+        if microbatch.round < self.round:
+            raise StaleMicrobatch(f"microbatch {microbatch.index}: round {microbatch.round} has committed")
+        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must.
+        if self.number == 0 and microbatch.round > self.round:
+            raise Overloaded(f"round {self.round} has not committed yet", retry_after_seconds=0.05)
+        if self.number == 0 and self.backend.weights.round.closed:
+            raise Overloaded(f"round {self.round} is being averaged", retry_after_seconds=0.05)
+
+    async def _reach_round(self, microbatch: Microbatch) -> None:
+        """Wait until the microbatch's round is this peer's."""
+        async with asyncio.timeout(self._limits.round_wait_seconds):
+            while self.config.rounds.synchronous and microbatch.round > self.round:
+                self._new_round.clear()
+                await self._new_round.wait()
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    async def begin(
+        self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
+        subscriber: object,
+    ) -> Computation:  # fmt: skip
+        """The computation that answers a microbatch, new or known; `subscriber` gets the answer.
+
+        Where replicas are equal (synchronous) a known microbatch is joined. Where they differ, the new
+        activations get a gradient of their own, which is accumulated only if none has been yet.
+
+        Raises:
+            StaleMicrobatch, NotReady.
+        """
+        try:
+            await self._reach_round(microbatch)
+        except TimeoutError:
+            raise NotReady(f"round {self.round} does not commit") from None
+        contributes = microbatch.accumulate_only_at in (None, self.number)
+        while contributes:
+            entry = self.ledger.find(microbatch.index)
+            if entry is None:
+                return self._start(microbatch, tensors, hints, subscriber, accumulate=True)
+            self.counters.repeated += 1
+            known = entry.computation
+            if entry.state is EntryState.COMMITTED or known is None:
+                break
+            if self.config.rounds.synchronous:
+                known.subscribe(subscriber)
+                return known
+            if entry.state is EntryState.TENTATIVE:
+                return self._start(microbatch, tensors, hints, subscriber, accumulate=False, adopts=known)
+            known.subscribe(subscriber)
+            await self._discard(known)
+        return self._start(microbatch, tensors, hints, subscriber, accumulate=False)
+
+    def _start(
+        self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
+        subscriber: object, *, accumulate: bool, adopts: Computation | None = None,
+    ) -> Computation:  # fmt: skip
+        if accumulate and self.config.rounds.synchronous:
+            if self.backend.weights.round.closed:
+                raise NotReady(f"round {self.round} is being averaged")
+            if microbatch.round < self.round:
+                raise StaleMicrobatch(f"microbatch {microbatch.index}: round {microbatch.round} has committed")
+        computation = Computation(
+            microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, age=next(self._ages), hints=hints,
+            backend=self.backend, runtime=self.runtime, hop=self._hop, adopts=adopts,
+            on_accumulated=lambda: self._accumulated(computation),
+        )  # fmt: skip
+        if accumulate:
+            self.ledger.begin(microbatch.index, microbatch.round, computation)
+        if adopts is not None:
+            adopts.subscribe(computation)
+        computation.subscribe(subscriber)
+        self.counters.forwards += 1
+        computation.start(self._tasks)
+        return computation
+
+    def _accumulated(self, computation: Computation) -> None:
+        self.counters.backwards += 1
+        if computation.accumulate:
+            self.ledger.accumulated(computation.microbatch.index)
+
+    # -- the end of a computation --------------------------------------------------------------------------------------
+
+    async def acknowledge(self, computation: Computation) -> None:
+        """The answer was acknowledged: the microbatch counts here, and downstream is told."""
+        computation.subscribe(_ACKNOWLEDGED)
+        holder = computation.adopts or computation
+        entry = self.ledger.find(computation.microbatch.index)
+        # It may have been taken out of the round meanwhile, as a double of another member's.
+        if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
+            synchronous = self.config.rounds.synchronous
+            counts_for = computation.microbatch.round if synchronous else self.round
+            self.ledger.commit(computation.microbatch.index, counts_for, keep_computation=synchronous)
+            self.counters.committed += 1
+            await holder.settle()
+            self.on_change()
+        await computation.acknowledge_downstream()
+
+    def abandon(self, computation: Computation, subscriber: object) -> None:
+        """The call that waited for the answer is gone: keep it a while for a retry, then roll it back."""
+        if computation.subscriber is not subscriber:
+            return
+        orphan = object()
+        computation.subscribe(orphan)
+        self._tasks.create_task(self._expire(computation, orphan))
+
+    async def _expire(self, computation: Computation, orphan: object) -> None:
+        if not computation.failed:
+            await self._clock.sleep(self._limits.orphan_seconds)
+        if computation.subscriber is orphan:
+            await self._discard(computation)
+            if computation.adopts is not None and computation.adopts.subscriber is computation:
+                await self._discard(computation.adopts)
+
+    async def _discard(self, computation: Computation) -> None:
+        """Undo a computation that will not be acknowledged."""
+        entry = self.ledger.find(computation.microbatch.index)
+        owned = entry is not None and entry.computation is computation
+        if owned and entry is not None and entry.state is EntryState.TENTATIVE:
+            self.counters.rolled_back += 1
+        await computation.undo()
+        if owned and self.ledger.find(computation.microbatch.index) is entry:
+            self.ledger.forget(computation.microbatch.index)
+
+    # -- rounds ----------------------------------------------------------------------------------------------------------
+
+    async def settle_round(self, round_number: int, drop: frozenset[int]) -> None:
+        """Before a synchronous round closes: undo what was never acknowledged, and what another member counts."""
+        for entry in self.ledger.uncommitted(round_number):
+            if entry.computation is not None:
+                await self._discard(entry.computation)
+        for microbatch in drop:
+            entry_or_none = self.ledger.find(microbatch)
+            if entry_or_none is not None and entry_or_none.computation is not None:
+                self.counters.rolled_back += 1
+                await self._discard(entry_or_none.computation)
+
+    async def forget_all(self) -> None:
+        """Before another state is installed: undo everything unfinished, forget everything else."""
+        for entry in self.ledger.uncommitted():
+            if entry.computation is not None:
+                await self._discard(entry.computation)
+        self.ledger.prune(self.round + 1)
+
+    def round_began(self) -> None:
+        """The weights are at a new round."""
+        # With DiLoCo a microbatch may be repeated across a round's end; one round of memory covers that.
+        self.ledger.prune(self.round if self.config.rounds.synchronous else self.round - 1)
+        self._new_round.set()
+        self.on_change()
+

@@ -1,0 +1,232 @@
+"""A stage's weights through time: versions, gradient buckets, inner and outer steps.
+
+Owned by the compute thread; the backend reads versions and fills buckets, the round member closes and commits
+rounds. Weights are double-buffered as in PipeDream-2BW (arXiv 2006.09503): an optimizer writes only into the
+masters, microbatches compute with an immutable copy of them, and at most two copies are in use.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from swarm import optim
+from swarm.config import RunConfig
+
+Tensors = dict[str, torch.Tensor]
+
+KEPT_ANCHORS = 2
+"""Rounds whose anchor weights stay readable for evaluation: this one and the one before."""
+
+
+@dataclass(eq=False)
+class Version:
+    """An immutable copy of the weights, and how many unfinished microbatches may still need it."""
+
+    parameters: Tensors
+    users: int = 0
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """A sum of per-sample gradients, waiting for a step.
+
+    Attributes:
+        sums: by parameter, sum over the samples.
+        num_samples: samples in the sum.
+        num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
+    """
+
+    sums: Tensors
+    num_samples: int = 0
+    num_tentative: int = 0
+
+    def add(self, gradients: Iterable[torch.Tensor], num_samples: int) -> None:
+        """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out."""
+        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
+        self.num_samples += num_samples
+
+    def mean(self) -> Tensors:
+        """The mean over the samples; zeros where there are none."""
+        scale = 1.0 / max(1, self.num_samples)
+        return {name: value * scale for name, value in self.sums.items()}
+
+
+@dataclass
+class Round:
+    """Where the stage is in the run."""
+
+    number: int = 0
+    run_samples: int = 0
+    """Samples the run had committed when this round began."""
+    stepped_samples: int = 0
+    """Samples that inner steps of this round have used here."""
+    num_members: int = 1
+    """Members of the last committed round."""
+    lineage: str = ""
+    closed: bool = field(default=False)
+    """A contribution has been handed out: no inner step until the round commits or is reopened."""
+
+
+class StageWeights:
+    """Weights, gradients and optimizers of one stage."""
+
+    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
+        self._config = config
+        self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.round = Round(lineage=lineage)
+        self._adamw = optim.build_adamw(self.masters, config.optimizer)
+        self._outer = None if config.rounds.synchronous else optim.build_outer_sgd(self.masters, config.outer)
+        self.open_bucket = self._new_bucket()
+        self._closing: GradientBucket | None = None
+        self.version = self._publish()
+        self._old_versions: list[Version] = []
+        self._anchors: dict[int, Tensors] = {0: self.version.parameters}
+
+    # -- microbatches ------------------------------------------------------------------------------------------
+
+    def anchor(self, round_number: int) -> Tensors | None:
+        """The weights that began a round; None unless it is this round or the one before."""
+        return self._anchors.get(round_number)
+
+    def step_if_due(self) -> None:
+        """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready."""
+        if self._config.rounds.synchronous:
+            return
+        while not self.round.closed:
+            if self._closing is None and self.open_bucket.num_samples >= self._config.rounds.inner_batch_samples:
+                self._closing, self.open_bucket = self.open_bucket, self._new_bucket()
+            self._old_versions = [version for version in self._old_versions if version.users]
+            # A third version would be needed while a microbatch still uses the one before the current.
+            if self._closing is None or self._closing.num_tentative or self._old_versions:
+                return
+            bucket, self._closing = self._closing, None
+            if bucket.num_samples:
+                self._inner_step(bucket)
+
+    @property
+    def backlog_samples(self) -> int:
+        """Samples accumulated and not stepped yet."""
+        return self.open_bucket.num_samples + (self._closing.num_samples if self._closing else 0)
+
+    def _inner_step(self, bucket: GradientBucket) -> None:
+        gradients = bucket.mean()
+        factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
+        torch._foreach_mul_(list(gradients.values()), factor)
+        optim.step(self._adamw, self.masters, gradients, self.learning_rate)
+        self.round.stepped_samples += bucket.num_samples
+        self._old_versions.append(self.version)
+        self.version = self._publish()
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate at the run's sample count, as well as this peer can know it within a round."""
+        elsewhere = 0 if self._config.rounds.synchronous else self.round.stepped_samples * self.round.num_members
+        return optim.learning_rate(self._config.optimizer, self.round.run_samples + elsewhere)
+
+    # -- rounds ------------------------------------------------------------------------------------------------
+
+    @property
+    def round_samples(self) -> int:
+        """Samples that count towards the current round here."""
+        if self._config.rounds.synchronous:
+            return self.open_bucket.num_samples
+        return self.round.stepped_samples
+
+    def close(self) -> Tensors:
+        """This round's contribution, a mean over `round_samples`, on the CPU; no step is taken until it is applied.
+
+        In the synchronous setting the accumulated gradient itself: as a difference of weights it would lose
+        its small entries to rounding. With DiLoCo the pseudo-gradient, anchor minus weights.
+        """
+        self.round.closed = True
+        if self._config.rounds.synchronous:
+            return {name: value.cpu() for name, value in self.open_bucket.mean().items()}
+        anchor = self._anchors[self.round.number]
+        return {name: (anchor[name] - master.detach()).cpu() for name, master in self.masters.items()}
+
+    def reopen(self) -> None:
+        """Go on in the same round: its attempt to average was aborted."""
+        self.round.closed = False
+        self.step_if_due()
+
+    def commit(
+        self, average: Mapping[str, torch.Tensor], *, total_squared_norm: float, num_samples: int, num_members: int,
+        lineage: str,
+    ) -> float:  # fmt: skip
+        """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used."""
+        gradients = {name: average[name].to(master.device) for name, master in self.masters.items()}
+        if self._outer is None:
+            rate = self.learning_rate
+            factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
+            gradients = {name: value * factor for name, value in gradients.items()}
+            optim.step(self._adamw, self.masters, gradients, rate)
+            self.open_bucket = self._new_bucket()
+        else:
+            rate = self.learning_rate
+            self._load_masters(self._anchors[self.round.number])
+            optim.step(self._outer, self.masters, gradients, self._config.outer.learning_rate)
+        self._old_versions.append(self.version)
+        self._begin(
+            Round(
+                number=self.round.number + 1,
+                run_samples=self.round.run_samples + num_samples,
+                num_members=num_members,
+                lineage=lineage,
+            )
+        )
+        self.step_if_due()
+        return rate
+
+    def _begin(self, new_round: Round) -> None:
+        self.version = self._publish()
+        self.round = new_round
+        self._anchors[new_round.number] = self.version.parameters
+        for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
+            del self._anchors[number]
+
+    # -- transfer ----------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> Tensors:
+        """Anchor and outer state of the current round as named CPU tensors that nobody writes to."""
+        tensors = {f"anchor/{name}": value for name, value in self._anchors[self.round.number].items()}
+        optimizer = self._adamw if self._outer is None else self._outer
+        tensors |= {f"outer/{key}": value for key, value in optim.state_tensors(optimizer, self.masters).items()}
+        return {name: value.detach().to("cpu", copy=True) for name, value in sorted(tensors.items())}
+
+    def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round) -> None:
+        """Become a state that `state_tensors` gave; drops every gradient and version of the past."""
+        anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
+        outer = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
+        assert anchor.keys() == self.masters.keys(), "a snapshot of another model"
+        self._load_masters(anchor)
+        optim.load_state_tensors(self._adamw if self._outer is None else self._outer, self.masters, outer)
+        self.open_bucket, self._closing = self._new_bucket(), None
+        self._old_versions.clear()
+        self._anchors.clear()
+        self._begin(new_round)
+
+    def state_digest(self) -> str:
+        """SHA-256 over anchor and outer state, in hexadecimal."""
+        digest = hashlib.sha256()
+        for name, value in self.state_tensors().items():
+            digest.update(name.encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _new_bucket(self) -> GradientBucket:
+        return GradientBucket(sums={name: torch.zeros_like(p.detach()) for name, p in self.masters.items()})
+
+    def _publish(self) -> Version:
+        return Version(
+            parameters={name: p.detach().clone().requires_grad_() for name, p in self.masters.items()}
+        )
+
+    def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(values[name])

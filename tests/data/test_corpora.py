@@ -1,0 +1,289 @@
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers as library
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from swarm.config import DataConfig
+from swarm.data import corpora
+from swarm.errors import CorpusMismatch
+
+NUM_FILES = 30
+
+
+def _config(dataset: Path | str, **changes: Any) -> DataConfig:
+    settings: dict[str, Any] = {"sequence_length": 8, "microbatch_size": 2, "held_out_fraction": 0.1, **changes}
+    return DataConfig(dataset=str(dataset), **settings)
+
+
+def _text(number: int) -> str:
+    return f"File {number} says: " + f"{number} bees. " * (number + 5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "texts"
+    for number in range(NUM_FILES):
+        path = root / f"part{number % 3}" / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_text(number))
+    return root
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "cache"
+
+
+def _decoded(corpus: corpora.Corpus) -> str:
+    return corpus.tokens.tobytes().decode()
+
+
+def test_every_document_once_and_whole(folder: Path, cache: Path) -> None:
+    text = _decoded(corpora.prepare(_config(folder), cache_dir=cache))
+    assert sorted(text.splitlines()) == sorted(_text(number) for number in range(NUM_FILES))
+
+
+def test_order_is_not_the_order_of_names(folder: Path, cache: Path) -> None:
+    """Held out is the end: it must not be the last folder only."""
+    lines = _decoded(corpora.prepare(_config(folder), cache_dir=cache)).splitlines()
+    by_name = [_text(int(path.stem)) for path in sorted(folder.rglob("*.txt"))]
+    assert lines != by_name
+    assert len({int(line.split()[1]) % 3 for line in lines[-8:]}) == 3
+
+
+def test_parts_cover_the_corpus(folder: Path, cache: Path) -> None:
+    corpus = corpora.prepare(_config(folder, held_out_fraction=0.25), cache_dir=cache)
+    assert len(corpus.held_out) == len(corpus.tokens) // 4
+    assert np.array_equal(np.concatenate([corpus.training, corpus.held_out]), corpus.tokens)
+
+
+def test_digest_is_independent_of_location(folder: Path, tmp_path: Path) -> None:
+    """Elsewhere, with other times, and named by a glob: the same text."""
+    copy = tmp_path / "far" / "away"
+    shutil.copytree(folder, copy)
+    os.utime(copy / "part0" / "0.txt", (1, 1))
+    here = corpora.prepare(_config(folder), cache_dir=tmp_path / "a")
+    there = corpora.prepare(_config(copy), cache_dir=tmp_path / "b")
+    by_glob = corpora.prepare(_config(f"{copy}/**/*.txt"), cache_dir=tmp_path / "c")
+    assert here.digest == there.digest == by_glob.digest
+    assert np.array_equal(here.tokens, there.tokens)
+
+
+def test_digest_depends_on_text_and_tokenizer(folder: Path, cache: Path) -> None:
+    before = corpora.prepare(_config(folder), cache_dir=cache)
+    (folder / "part0" / "0.txt").write_text(_text(0).replace("0 bees", "no bees", 1))
+    after = corpora.prepare(_config(folder), cache_dir=cache)
+    tokenizer = folder.parent / "tokenizer.json"
+    words = library.Tokenizer(WordLevel({"[UNK]": 0, "bees": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tokenizer))
+    tokenized = corpora.prepare(_config(folder, tokenizer=str(tokenizer)), cache_dir=cache)
+    assert len({before.digest, after.digest, tokenized.digest}) == 3
+    assert tokenized.vocab_size == 2
+    assert set(tokenized.tokens.tolist()) == {0, 1}
+
+
+def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = corpora.prepare(_config(folder), cache_dir=cache)
+    monkeypatch.setattr(corpora, "_write", None)
+    second = corpora.prepare(_config(folder, sequence_length=4), cache_dir=cache)
+    assert second.digest == first.digest
+    assert np.array_equal(second.tokens, first.tokens)
+    assert isinstance(second.tokens, np.memmap)
+    assert not second.tokens.flags.writeable
+
+
+def test_only_text_counts(folder: Path, cache: Path) -> None:
+    clean = corpora.prepare(_config(folder), cache_dir=cache)
+    (folder / "image.txt").write_bytes(b"PNG\0\0")
+    (folder / "latin.txt").write_bytes(b"na\xefve")
+    (folder / ".hidden.txt").write_text("secret")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("secret")
+    (folder / "broken.txt").symlink_to(folder / "nowhere")
+    assert corpora.prepare(_config(folder), cache_dir=cache).digest == clean.digest
+
+
+def test_one_file_keeps_its_characters(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces and line ends leave no trace."""
+    monkeypatch.setattr(corpora, "_PIECE_CHARACTERS", 10)
+    text = "one\r\ntwo\rthree \u4e2d\u6587\n\n" * 40
+    path = tmp_path / "one.txt"
+    path.write_bytes(text.encode())
+    assert _decoded(corpora.prepare(_config(path), cache_dir=cache)) == text + "\n"
+
+
+def test_max_tokens(folder: Path, cache: Path) -> None:
+    whole = corpora.prepare(_config(folder), cache_dir=cache)
+    part = corpora.prepare(_config(folder, max_tokens=500), cache_dir=cache)
+    assert np.array_equal(part.tokens, whole.tokens[:500])
+    assert part.digest != whole.digest
+
+
+def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
+    """Both get the same corpus, and nothing but that corpus is left."""
+    path = tmp_path / "big.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(200_000)))
+    program = (
+        "import sys; from pathlib import Path; from swarm.config import DataConfig; from swarm.data import corpora\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "corpus = corpora.prepare(DataConfig(dataset=sys.argv[1]), cache_dir=Path(sys.argv[2]))\n"
+        "print(corpus.digest, int(corpus.tokens.sum()))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(path), str(cache)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(corpora.__file__).parents[2],
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=30)[0] for process in processes]
+    expected = sum(path.read_bytes()) + ord("\n")
+    assert answers[0] == answers[1]
+    assert answers[0].split()[1] == str(expected)
+    assert sorted(file.suffix for file in cache.iterdir()) == [".sha256", ".tokens"]
+
+
+def test_stdlib(cache: Path) -> None:
+    """The default dataset is there on every machine, and its tests are not in it."""
+    corpus = corpora.prepare(DataConfig(max_tokens=300_000), cache_dir=cache)
+    names = {path.name for path in corpora._find_files("stdlib")}
+    assert len(corpus.tokens) == 300_000
+    assert {"argparse.py", "topics.py"} <= names
+    assert not any(name.startswith(("test_argparse", "_sysconfigdata", "python-config")) for name in names)
+
+
+class _Rows:
+    """Stands in for the `datasets` library."""
+
+    def __init__(self, rows: list[dict[str, Any]], error: Exception | None = None) -> None:
+        self.rows = rows
+        self.error = error
+        self.asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+        self.asked.append((name, config, split, streaming))
+        if self.error:
+            raise self.error
+        return iter(self.rows)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = types.ModuleType("datasets")
+        vars(module)["load_dataset"] = self.load_dataset
+        monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_hugging_face(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _Rows([{"text": f"row {number} of many"} for number in range(50)])
+    rows.install(monkeypatch)
+    config = _config("hf:some/bees", hf_config="v1", hf_split="validation")
+    corpus = corpora.prepare(config, cache_dir=cache)
+    assert _decoded(corpus) == "".join(f"row {number} of many\n" for number in range(50))
+    assert corpora.prepare(config, cache_dir=cache).digest == corpus.digest
+    assert rows.asked == [("some/bees", "v1", "validation", True)]
+
+
+def test_hugging_face_is_read_no_further_than_needed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _Rows([{"text": "x" * 300}, {"text": "y" * 300}, {}])
+    rows.install(monkeypatch)
+    assert len(corpora.prepare(_config("hf:bees", max_tokens=500), cache_dir=cache).tokens) == 500
+
+
+def _refused(config: DataConfig, cache: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        corpora.prepare(config, cache_dir=cache)
+    assert config.dataset in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not cache.is_dir() or not any(cache.glob(".preparing-*"))
+
+
+def test_missing_dataset(tmp_path: Path, cache: Path) -> None:
+    _refused(_config(tmp_path / "nowhere"), cache, "does not exist; give 'stdlib', a file, folder or glob of text, or")
+
+
+def test_no_text(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "binary").write_bytes(bytes(1000))
+    (tmp_path / "empty").mkdir()
+    for dataset in (tmp_path / "binary", tmp_path / "empty", tmp_path / "*.nothing"):
+        _refused(_config(dataset), cache, "holds no text; give it files of UTF-8 text")
+
+
+@pytest.mark.parametrize("fraction", [0.02, 0.98])
+def test_too_short(tmp_path: Path, cache: Path, fraction: float) -> None:
+    """Either part may be the one that cannot fill a microbatch."""
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 499)
+    train, held_out = sorted([10, 490], reverse=fraction < 0.5)
+    _refused(
+        _config(path, held_out_fraction=fraction),
+        cache,
+        f"too short: {train} tokens to train on and {held_out} held out, where a microbatch needs 17 in each; give",
+    )
+
+
+def test_just_long_enough(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("x" * 33)
+    corpus = corpora.prepare(_config(path, held_out_fraction=0.5), cache_dir=cache)
+    assert len(corpus.training) == len(corpus.held_out) == 17
+
+
+def test_cache_that_cannot_be_written(folder: Path) -> None:
+    _refused(_config(folder), folder / "part0" / "0.txt", "cannot prepare .*0.txt")
+
+
+def test_hugging_face_without_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    _refused(_config("hf:bees"), cache, r"needs an extra: pip install 'swarm-pipeline\[hf\]'")
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no\nnetwork"), ValueError("Bad split:\nnope")])
+def test_hugging_face_that_cannot_be_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    _Rows([], error).install(monkeypatch)
+    _refused(_config("hf:bees"), cache, "cannot load data.dataset 'hf:bees': ")
+
+
+def test_hugging_face_without_the_field(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _Rows([{"content": "buzz", "id": 1}]).install(monkeypatch)
+    _refused(_config("hf:bees"), cache, "has no text in 'text'; set data.hf_text_field to one of: content, id")
+
+
+def test_check_digest(folder: Path, cache: Path) -> None:
+    config = _config(folder)
+    corpus = corpora.prepare(config, cache_dir=cache)
+    corpora.check_digest(config, corpus)
+    corpora.check_digest(dataclasses.replace(config, digest=corpus.digest), corpus)
+    for dataset, advice in [
+        (str(folder), "copy the files and the tokenizer"),
+        ("stdlib", "use the Python that the run's first peer uses"),
+        ("hf:bees", "the dataset has changed"),
+    ]:
+        other = dataclasses.replace(config, dataset=dataset, digest="ab" * 32)
+        with pytest.raises(CorpusMismatch, match=advice) as caught:
+            corpora.check_digest(other, corpus)
+        message = str(caught.value)
+        assert dataset in message
+        assert corpus.digest[:12] in message
+        assert "abababababab" in message
+        assert "\n" not in message

@@ -1,0 +1,63 @@
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from swarm.data import entropy
+from swarm.data.corpora import Corpus
+from swarm.data.entropy import bigram_entropy, unigram_entropy
+
+
+def _corpus(tokens: list[int], *, training: int, vocab_size: int) -> Corpus:
+    return Corpus(
+        tokens=np.array(tokens, dtype=np.uint16), num_training_tokens=training, vocab_size=vocab_size, digest=""
+    )
+
+
+def _random(num_tokens: int, vocab_size: int) -> list[int]:
+    weights = np.arange(1, vocab_size + 1) / sum(range(1, vocab_size + 1))
+    return [int(token) for token in np.random.default_rng(0).choice(vocab_size, num_tokens, p=weights)]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 2**20])
+def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """The formulas of the docstrings, one token at a time, however the corpus is cut into chunks."""
+    monkeypatch.setattr(entropy, "_CHUNK_TOKENS", chunk)
+    vocab_size, training = 11, 300
+    tokens = _random(400, vocab_size)
+    corpus = _corpus(tokens, training=training, vocab_size=vocab_size)
+    fitted, held_out = tokens[:training], tokens[training:]
+
+    singles, pairs = Counter(fitted[:-1]), Counter(pairwise(fitted))
+    unigram = {token: (singles[token] + 1) / (training - 1 + vocab_size) for token in range(vocab_size)}
+    expected = [-math.log(unigram[token]) for token in held_out]
+    assert unigram_entropy(corpus) == pytest.approx(sum(expected) / len(expected))
+
+    expected = [
+        -math.log((pairs[a, b] + vocab_size * unigram[b]) / (singles[a] + vocab_size)) for a, b in pairwise(held_out)
+    ]
+    assert bigram_entropy(corpus) == pytest.approx(sum(expected) / len(expected))
+
+
+def test_uniform_noise() -> None:
+    """Nothing to learn: the logarithm of the vocabulary."""
+    tokens = np.random.default_rng(0).integers(16, size=50_000).tolist()
+    corpus = _corpus(tokens, training=40_000, vocab_size=16)
+    assert unigram_entropy(corpus) == pytest.approx(math.log(16), abs=0.01)
+    assert bigram_entropy(corpus) == pytest.approx(math.log(16), abs=0.02)
+
+
+def test_alternation() -> None:
+    """Only the pair tells: one bit for the unigram, nothing left for the bigram."""
+    corpus = _corpus([0, 1] * 5000, training=9000, vocab_size=2)
+    assert unigram_entropy(corpus) == pytest.approx(math.log(2), abs=1e-3)
+    assert bigram_entropy(corpus) < 1e-2
+
+
+def test_large_vocabulary() -> None:
+    """Pairs that were never seen fall back on the unigram, and cost no memory."""
+    tokens = _random(5000, 60_000)
+    corpus = _corpus(tokens, training=4000, vocab_size=60_000)
+    assert bigram_entropy(corpus) == pytest.approx(unigram_entropy(corpus), abs=0.1)

@@ -1,0 +1,111 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swarm.config import DataConfig
+from swarm.data.corpora import Corpus
+from swarm.data.microbatches import Microbatches
+
+SEQUENCE = 4
+
+
+def _microbatches(*, training: int, held_out: int = 101, seed: int = 0, microbatch_size: int = 3) -> Microbatches:
+    """Token i of the corpus is i, so that a sample says where it comes from."""
+    corpus = Corpus(
+        tokens=np.arange(training + held_out, dtype=np.uint32),
+        num_training_tokens=training,
+        vocab_size=training + held_out,
+        digest="",
+    )
+    settings: dict[str, Any] = {"sequence_length": SEQUENCE, "microbatch_size": microbatch_size, "seed": seed}
+    return Microbatches(corpus, DataConfig(**settings))
+
+
+def _samples(microbatches: Microbatches, count: int, microbatch_size: int = 3) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.concatenate([microbatches.tokens(index) for index in range(-(-count // microbatch_size))])[:count]
+
+
+def _epoch(microbatches: Microbatches, number: int) -> list[int]:
+    """First token of each sample of an epoch."""
+    size = microbatches.num_windows
+    return [int(first) for first in _samples(microbatches, size * (number + 1))[-size:, 0]]
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 257, 1000])
+def test_each_window_once_an_epoch(windows: int) -> None:
+    """Whatever the number: around powers of two and four the walk differs, and epochs end inside microbatches."""
+    microbatches = _microbatches(training=windows * SEQUENCE + 1)
+    assert microbatches.num_windows == windows
+    expected = [window * SEQUENCE for window in range(windows)]
+    assert sorted(_epoch(microbatches, 0)) == expected
+    assert sorted(_epoch(microbatches, 2)) == expected
+
+
+def test_shape_and_type() -> None:
+    tokens = _microbatches(training=1000).tokens(5)
+    assert tokens.shape == (3, SEQUENCE + 1)
+    assert tokens.dtype == np.int32
+    assert np.array_equal(tokens - tokens[:, :1], np.tile(np.arange(SEQUENCE + 1), (3, 1)))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    microbatches = _microbatches(training=4001)
+    first = _epoch(microbatches, 0)
+    for other in (_epoch(microbatches, 1), _epoch(_microbatches(training=4001, seed=1), 0), sorted(first)):
+        assert sum(a == b for a, b in zip(first, other, strict=True)) < 20
+
+
+def test_order_is_well_mixed() -> None:
+    """Neighbours in the order are no neighbours in the text, and each part of an epoch sees the whole text."""
+    first = np.array(_epoch(_microbatches(training=40_001), 0)) / 40_000
+    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
+    counts = np.histogram(first[:1000], bins=10, range=(0, 1))[0]
+    assert counts.min() > 60
+
+
+def test_pure() -> None:
+    """Another trainer, asked in another order, hands out the same samples."""
+    one, other = _microbatches(training=1000), _microbatches(training=1000)
+    forward = [one.tokens(index) for index in range(100)]
+    backward = [other.tokens(index) for index in reversed(range(100))][::-1]
+    assert np.array_equal(forward, backward)
+
+
+def test_order_never_changes() -> None:
+    """A run may outlive a release: these numbers must stay."""
+    assert _microbatches(training=401, seed=7).tokens(40)[:, 0].tolist() == [212, 380, 136]
+
+
+def test_microbatch_size_only_groups_samples() -> None:
+    small = _samples(_microbatches(training=1000, microbatch_size=1), 300, microbatch_size=1)
+    large = _samples(_microbatches(training=1000, microbatch_size=7), 300, microbatch_size=7)
+    assert np.array_equal(small, large)
+
+
+def test_a_far_index() -> None:
+    tokens = _microbatches(training=1000, seed=-1).tokens(10**15)
+    assert 0 <= tokens.min() <= tokens.max() < 1000
+
+
+@pytest.mark.parametrize("training", [400, 401, 402, 403])
+def test_training_never_sees_what_is_held_out(training: int) -> None:
+    microbatches = _microbatches(training=training)
+    assert _samples(microbatches, microbatches.num_windows).max() < training
+    assert min(batch.min() for batch in microbatches.held_out(1000)) == training
+
+
+def test_held_out_is_spread_evenly() -> None:
+    """The same windows each time, from the whole part, none twice."""
+    microbatches = _microbatches(training=400, held_out=101)
+    batches = microbatches.held_out(7)
+    assert [len(batch) for batch in batches] == [3, 3, 1]
+    firsts = np.concatenate(batches)[:, 0]
+    assert np.diff(firsts).min() >= 3 * SEQUENCE
+    assert np.diff(firsts).max() <= 4 * SEQUENCE
+    assert np.array_equal(np.concatenate(microbatches.held_out(7))[:, 0], firsts)
+
+
+def test_held_out_has_no_more_than_there_is() -> None:
+    firsts = np.concatenate(_microbatches(training=400, held_out=101).held_out(1000))[:, 0]
+    assert firsts.tolist() == [400 + window * SEQUENCE for window in range(25)]

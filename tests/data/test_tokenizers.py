@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers as library
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from swarm.data import tokenizers
+
+WORDS = {"[UNK]": 0, "the": 1, "swarm": 2, "trains": 3}
+
+
+def _write(path: Path, vocabulary: dict[str, int]) -> str:
+    tokenizer = library.Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("text", ["", "plain", "na\u00efve \u4e2d\u6587 \U0001f41d\r\n"])
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = tokenizers.load("bytes")
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_bytes_decode_what_a_model_may_generate() -> None:
+    """Half a character becomes a replacement, and ids beyond the bytes are left out."""
+    tokenizer = tokenizers.load("bytes")
+    assert tokenizer.decode([ord("a"), 0xC3, ord("b"), 256, 70_000]) == "a\ufffdb"
+    assert tokenizer.identity == "bytes"
+    assert tokenizer.separator.tolist() == [ord("\n")]
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    tokenizer = tokenizers.load(_write(tmp_path / "tokenizer.json", WORDS))
+    ids = tokenizer.encode("the swarm trains bees")
+    assert ids.tolist() == [1, 2, 3, 0]
+    assert ids.dtype == np.uint8
+    assert tokenizer.decode(ids[:3]) == "the swarm trains"
+
+
+def test_json_identity_is_the_content(tmp_path: Path) -> None:
+    first = tokenizers.load(_write(tmp_path / "a.json", WORDS))
+    same = tokenizers.load(_write(tmp_path / "b.json", WORDS))
+    other = tokenizers.load(_write(tmp_path / "c.json", {**WORDS, "more": 4}))
+    assert first.identity == same.identity != other.identity
+
+
+def test_json_vocabulary_with_a_gap(tmp_path: Path) -> None:
+    """The size follows the largest id, so that the embedding has a row for every token."""
+    tokenizer = tokenizers.load(_write(tmp_path / "tokenizer.json", {**WORDS, "far": 299}))
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.encode("far").dtype == np.uint16
+
+
+def test_json_separator(tmp_path: Path) -> None:
+    """The end-of-text token where there is one, else a newline."""
+    with_end = tokenizers.load(_write(tmp_path / "a.json", {**WORDS, "</s>": 4}))
+    newline = library.Tokenizer(BPE({"\n": 0, "a": 1}, []))
+    newline.save(str(tmp_path / "b.json"))
+    assert with_end.separator.tolist() == [4]
+    assert tokenizers.load(str(tmp_path / "b.json")).separator.tolist() == [0]
+
+
+def test_json_settings_for_batches_are_ignored(tmp_path: Path) -> None:
+    """A tokenizer.json often carries a truncation and a padding, which would cut the corpus short."""
+    tokenizer = library.Tokenizer.from_file(_write(tmp_path / "tokenizer.json", WORDS))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizers.load(str(tmp_path / "tokenizer.json")).encode("the swarm trains").tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*No such file or directory; give 'bytes' or"),
+        (b"\xff\xfe", "cannot read .*not UTF-8 text; give 'bytes' or"),
+        (b"{}", "is not a valid tokenizer.json: "),
+    ],
+)
+def test_load_errors_are_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        tokenizers.load(str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(256, "u1"), (257, "<u2"), (65_536, "<u2"), (65_537, "<u4"), (300_000, "<u4")]
+)
+def test_token_dtype(vocab_size: int, dtype: str) -> None:
+    assert tokenizers.token_dtype(vocab_size) == np.dtype(dtype)
+
+
+def test_check_vocabulary() -> None:
+    tokenizer = tokenizers.load("bytes")
+    tokenizers.check_vocabulary(tokenizer, 256)
+    with pytest.raises(ValueError, match=r"model.vocab_size \(255\) is smaller .* at least 256"):
+        tokenizers.check_vocabulary(tokenizer, 255)

@@ -1,0 +1,256 @@
+"""Cutting: any cut computes what the uncut model computes, from the same initial weights."""
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.model.layers import DropoutKey
+from swarm.model.stages import build_stage, layer_ranges, token_loss
+from swarm.model.transformer import build_transformer
+
+MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)
+KEY = DropoutKey(seed=3, microbatch=11)
+CUTS = [(4,), (1, 3), (1, 2, 1), (2, 0, 2), (0, 4), (1, 1, 1, 1)]
+
+
+def make_config(cut: tuple[int, ...], **model: Any) -> RunConfig:
+    return RunConfig(
+        model=dataclasses.replace(MODEL, **model),
+        stages=StagesConfig(num_stages=len(cut), layers_per_stage=cut),
+        data=DataConfig(sequence_length=12, seed=5),
+    )
+
+
+def make_stages(config: RunConfig) -> list[nn.Module]:
+    return [build_stage(config, stage, device="cpu") for stage in range(config.stages.num_stages)]
+
+
+def make_tokens() -> torch.Tensor:
+    return torch.randint(0, MODEL.vocab_size, (3, 13), generator=torch.Generator().manual_seed(0))
+
+
+def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Forward and backward through the stages with a cut of the graph between them, as peers do it."""
+    tokens = make_tokens()
+    inputs, outputs = [tokens[:, :-1]], []
+    for stage in stages:
+        outputs.append(stage(inputs[-1], dropout_key=key))
+        inputs.append(outputs[-1].detach().requires_grad_())
+    loss = token_loss(inputs[-1], tokens[:, 1:])
+    torch.autograd.backward(loss)
+    gradients: dict[str, Any] = {}
+    for stage, output, passed_on in zip(reversed(stages), reversed(outputs), reversed(inputs[1:]), strict=True):
+        torch.autograd.backward(output, passed_on.grad)
+        gradients |= {name: parameter.grad for name, parameter in stage.named_parameters()}
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None) -> None:
+    config = make_config(cut)
+    reference = build_transformer(config, device="cpu")
+    expected = reference.loss(make_tokens(), key)
+    torch.autograd.backward(expected)
+    loss, gradients = loss_and_gradients(make_stages(config), key)
+    assert torch.equal(loss, expected)
+    assert gradients.keys() == dict(reference.named_parameters()).keys()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_initial_weights_do_not_depend_on_the_cut_or_the_global_state(cut: tuple[int, ...]) -> None:
+    torch.manual_seed(len(cut))
+    config = make_config(cut)
+    joined: dict[str, torch.Tensor] = {}
+    for module in make_stages(config):
+        assert joined.keys().isdisjoint(module.state_dict())
+        joined |= module.state_dict()
+    expected = build_transformer(config, device="cpu").state_dict()
+    assert joined.keys() == expected.keys()
+    assert all(torch.equal(joined[name], expected[name]) for name in expected)
+
+
+def test_initial_weights_follow_from_seed_and_name_with_the_configured_deviation() -> None:
+    config = make_config((4,), d_model=128)
+    weights = build_stage(config, 0, device="cpu").state_dict()
+    assert weights["layers.1.attention.q.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights["layers.1.attention.output.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert weights["layers.1.feed_forward.down.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert torch.equal(weights["head.norm.weight"], torch.ones(128))
+    assert not torch.equal(weights["layers.1.attention.q.weight"], weights["layers.2.attention.q.weight"])
+    other = dataclasses.replace(config, data=DataConfig(seed=6))
+    assert not torch.equal(
+        build_stage(other, 0, device="cpu").state_dict()["embedding.weight"], weights["embedding.weight"]
+    )
+
+
+def test_initial_weights_stay_what_they_were() -> None:
+    """Peers on other processors and of other releases must start from the same bits."""
+    weight_VD = build_stage(make_config((4,)), 0, device="cpu").state_dict()["embedding.weight"]
+    assert weight_VD[0, :3].tolist() == [0.03125564008951187, 0.01788170263171196, 0.02693355269730091]
+
+
+def test_parameter_names_and_edges() -> None:
+    first, middle, last = make_stages(make_config((1, 2, 1)))
+    assert (first.embedding is None, first.head is None) == (False, True)
+    assert (middle.embedding is None, middle.head is None) == (True, True)
+    assert (last.embedding is None, last.head is None) == (True, False)
+    assert {name.split(".")[1] for name in middle.state_dict()} == {"1", "2"}
+    assert {"head.norm.weight", "head.output.weight", "layers.3.attention.q.weight"} <= last.state_dict().keys()
+    assert "embedding.weight" in first.state_dict()
+
+
+@pytest.mark.parametrize("cut", [(4,), (1, 2, 1)])
+def test_gradient_checkpointing_changes_no_gradient(cut: tuple[int, ...]) -> None:
+    loss, gradients = loss_and_gradients(make_stages(make_config(cut)), KEY)
+    again, recomputed = loss_and_gradients(make_stages(make_config(cut, gradient_checkpointing=True)), KEY)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_functional_call_uses_the_given_weights_in_backward_too(checkpointing: bool) -> None:
+    """A checkpointed layer that computed again with the module's own weights would give neither version's gradient."""
+    config = make_config((4,), gradient_checkpointing=checkpointing)
+    tokens = make_tokens()
+    trained = build_transformer(make_config((4,)), device="cpu")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5)
+    torch.autograd.backward(trained.loss(tokens, KEY))
+
+    module = build_stage(config, 0, device="cpu")
+    weights = {name: p.detach().clone().requires_grad_() for name, p in trained.named_parameters()}
+    logits = functional_call(module, weights, (tokens[:, :-1],), {"dropout_key": KEY})
+    torch.autograd.backward(token_loss(logits, tokens[:, 1:]))
+    assert all(parameter.grad is None for parameter in module.parameters())
+    for name, parameter in trained.named_parameters():
+        torch.testing.assert_close(weights[name].grad, parameter.grad, rtol=0, atol=1e-7)
+
+
+def test_bf16_autocast_stays_near_float32() -> None:
+    loss, gradients = loss_and_gradients(make_stages(make_config((1, 2, 1))), KEY)
+    cast_stages = make_stages(make_config((1, 2, 1), autocast="bf16"))
+    cast_loss, cast_gradients = loss_and_gradients(cast_stages, KEY)
+    assert not torch.equal(cast_loss, loss)
+    assert cast_loss.item() == pytest.approx(loss.item(), rel=1e-2)
+    for name, gradient in cast_gradients.items():
+        assert gradient.dtype == torch.float32
+        assert (gradient - gradients[name]).norm() < 0.05 * gradients[name].norm(), name
+    hidden = cast_stages[0](make_tokens(), dropout_key=None)
+    assert hidden.dtype == torch.float32
+    assert cast_stages[2](hidden, dropout_key=None).dtype == torch.float32
+
+
+def test_bf16_autocast_with_checkpointing_is_the_same_computation() -> None:
+    _, gradients = loss_and_gradients(make_stages(make_config((4,), autocast="bf16")), KEY)
+    checkpointed = make_stages(make_config((4,), autocast="bf16", gradient_checkpointing=True))
+    _, recomputed = loss_and_gradients(checkpointed, KEY)
+    assert all(torch.equal(gradients[name], recomputed[name]) for name in gradients)
+
+
+def test_weights_seen_under_inference_mode_can_be_trained_afterwards() -> None:
+    (stage,) = make_stages(make_config((4,)))
+    with torch.inference_mode():
+        stage(make_tokens(), dropout_key=None)
+    torch.autograd.backward(stage(make_tokens(), dropout_key=KEY).sum())
+    assert all(parameter.grad is not None for parameter in stage.parameters())
+
+
+@given(num_layers=st.integers(1, 60), data=st.data())
+def test_layer_ranges_are_an_even_partition_with_the_remainder_in_the_middle(
+    num_layers: int, data: st.DataObject
+) -> None:
+    num_stages = data.draw(st.integers(1, num_layers))
+    config = RunConfig(model=ModelConfig(num_layers=num_layers), stages=StagesConfig(num_stages=num_stages))
+    ranges = layer_ranges(config)
+    assert [layer for layer_range in ranges for layer in layer_range] == list(range(num_layers))
+    sizes = [len(layer_range) for layer_range in ranges]
+    assert max(sizes) - min(sizes) <= 1
+    peak = sizes.index(max(sizes))
+    assert sizes[: peak + 1] == sorted(sizes[: peak + 1])
+    assert sizes[peak:] == sorted(sizes[peak:], reverse=True)
+    assert abs(sum(sizes[: num_stages // 2]) - sum(sizes[(num_stages + 1) // 2 :])) <= 1
+
+
+def test_explicit_layer_ranges_are_kept() -> None:
+    assert layer_ranges(make_config((1, 0, 3))) == [range(1), range(1, 1), range(1, 4)]
+
+
+class Mixer(nn.Module):
+    """A model of one's own: one weight a layer, an embedding and a readout."""
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__()
+        d_model, vocab_size = config.model.d_model, config.model.vocab_size
+        self.embedding = nn.Embedding(vocab_size, d_model) if stage == 0 else None
+        self.layers = nn.ModuleDict({str(layer): nn.Linear(d_model, d_model) for layer in layer_range})
+        self.head = nn.Linear(d_model, vocab_size) if stage == config.stages.num_stages - 1 else None
+
+    def forward(self, inputs: torch.Tensor, *, dropout_key: DropoutKey | None) -> torch.Tensor:
+        hidden = self.embedding(inputs) if self.embedding is not None else inputs
+        for layer in self.layers.values():
+            hidden = hidden + layer(hidden).cumsum(dim=1)
+        return self.head(hidden) if self.head is not None else hidden
+
+
+class SeededMixer(Mixer):
+    """Sets its own initial weights."""
+
+    def init_parameters(self, seed: int) -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, seed)
+
+
+@pytest.fixture
+def _custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("custom_models")
+    vars(module).update(Mixer=Mixer, SeededMixer=SeededMixer, number=3)
+    monkeypatch.setitem(sys.modules, "custom_models", module)
+
+
+@pytest.mark.usefixtures("_custom_models")
+def test_a_custom_class_is_cut_and_initialised_like_the_built_in_one() -> None:
+    whole = loss_and_gradients(make_stages(make_config((4,), custom_class="custom_models:Mixer")), KEY)
+    parts = make_stages(make_config((1, 2, 1), custom_class="custom_models:Mixer"))
+    cut = loss_and_gradients(parts, KEY)
+    assert torch.equal(whole[0], cut[0])
+    assert whole[1].keys() == cut[1].keys()
+    assert all(torch.equal(whole[1][name], cut[1][name]) for name in whole[1])
+    assert torch.equal(parts[0].state_dict()["layers.0.bias"], torch.zeros(32))
+
+
+@pytest.mark.usefixtures("_custom_models")
+def test_a_custom_class_may_initialise_itself() -> None:
+    stage = build_stage(make_config((4,), custom_class="custom_models:SeededMixer"), 0, device="cpu")
+    assert all(torch.equal(p, torch.full_like(p, 5.0)) for p in stage.parameters())
+
+
+@pytest.mark.usefixtures("_custom_models")
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("no_such_package.module:Class", "cannot be imported"),
+        ("custom_models:Missing", "cannot be imported"),
+        ("not a name", "cannot be imported"),
+        (":Class", "cannot be imported"),
+        ("custom_models:number", "not a class derived from torch.nn.Module"),
+        ("builtins:dict", "not a class derived from torch.nn.Module"),
+    ],
+)
+def test_a_wrong_custom_class_is_named_in_one_line(name: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault) as raised:
+        build_stage(make_config((4,), custom_class=name), 0, device="cpu")
+    assert name in str(raised.value)
+    assert "\n" not in str(raised.value)

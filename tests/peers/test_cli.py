@@ -1,0 +1,67 @@
+"""Command lines: dashes, one-line complaints, exit code 2."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from peers.cli import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Serve one stage."""
+
+    stage: int
+    """Stage to serve."""
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of peers."""
+    output: Path | None = None
+    """Folder for results."""
+    log_level: Literal["debug", "info"] = "info"
+    """What is logged."""
+    insecure: bool = False
+    """Do without TLS."""
+
+    def __post_init__(self) -> None:
+        if self.stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.stage}")
+
+
+def test_options_are_read() -> None:
+    argv = ["--stage", "1", "--initial-peers", "a:1", "b:2", "--insecure", "--log-level", "debug", "--stage", "2"]
+    expected = _Options(stage=2, initial_peers=("a:1", "b:2"), insecure=True, log_level="debug")
+    assert parse(_Options, prog="swarm-x", argv=argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ("--stage 1 --foo 3", "unrecognized options: --foo, 3"),
+        ("--stage 1 --insecur", "unrecognized options: --insecur"),
+        ("--stage x", "error parsing --stage: invalid literal for int() with base 10: 'x'"),
+        ("", "missing --stage"),
+        ("--stag 1", "unrecognized options: --stag 1"),
+        ("--stage", "missing value for argument '--stage'. Expected 1 values."),
+        ("--stage -1", "--stage must not be negative, not -1"),
+        (
+            "--stage 1 --log-level loud",
+            "invalid choice 'loud' for argument '--log-level'. Expected one of ('debug', 'info').",
+        ),
+    ],
+)
+def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(_Options, prog="swarm-x", argv=argv.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
+
+
+def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(_Options, prog="swarm-x", argv=["--help"])
+    assert stop.value.code == 0
+    captured = capsys.readouterr()
+    assert "Addresses of peers." in captured.out
+    assert captured.err == ""

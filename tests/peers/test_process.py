@@ -1,0 +1,132 @@
+"""Exit codes, one-line errors, logging, and death with the parent."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers import commands, process
+from swarm.errors import ConfigMismatch, PeerUnavailable
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield root
+    root.handlers[:], root.level = handlers, level
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "line"),
+    [
+        (ValueError("--steps must be\nat least 1"), 2, "swarm-x: error: --steps must be at least 1"),
+        (ConfigMismatch("run is 'a' here"), 1, "swarm-x: error: run is 'a' here"),
+        (OSError(28, "No space left on device", "/x/log"), 1, "swarm-x: error: /x/log: No space left on device"),
+        (KeyboardInterrupt(), 130, "swarm-x: interrupted"),
+        (ExceptionGroup("", [ExceptionGroup("", [PeerUnavailable("no answer")])]), 1, "swarm-x: error: no answer"),
+    ],
+)
+def test_a_fault_is_one_line(
+    error: BaseException, exit_code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert process.run_program("swarm-x", lambda: _raise(error)) == exit_code
+    assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_result_is_the_exit_code() -> None:
+    assert process.run_program("swarm-x", lambda: 3) == 3
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ExceptionGroup("", [ValueError("y"), TypeError("z")])])
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    """Also when faults that followed from it share its group."""
+    with pytest.raises(type(error)):
+        process.run_program("swarm-x", lambda: _raise(error))
+
+
+def test_debug_shows_where(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    process.setup_logging("peer-1", "debug")
+    process.run_program("swarm-x", lambda: _raise(ValueError("bad")))
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_log_record_is_one_line(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    process.setup_logging("50%peer", "info")
+    try:
+        raise TypeError("odd")
+    except TypeError:
+        logging.getLogger("swarm").exception("it\nfailed")
+    logging.getLogger("swarm").debug("not shown")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("50%peer ERROR: it failed (TypeError: odd)")
+
+
+def test_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPC_VERBOSITY", "DEBUG")
+    monkeypatch.delenv("GRPC_ENABLE_FORK_SUPPORT", raising=False)
+    process.prepare_environment()
+    assert os.environ["GRPC_VERBOSITY"] == "DEBUG"
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
+
+
+def test_commands_name_every_script() -> None:
+    """pyproject.toml's scripts are the entry points of peers.commands."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name in ("peer", "trainer", "status", "local"):
+        assert f'swarm-{name} = "peers.commands:{name}"' in text
+        assert callable(getattr(commands, name))
+
+
+async def test_stop_event_on_sigterm() -> None:
+    stop = process.stop_event()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.wait(), timeout=5)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def test_second_ctrl_c_exits_at_once() -> None:
+    program = (
+        "import asyncio, os, signal; from peers.process import stop_event\n"
+        "async def main():\n"
+        "    stop = stop_event()\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    await stop.wait()\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 130
+
+
+def test_child_dies_with_its_parent() -> None:
+    program = (
+        "import subprocess; from peers.process import die_with_parent\n"
+        "child = subprocess.Popen(['sleep', '60'], preexec_fn=die_with_parent(), start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "input()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "the child outlived its parent"
+        time.sleep(0.02)
