@@ -346,7 +346,9 @@ def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
         if first["type"] == "unexpected_keyword_argument":
             raise ValueError(f"{source}: unknown key {where!r}") from None
         message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{source}: {where}: {message}" if where else f"{source}: {message}") from None
+        # Our own messages name the field already.
+        named = not where or message.startswith(where)
+        raise ValueError(f"{source}: {message}" if named else f"{source}: {where}: {message}") from None
 
 
 def load(path: Path) -> RunConfig:

@@ -36,6 +36,9 @@ from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
+_NOBODY_SECONDS = 1.0
+"""A stage whose every peer is banned for longer than this is reported as empty."""
+
 Tensors = Mapping[str, torch.Tensor]
 Call = Any
 """grpc.aio.StreamStreamCall; its type arguments differ between Train and Evaluate."""
@@ -86,6 +89,8 @@ class HopReply:
     tensors: Tensors
     route: Mapping[int, PeerId]
     num_reroutes: int
+    num_busy: int
+    """Times that a peer of this hop had no room."""
     dispatch_seconds: float
     _call: Call = field(repr=False)
 
@@ -115,8 +120,7 @@ class _Attempt:
     route: dict[int, PeerId] = field(default_factory=dict)
     forward_passed: bool = False
     num_failures: int = 0
-    num_reroutes: int = 0
-    last_error: str = ""
+    num_busy: int = 0
 
 
 class Hop:
@@ -155,9 +159,12 @@ class Hop:
         return await self._until_answered(once, microbatch.num_samples, listener, attempt)
 
     async def evaluate(
-        self, tensors: Tensors, *, round_number: int, num_samples: int, logits: TensorSpec | None = None
+        self, tensors: Tensors, *, round_number: int, logits: TensorSpec | None = None
     ) -> float | torch.Tensor:
         """Forward only, on the anchor of a round: the mean loss, or the last position's logits if asked for.
+
+        Args:
+            tensors: `tokens` (B, T + 1), the last column being only a target, and what else the stage takes.
 
         Raises:
             Fatal: a peer refused the request itself, or too many peers failed.
@@ -166,7 +173,7 @@ class Hop:
         async def once(record: PeerRecord) -> float | torch.Tensor:
             return await self._evaluate_once(record, tensors, round_number, logits)
 
-        return await self._until_answered(once, num_samples, HopListener(), _Attempt())
+        return await self._until_answered(once, tensors["tokens"].shape[0], HopListener(), _Attempt())
 
     # -- choosing and retrying -----------------------------------------------------------------------------------
 
@@ -176,13 +183,16 @@ class Hop:
         while True:
             record = self._choose(num_samples, attempt)
             if record is None:
-                listener.progress(self.stage, no_peer=self._router.is_empty(self.stage))
+                available_seconds = self._router.next_available_seconds(self.stage)
+                no_peer = available_seconds is None or available_seconds > _NOBODY_SECONDS
+                listener.progress(self.stage, no_peer=no_peer)
                 await self._clock.sleep(self._limits.retry_seconds * random.uniform(0.5, 1.0))
                 continue
             peer_id = PeerId(record.peer_id)
             try:
                 return await once(record)
             except Overloaded as busy:
+                attempt.num_busy += 1
                 self._router.busy(peer_id, busy.retry_after_seconds)
                 attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
             except Retryable as error:
@@ -205,7 +215,6 @@ class Hop:
         attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
         attempt.route.pop(self.stage, None)
         attempt.num_failures += 1
-        attempt.num_reroutes += 1
         if attempt.num_failures >= self._limits.max_failures:
             raise RetriesExhausted(
                 f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"
@@ -265,19 +274,23 @@ class Hop:
             self._credits[peer_id] = done.credits
             self._router.succeeded(
                 peer_id, num_samples=microbatch.num_samples, busy_seconds=done.busy_seconds,
-                link_seconds=0.0 if eager else accepted_at - opened_at, queue_length=done.queue_length,
+                link_seconds=None if eager else accepted_at - opened_at, queue_length=done.queue_length,
             )  # fmt: skip
             route = {entry.stage: PeerId(entry.peer_id) for entry in done.route}
             return HopReply(
                 loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
-                route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + attempt.num_reroutes,
-                dispatch_seconds=sent_at - opened_at, _call=call,
+                route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + attempt.num_failures,
+                num_busy=attempt.num_busy, dispatch_seconds=sent_at - opened_at, _call=call,
             )  # fmt: skip
 
     async def _evaluate_once(
         self, record: PeerRecord, tensors: Tensors, round_number: int, logits: TensorSpec | None
     ) -> float | torch.Tensor:
-        request = pb.EvaluateOpen(address=self._address(), round=round_number, want_logits=logits is not None)
+        num_samples, num_tokens = tensors["tokens"].shape
+        request = pb.EvaluateOpen(
+            address=self._address(), round=round_number, want_logits=logits is not None,
+            num_samples=num_samples, sequence_length=num_tokens - 1,
+        )  # fmt: skip
         reader = TensorReader({} if logits is None else {"logits": logits})
         async with self._stream(record, "Evaluate") as call:
             await call.write(pb.EvaluateRequest(open=request))

@@ -25,13 +25,21 @@ GRADIENT = "hidden_gradient"
 LOGITS = "logits"
 
 
-def request_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:
+def request_specs(
+    config: RunConfig, stage: int, num_samples: int | None = None, sequence_length: int | None = None
+) -> dict[str, TensorSpec]:
     """What a microbatch brings to a stage: the tokens with their targets, and from stage 1 on the hidden state."""
-    size, length = config.data.microbatch_size, config.data.sequence_length
+    size = config.data.microbatch_size if num_samples is None else num_samples
+    length = config.data.sequence_length if sequence_length is None else sequence_length
     specs = {TOKENS: TensorSpec(shape=(size, length + 1), encoding="int32")}
     if stage > 0:
         specs[HIDDEN] = TensorSpec(shape=(size, length, config.model.d_model), encoding=config.wire.dtype)
     return specs
+
+
+def logits_spec(config: RunConfig, num_samples: int) -> TensorSpec:
+    """What an evaluation answers when asked for logits: those of the last position (B, V)."""
+    return TensorSpec(shape=(num_samples, config.model.vocab_size), encoding="fp32")
 
 
 def reply_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:

@@ -31,7 +31,7 @@ from swarm.rpc.channels import abort
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import TensorReader, TensorSpec, chunks
-from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, request_specs
+from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
@@ -91,7 +91,7 @@ class StageServicer(StageServiceServicer):
         self._stage.admit(microbatch)
         try:
             await context.write(pb.TrainReply(accepted=pb.Accepted()))
-            tensors = await self._read_tensors(context)
+            tensors = await self._read_tensors(context, self._specs)
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
             computation = await self._stage.begin(microbatch, tensors, hints, context)
             try:
@@ -176,7 +176,14 @@ class StageServicer(StageServiceServicer):
                 f"round {opening.round} is not kept, this peer is at {self._stage.round}",
                 peer_round=self._stage.round,
             )
-        tensors = await self._read_tensors(context)
+        data = self._config.data
+        if not (0 < opening.num_samples <= data.microbatch_size and 0 < opening.sequence_length <= data.sequence_length):
+            raise MalformedMessage(
+                f"an evaluation has at most {data.microbatch_size} samples of {data.sequence_length} tokens, not "
+                f"{opening.num_samples} of {opening.sequence_length}"
+            )
+        specs = request_specs(self._config, self._stage.number, opening.num_samples, opening.sequence_length)
+        tensors = await self._read_tensors(context, specs)
         work = asyncio.ensure_future(
             self._stage.runtime.run(
                 lambda: self._stage.backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
@@ -189,8 +196,7 @@ class StageServicer(StageServiceServicer):
             downstream = asyncio.ensure_future(
                 self._hop.evaluate(
                     {TOKENS: tensors[TOKENS], HIDDEN: output}, round_number=opening.round,
-                    num_samples=self._config.data.microbatch_size,
-                    logits=self.logits_spec() if opening.want_logits else None,
+                    logits=logits_spec(self._config, opening.num_samples) if opening.want_logits else None,
                 )
             )  # fmt: skip
             output = await self._with_progress(context, downstream)
@@ -198,12 +204,8 @@ class StageServicer(StageServiceServicer):
             for chunk in chunks(LOGITS, output):
                 await context.write(pb.EvaluateReply(chunk=chunk))
         loss = 0.0 if opening.want_logits else float(output)
-        evaluated = pb.Evaluated(loss=loss, num_tokens=self._config.data.tokens_per_microbatch)
+        evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
         await context.write(pb.EvaluateReply(evaluated=evaluated))
-
-    def logits_spec(self) -> TensorSpec:
-        """Shape of the logits of the last position (B, V)."""
-        return TensorSpec(shape=(self._config.data.microbatch_size, self._config.model.vocab_size), encoding="fp32")
 
     async def _with_progress(self, context: Context, work: "asyncio.Future[Any]") -> Any:
         try:
@@ -226,8 +228,8 @@ class StageServicer(StageServiceServicer):
         if address.stage != self._stage.number:
             raise WrongStage(f"this peer serves stage {self._stage.number}, not {address.stage}")
 
-    async def _read_tensors(self, context: Context) -> dict[str, torch.Tensor]:
-        reader = TensorReader(self._specs)
+    async def _read_tensors(self, context: Context, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        reader = TensorReader(specs)
         while not reader.complete:
             request = await _read(context)
             if request is None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from swarm import optim
 from swarm.config import RunConfig
+from swarm.errors import IntegrityError
 
 Tensors = dict[str, torch.Tensor]
 
@@ -196,11 +197,18 @@ class StageWeights:
         tensors |= {f"outer/{key}": value for key, value in optim.state_tensors(optimizer, self.masters).items()}
         return {name: value.detach().to("cpu", copy=True) for name, value in sorted(tensors.items())}
 
+    def check(self, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
+        """Raise IntegrityError unless `tensors` are a whole state of this stage, and the one of that digest."""
+        shapes = {name.removeprefix("anchor/"): t.shape for name, t in tensors.items() if name.startswith("anchor/")}
+        if shapes != {name: master.shape for name, master in self.masters.items()}:
+            raise IntegrityError("the snapshot is of another model or stage")
+        if _digest(tensors) != digest:
+            raise IntegrityError("the snapshot does not match its digest")
+
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round) -> None:
         """Become a state that `state_tensors` gave; drops every gradient and version of the past."""
         anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
         outer = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
-        assert anchor.keys() == self.masters.keys(), "a snapshot of another model"
         self._load_masters(anchor)
         optim.load_state_tensors(self._adamw if self._outer is None else self._outer, self.masters, outer)
         self.open_bucket, self._closing = self._new_bucket(), None
@@ -210,11 +218,7 @@ class StageWeights:
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""
-        digest = hashlib.sha256()
-        for name, value in self.state_tensors().items():
-            digest.update(name.encode())
-            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-        return digest.hexdigest()
+        return _digest(self.state_tensors())
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
@@ -230,3 +234,11 @@ class StageWeights:
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(values[name])
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

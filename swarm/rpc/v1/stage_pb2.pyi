@@ -375,10 +375,15 @@ class EvaluateOpen(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     WANT_LOGITS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     """Round whose anchor weights are wanted."""
     want_logits: _builtins.bool
     """Send back the logits of the last position instead of the loss."""
+    num_samples: _builtins.int
+    """Samples, and tokens a sample; at most a microbatch's."""
+    sequence_length: _builtins.int
     @_builtins.property
     def address(self) -> Global___Address: ...
     def __init__(
@@ -387,10 +392,12 @@ class EvaluateOpen(_message.Message):
         address: Global___Address | None = ...,
         round: _builtins.int = ...,
         want_logits: _builtins.bool = ...,
+        num_samples: _builtins.int = ...,
+        sequence_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "round", b"round", "want_logits", b"want_logits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_samples", b"num_samples", "round", b"round", "sequence_length", b"sequence_length", "want_logits", b"want_logits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,114 @@
+"""Draws a SwarmView: a table that stays in place on a terminal, a line a step anywhere else.
+
+Used by swarm-local and by swarm-status. Never asks anybody anything.
+"""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from peers.view import PeerRow, SwarmView, TrainerRow
+
+_EVENTS_SHOWN = 5
+_STATE_STYLES = {"serving": "green", "joining": "yellow", "leaving": "yellow", "unreachable": "red"}
+
+
+class LiveTable:
+    """Shows one view after another while its `with` block runs."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._printed: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, view: SwarmView) -> None:
+        """Replace what is shown; without a terminal, print the lines that are new."""
+        if self._live:
+            self._live.update(render(view), refresh=True)
+            return
+        lines = plain_lines(view)
+        for key, line in lines.items():
+            if key not in self._printed:
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._printed = lines
+
+
+def render(view: SwarmView) -> RenderableType:
+    """The view as a rich renderable."""
+    parts: list[RenderableType] = [_peers(view)]
+    if view.trainers:
+        parts.append(_trainers(view.trainers))
+    parts += [Text(line, style="bold red") for line in _warnings(view)]
+    parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
+    return Group(*parts)
+
+
+def plain_lines(view: SwarmView) -> dict[str, str]:
+    """Events, warnings, and each trainer's step, under keys by which a line is known to be old news."""
+    lines = {line: line for line in (*view.events, *_warnings(view))}
+    for trainer in view.trainers:
+        if trainer.step:
+            name = f" ({trainer.name})" if len(view.trainers) > 1 else ""
+            progress = f"loss {_loss(trainer)}, {trainer.tokens_per_second:,.0f} tokens/s"
+            lines[f"{trainer.name} step {trainer.step}"] = f"step {trainer.step}: {progress}{name}"
+    return lines
+
+
+def _peers(view: SwarmView) -> Table:
+    table = Table(title=f"run {escape(view.run)}", title_justify="left")
+    table.add_column("stage", justify="right")
+    table.add_column("peer")
+    table.add_column("state")
+    for heading in ("samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed"):
+        table.add_column(heading, justify="right")
+    for row in view.stages:
+        for peer in row.peers:
+            table.add_row(str(row.stage), *_cells(peer))
+        if row.stage in view.empty_stages:
+            table.add_row(str(row.stage), Text("no peer", style="bold red"))
+    return table
+
+
+def _cells(peer: PeerRow) -> list[RenderableType]:
+    return [
+        escape(peer.name),
+        Text(peer.state, style=_STATE_STYLES.get(peer.state, "")),
+        f"{peer.samples_per_second:.1f}",
+        *map(str, (peer.queue_length, peer.round, peer.samples)),
+        *map(str, (peer.forwards, peer.backwards, peer.rerouted_backwards)),
+    ]
+
+
+def _trainers(rows: Sequence[TrainerRow]) -> Table:
+    table = Table()
+    table.add_column("trainer")
+    for heading in ("step", "loss", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(escape(row.name), str(row.step), _loss(row), f"{row.tokens_per_second:,.0f}")
+    return table
+
+
+def _warnings(view: SwarmView) -> list[str]:
+    return [f"stage {stage} has no peer: start one with swarm-peer --stage {stage}" for stage in view.empty_stages]
+
+
+def _loss(row: TrainerRow) -> str:
+    return "-" if row.loss is None else f"{row.loss:.3f}"

@@ -1,0 +1,70 @@
+"""What people see of a swarm at one moment: plain records, gathered by swarm-status and swarm-local.
+
+Drawn by peers/live_table. Nothing here talks to anybody.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRow:
+    """A stage peer: its announcement, and what it answered when asked."""
+
+    name: str
+    peer_id: str
+    state: str
+    """joining, serving or leaving; unreachable where it announces itself and does not answer."""
+    samples_per_second: float = 0.0
+    queue_length: int = 0
+    round: int = 0
+    samples: int = 0
+    """Samples it holds towards the current round."""
+    forwards: int = 0
+    backwards: int = 0
+    rerouted_backwards: int = 0
+    """Backwards it took over from a peer that dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRow:
+    """A stage and its peers."""
+
+    stage: int
+    peers: tuple[PeerRow, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerRow:
+    """A trainer's announcement."""
+
+    name: str
+    step: int = 0
+    loss: float | None = None
+    """Nats per token, of the last step."""
+    tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmView:
+    """A whole swarm."""
+
+    run: str
+    stages: tuple[StageRow, ...] = ()
+    """One row for each stage of the configuration, also for one without a peer."""
+    trainers: tuple[TrainerRow, ...] = ()
+    events: tuple[str, ...] = ()
+    """What happened, oldest first: peers killed, joined, ended."""
+
+    @property
+    def empty_stages(self) -> list[int]:
+        """Stages without a peer that serves or joins."""
+        return [row.stage for row in self.stages if not any(peer.state in _ALIVE for peer in row.peers)]
+
+    def to_json(self) -> str:
+        """One line of JSON with the records' field names, and `empty_stages`."""
+        return json.dumps({**dataclasses.asdict(self), "empty_stages": self.empty_stages}, allow_nan=False)
+
+
+_ALIVE = ("joining", "serving")

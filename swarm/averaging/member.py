@@ -1,0 +1,140 @@
+"""What averaging needs of a stage, and the records that pass between the two.
+
+Implemented by swarm.stage. All tensors here are float32 on the CPU, unless they belong to a snapshot.
+"""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a member is in its round.
+
+    Attributes:
+        round: the round that is being trained.
+        lineage: hash chain over the rounds before it.
+        run_samples: samples the run had committed when this round began.
+        num_samples: samples that count towards the round here.
+        committed: microbatches committed here in this round.
+        highest_microbatch: highest index ever seen; -1 for none.
+    """
+
+    round: int
+    lineage: str
+    run_samples: int
+    num_samples: int
+    committed: frozenset[int]
+    highest_microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What a member brings to a round's average.
+
+    Attributes:
+        tensors: a mean over this member's samples: the gradient in the synchronous setting, anchor minus
+            weights in DiLoCo. Anything finite where `num_samples` is 0.
+        num_samples: its weight.
+        committed: the microbatches in it, without the dropped ones.
+    """
+
+    tensors: Tensors
+    num_samples: int
+    committed: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """A committed round's average.
+
+    Attributes:
+        round: the round that it ends.
+        tensors: the weighted mean of the contributions; the same bits at every member.
+        num_samples: samples in it.
+        squared_norm: of `tensors`, the same bits at every member.
+        total_squared_norm: over the whole model in the synchronous setting, else `squared_norm`.
+        members: peer ids of those who contributed, in the order of summation.
+        lineage: of the round that follows.
+        attempts: number of the attempt that succeeded.
+        bytes_sent: payload this member sent in it.
+        bytes_received: payload it received.
+        compression_ratio: size in float32 over size on the wire.
+        seconds: from this member's closing to the commit.
+        digest: SHA-256 over the members and the averaged bytes, in hexadecimal.
+    """
+
+    round: int
+    tensors: Tensors
+    num_samples: int
+    squared_norm: float
+    total_squared_norm: float
+    members: tuple[str, ...]
+    lineage: str
+    attempts: int
+    bytes_sent: int
+    bytes_received: int
+    compression_ratio: float
+    seconds: float
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The whole state at the beginning of a round; nobody writes to its tensors.
+
+    Attributes:
+        tensors: anchor and outer optimizer state, of the types that swarm.rpc.wire knows.
+        digest: what `apply` gave for this state.
+    """
+
+    round: int
+    run_samples: int
+    lineage: str
+    tensors: Tensors
+    digest: str
+
+
+class RoundMember(Protocol):
+    """A stage as its group sees it. Calls never overlap; `progress` may come at any time."""
+
+    def progress(self) -> Progress:
+        """Where the member is now."""
+        ...
+
+    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        """Freeze this round's contribution and give it.
+
+        Again for the same round: the same contribution, unless `drop` differs.
+
+        Args:
+            drop: microbatches that another member counts: they are taken out.
+        """
+        ...
+
+    async def reopen(self, round_number: int) -> None:
+        """The attempt came to nothing: go on training in this round."""
+        ...
+
+    async def apply(self, result: RoundResult) -> str:
+        """Take the outer step and begin the next round; gives SHA-256 over anchor and outer state."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """The state at the beginning of the current round."""
+        ...
+
+    async def install(self, snapshot: Snapshot) -> None:
+        """Become that state, dropping everything since. Raises IntegrityError if it does not fit."""
+        ...
+
+
+def next_lineage(previous: str, round_number: int, digest: str, members: Sequence[str]) -> str:
+    """The hash chain's next link, 64 hexadecimal digits."""
+    return hashlib.sha256("\n".join([previous, str(round_number), digest, *members]).encode()).hexdigest()

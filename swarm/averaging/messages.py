@@ -1,0 +1,69 @@
+"""Small records of averaging and their form on the wire."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from swarm.averaging.group import Ballot
+from swarm.averaging.member import Progress
+from swarm.errors import MalformedMessage
+from swarm.rpc.v1 import averaging_pb2 as pb
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Standing:
+    """Where a peer is in the run. Ordered: of two branches that meet, the lesser one yields."""
+
+    run_samples: int
+    round: int
+    lineage: str
+
+
+def standing_of(progress: Progress) -> Standing:
+    """Where a member is."""
+    return Standing(run_samples=progress.run_samples, round=progress.round, lineage=progress.lineage)
+
+
+def pack_standing(standing: Standing) -> pb.Standing:
+    """To the wire."""
+    return pb.Standing(round=standing.round, run_samples=standing.run_samples, lineage=standing.lineage)
+
+
+def unpack_standing(message: pb.Standing) -> Standing:
+    """From the wire."""
+    return Standing(round=message.round, run_samples=message.run_samples, lineage=message.lineage)
+
+
+def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:
+    """To the wire."""
+    return None if ballot is None else pb.Ballot(attempt=ballot.attempt, leader_id=ballot.leader_id)
+
+
+def unpack_ballot(message: pb.Ballot) -> Ballot | None:
+    """From the wire; None for a field that was left out, since attempts are numbered from 1."""
+    return Ballot(message.attempt, message.leader_id) if message.attempt else None
+
+
+def require_ballot(message: pb.Ballot) -> Ballot:
+    """From the wire. Raises MalformedMessage for a missing one."""
+    ballot = unpack_ballot(message)
+    if ballot is None:
+        raise MalformedMessage("the request names no attempt")
+    return ballot
+
+
+def pack_indices(indices: Collection[int]) -> list[int]:
+    """A set of microbatches as gaps: mostly ones, of a byte each."""
+    gaps, previous = [], -1
+    for index in sorted(indices):
+        gaps.append(index - previous)
+        previous = index
+    return gaps
+
+
+def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
+    """The inverse of `pack_indices`."""
+    indices, previous = [], -1
+    for gap in gaps:
+        previous += gap
+        indices.append(previous)
+    return frozenset(indices)

@@ -1,0 +1,164 @@
+"""How averaging reaches other peers: the interface, and the one over gRPC.
+
+Used by averaging/averager, leader and participant. Messages of the wire contract are the records here: both
+ends speak them, and a test's transport passes them on as they are. Never retries.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from swarm.averaging.allreduce import MemberFailed, ReducedPart
+from swarm.compression.codec import Buffer
+from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable
+from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
+from swarm.rpc.wire import CHUNK_BYTES
+from swarm.types import PeerId, PeerRecord, PeerState
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+
+
+@dataclass(frozen=True)
+class Method(Generic[Request, Reply]):
+    """A unary call of AveragingService, with its message types."""
+
+    name: str
+
+
+REPORT = Method[pb.ReportRequest, pb.ReportReply]("Report")
+BEGIN = Method[pb.BeginRequest, pb.BeginReply]("Begin")
+AVERAGE = Method[pb.AverageRequest, pb.AverageReply]("Average")
+COMMIT = Method[pb.CommitRequest, pb.CommitReply]("Commit")
+ABORT = Method[pb.AbortRequest, pb.AbortReply]("Abort")
+BARRIER = Method[pb.BarrierRequest, pb.BarrierReply]("Barrier")
+
+
+class Transport(Protocol):
+    """Calls to other peers. Every call raises PeerUnavailable, DeadlineExceeded, or what the peer answered."""
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        """One request, one answer."""
+        ...
+
+    async def exchange(
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
+    ) -> ReducedPart:
+        """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames somebody."""
+        ...
+
+    def download(
+        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
+    ) -> AsyncIterator[pb.DownloadReply]:
+        """The pieces of a snapshot; `silence_seconds` is the longest wait for the next."""
+        ...
+
+
+class AveragingHandlers(Protocol):
+    """The other end: what a peer answers. Implemented by the averager, wrapped by the servicer."""
+
+    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply: ...
+
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> ReducedPart: ...
+
+    def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]: ...
+
+
+class GrpcTransport:
+    """The real one."""
+
+    def __init__(self, channels: ChannelPool) -> None:
+        self._channels = channels
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        call: Any = getattr(self._stub(peer), method.name)
+        try:
+            reply: Reply = await call(request, timeout=timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        return reply
+
+    async def exchange(
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
+    ) -> ReducedPart:
+        async def requests() -> AsyncIterator[pb.ExchangeRequest]:
+            yield pb.ExchangeRequest(open=opening)
+            for piece in pieces_of(part):
+                yield pb.ExchangeRequest(data=piece)
+
+        squared_norm: float | None = None
+        encoded = bytearray()
+        call: Any = self._stub(peer).Exchange(requests(), timeout=timeout_seconds)
+        try:
+            async for reply in call:
+                match reply.WhichOneof("message"):
+                    case "failure":
+                        raise MemberFailed(reply.failure.blamed_id, reply.failure.reason)
+                    case "reduced":
+                        squared_norm = reply.reduced.squared_norm
+                    case _:
+                        encoded += reply.data
+                if len(encoded) > reply_bytes:
+                    break
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        finally:
+            call.cancel()
+        if squared_norm is None or len(encoded) != reply_bytes:
+            raise MalformedMessage(f"an averaged part has {len(encoded)} bytes, expected {reply_bytes}")
+        return ReducedPart(encoded=encoded, squared_norm=squared_norm)
+
+    async def download(
+        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
+    ) -> AsyncIterator[pb.DownloadReply]:
+        call: Any = self._stub(peer).Download(request)
+        try:
+            while True:
+                async with asyncio.timeout(silence_seconds):
+                    reply = await call.read()
+                if reply is grpc.aio.EOF:
+                    # The status, if it is a bad one, comes only now.
+                    if await call.code() is not grpc.StatusCode.OK:
+                        raise PeerUnavailable(f"the download from {peer.peer_id} ended early")
+                    return
+                yield reply
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing came from {peer.peer_id} for {silence_seconds} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        finally:
+            call.cancel()
+
+    def _stub(self, peer: PeerRecord) -> AveragingServiceStub:
+        return AveragingServiceStub(self._channels.channel(peer))
+
+
+def pieces_of(data: Buffer) -> list[bytes]:
+    """The data cut into messages."""
+    view = memoryview(data)
+    return [bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES)]
+
+
+def contact_of(peer: PeerRecord) -> pb.Contact:
+    """How to reach a peer, as the wire has it."""
+    return pb.Contact(peer_id=peer.peer_id, endpoint=peer.endpoint, certificate_pem=peer.certificate_pem)
+
+
+def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
+    """A contact as the channel pool wants it. Raises MalformedMessage for a wrong one."""
+    try:
+        return PeerRecord(
+            peer_id=PeerId(contact.peer_id), endpoint=contact.endpoint, certificate_pem=contact.certificate_pem,
+            stage=stage, state=PeerState.SERVING, announced_at=0.0,
+        )  # fmt: skip
+    except ValueError:
+        raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoint[:80]!r}") from None

@@ -1,0 +1,104 @@
+"""p2pd, the libp2p process beneath a DHT node: started, watched, and never left behind.
+
+Used by node alone, on the node's own event loop. Knows nothing about the DHT.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_STOP_SECONDS = 2.0
+
+# PR_SET_PDEATHSIG survives exec but not fork, so the process that becomes p2pd sets it: p2pd dies with us even if we
+# are killed with -9. A group of its own keeps a terminal's Ctrl-C away: the peer still says goodbye through it. Not a
+# preexec_fn, which may deadlock in a process with threads.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+os.setpgid(0, 0)
+prctl = getattr(ctypes.CDLL(None), "prctl", None)
+if prctl:
+    prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Daemon:
+    """A running p2pd.
+
+    Attributes:
+        control_address: multiaddress of its control socket.
+        ended: done once the process has died, for whatever reason.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, folder: Path, control_address: str) -> None:
+        self.control_address = control_address
+        self.ended = asyncio.create_task(self._drain())
+        self._process = process
+        self._folder = folder
+
+    async def _drain(self) -> None:
+        assert self._process.stdout is not None
+        # Unread, it would block p2pd once the pipe is full.
+        async for line in self._process.stdout:
+            logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process, by force if it must be, and remove its socket."""
+        try:
+            if not self.ended.done():
+                self._process.terminate()
+                await asyncio.wait({self.ended}, timeout=_STOP_SECONDS)
+        finally:
+            if self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def launch(program: Path, options: Sequence[str]) -> Daemon:
+    """Start p2pd and wait until its control socket answers. The thread of this loop must live as long as p2pd.
+
+    Raises:
+        OSError: p2pd ended at once; the message is its last line.
+    Cancellation leaves nothing behind.
+    """
+    # Not in TMPDIR: a socket's path has 108 characters at most, and hivemind keeps its end in /tmp too.
+    folder = Path(tempfile.mkdtemp(prefix="swarm-p2pd-", dir="/tmp"))
+    control_address = f"/unix{folder}/control.sock"
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
+            *(str(program), f"-listen={control_address}", *options),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    try:
+        await _await_ready(process)
+    except BaseException:
+        await Daemon(process, folder, control_address).stop()
+        raise
+    return Daemon(process, folder, control_address)
+
+
+async def _await_ready(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    last_line = "it said nothing"
+    async for line in process.stdout:
+        if line.startswith(b"Peer ID:"):
+            return
+        last_line = line.decode(errors="replace").strip() or last_line
+    raise OSError(f"the DHT's process, p2pd, did not start: {last_line}")

@@ -1,0 +1,56 @@
+"""A thread with an event loop of its own.
+
+Used by node, so that neither a busy program delays the DHT's answers nor the DHT the program.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    """Runs coroutines until it is closed. A daemon thread: it does not keep a program from ending."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        # hivemind leaves failed tasks behind when neighbours or p2pd go; nobody needs their tracebacks.
+        self.loop.set_exception_handler(lambda _, context: logger.debug("%s: %s", name, context.get("message")))
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still takes work."""
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run to the end, while the calling thread waits; should that be interrupted, the work is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    async def run_async(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run to the end, from another loop. Cancellation cancels the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def close(self) -> None:
+        """Cancel what runs, and end the thread."""
+        self.run(_cancel_others())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

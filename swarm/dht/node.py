@@ -1,0 +1,336 @@
+"""A node of hivemind's DHT: the only file that imports hivemind.
+
+The programs start one and hand it to directory. hivemind's Kademlia node runs in a thread of this process, libp2p in
+a process, p2pd, that dies with this one. Stores and passes on nothing but records that `records.verify` accepts.
+Never looks into them.
+"""
+
+import asyncio
+import contextlib
+import logging
+import warnings
+from collections.abc import Coroutine, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from swarm.clock import Clock
+from swarm.dht import addresses, daemon
+from swarm.dht.loop_thread import LoopThread
+from swarm.dht.records import verify
+from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 10.0
+"""Deadline of a store or a get. A neighbour that does not answer costs three seconds of it."""
+CONNECT_SECONDS = 5.0
+RECONNECT_SECONDS = 5.0
+"""Time between two attempts to reach nodes that are known but have dropped out of the routing table."""
+_RECONNECTS_AT_ONCE = 4
+_MAX_REMEMBERED = 64
+
+_EXPLANATIONS = {
+    "peer id mismatch": "another peer answers there: it restarted under a new identity, so copy its present address",
+    "dial to self": "that is this peer's own address: two peers cannot share one identity file",
+    "local time": "this machine's clock and theirs differ by more than 3 s: set the time",
+}
+
+Result = TypeVar("Result")
+
+
+class DhtNode:
+    """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
+
+    def __init__(
+        self, *, thread: LoopThread, process: daemon.Daemon, p2p: Any, node: Any, visible: Sequence[str],
+        known: Sequence[str], client_mode: bool,
+    ) -> None:  # fmt: skip
+        self._thread = thread
+        self._process = process
+        self._p2p = p2p
+        self._node = node
+        self._visible = list(visible)
+        self._known = dict.fromkeys(known)
+        self._client_mode = client_mode
+        self._reconnecting = asyncio.create_task(self._reconnect())
+
+    def addresses(self) -> list[str]:
+        """Multiaddresses, /p2p/ID included, at which others can join; none in client mode."""
+        return list(self._visible)
+
+    async def store(
+        self, key: str, subkey: str, value: bytes, expiration: float, *, timeout_seconds: float = CALL_SECONDS
+    ) -> bool:
+        """Store a sealed record until `expiration` (seconds since the epoch).
+
+        Returns:
+            False if a node refused it: badly signed, or no later than the one it has.
+
+        Raises:
+            PeerUnavailable: no DHT, or no answer in time.
+        """
+        call = self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
+        return bool(await self._call(call, timeout_seconds))
+
+    async def get(self, key: str, *, timeout_seconds: float = CALL_SECONDS) -> dict[str, tuple[bytes, float]]:
+        """All unexpired records under a key: subkey -> (value, expiration).
+
+        Raises:
+            PeerUnavailable: no DHT, or no answer in time.
+        """
+        # Without `latest`, whatever the node itself stores would do for an answer.
+        found = await self._call(self._node.get(key, latest=True), timeout_seconds)
+        return {} if found is None else {subkey: (value, expires) for subkey, (value, expires) in found.value.items()}
+
+    def remember(self, address: str) -> None:
+        """Note another node's address, to reach it again should it drop out of the routing table."""
+        if self._thread.is_open:
+            self._thread.loop.call_soon_threadsafe(self._remember, address)
+
+    def shutdown(self) -> None:
+        """Leave the DHT and end p2pd, in a few seconds at most. Calls raise PeerUnavailable from now on."""
+        if self._thread.is_open:
+            try:
+                self._thread.run(self._close())
+            finally:
+                self._thread.close()
+
+    async def _close(self) -> None:
+        self._reconnecting.cancel()
+        await self._p2p.shutdown()
+        await self._process.stop()
+
+    async def _call(self, call: Coroutine[Any, Any, Result], timeout_seconds: float) -> Result:
+        if not self._thread.is_open:
+            call.close()
+            raise PeerUnavailable("this peer has left the DHT")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._thread.run_async(self._while_alive(call))
+        except TimeoutError:
+            raise PeerUnavailable(f"the DHT did not answer within {timeout_seconds:.0f} s") from None
+
+    async def _while_alive(self, call: Coroutine[Any, Any, Result]) -> Result:
+        # Without p2pd hivemind would wait for each neighbour in turn, and then report that there is nothing.
+        task = asyncio.create_task(call)
+        try:
+            await asyncio.wait({task, self._process.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._process.ended.done():
+                raise PeerUnavailable("this peer's DHT process, p2pd, has died: restart the peer to join the DHT again")
+            result = task.result()
+        finally:
+            task.cancel()
+        # A client stores nothing itself, so what it finds without neighbours means nothing.
+        if self._client_mode and not self._node.protocol.routing_table.uid_to_peer_id:
+            raise PeerUnavailable("no node of the DHT answers")
+        return result
+
+    def _remember(self, address: str) -> None:
+        if address in self._visible:
+            return
+        self._known.pop(address, None)
+        self._known[address] = None
+        if len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    async def _reconnect(self) -> None:
+        # hivemind drops a neighbour that fails to answer once, and never comes back to it: a short outage would part
+        # the network for good.
+        while True:
+            await asyncio.sleep(RECONNECT_SECONDS)
+            await asyncio.gather(*map(self._reach_again, list(self._known)[:_RECONNECTS_AT_ONCE]))
+
+    async def _reach_again(self, address: str) -> None:
+        # To the end of the queue, whatever comes of it.
+        del self._known[address]
+        try:
+            _, peer_id = _parse(address)
+        except ValueError:
+            return
+        self._known[address] = None
+        if peer_id not in self._node.protocol.routing_table and await _connect(self._p2p, address) is None:
+            await self._node.protocol.call_ping(peer_id)
+
+
+class RecordValidator:
+    """What hivemind asks before it stores a record or believes one it was sent (its RecordValidatorBase)."""
+
+    def __init__(self, clock: Clock) -> None:
+        from hivemind.dht.routing import DHTID
+        from hivemind.utils import MSGPackSerializer
+
+        self._clock = clock
+        self._hash_key = DHTID.generate
+        self._pack = MSGPackSerializer.dumps
+
+    def validate(self, record: Any) -> bool:
+        """Whether a hivemind DHTRecord is one of ours, stored by its owner under the key it was signed for."""
+        # What msgpack puts before bytes of this size; anything packed otherwise fails the comparison.
+        value = record.value[3:]
+        subkey = record.subkey[2:].decode(errors="replace")
+        if self._pack(value) != record.value or self._pack(subkey) != record.subkey:
+            return False
+        try:
+            envelope = verify(subkey, value, record.expiration_time, self._clock.time())
+        except (IntegrityError, MalformedMessage) as error:
+            logger.debug("refused for the DHT: %s", error)
+            return False
+        return bool(self._hash_key(envelope.key).to_bytes() == record.key)
+
+    def sign_value(self, record: Any) -> bytes:
+        """Records come here sealed."""
+        value: bytes = record.value
+        return value
+
+    def strip_value(self, record: Any) -> bytes:
+        """Readers want the seal."""
+        value: bytes = record.value
+        return value
+
+
+def start(
+    *, clock: Clock, initial_peers: Sequence[str] = (), host: str = "0.0.0.0", port: int = 0,
+    announce_host: str | None = None, identity_path: Path | None = None, client_mode: bool = False,
+    timeout_seconds: float = 30.0,
+) -> DhtNode:  # fmt: skip
+    """Start a node and join the others. Blocks; imports hivemind, which takes seconds.
+
+    Does not fork this process: gRPC and threads may be running already.
+
+    Args:
+        initial_peers: addresses of nodes to join, of which one has to answer; none starts a new DHT.
+        host: IP address to listen on.
+        port: TCP port to listen on; 0 takes a free one.
+        announce_host: name or IP address at which others reach this machine, if not the one it sees itself.
+        identity_path: file with the node's libp2p key, made if missing, so that its address stays the same.
+        client_mode: ask others, but listen to nobody and store nothing.
+
+    Raises:
+        ValueError: an address that is none, or a port in use.
+        PeerUnavailable: the DHT cannot be joined; the message names the addresses and what to check.
+        OSError: p2pd cannot be started.
+    """
+    for address in initial_peers:
+        addresses.split(address)
+    if client_mode:
+        options = ["-dhtClient=1", "-noListenAddrs=1"]
+    else:
+        port = addresses.require_free_port(host, port)
+        options = ["-dhtServer=1", f"-hostAddrs={addresses.at(host, port)}"]
+        if announce_host is not None:
+            options.append(f"-announceAddrs={addresses.at(announce_host, port)}")
+    _import_hivemind()
+    if identity_path is not None:
+        options.append(f"-id={_libp2p_key(identity_path)}")
+    thread = LoopThread("dht")
+    try:
+        return thread.run(_open(thread, options, initial_peers, client_mode, clock, timeout_seconds))
+    except BaseException:
+        thread.close()
+        raise
+
+
+async def _open(
+    thread: LoopThread, options: Sequence[str], initial_peers: Sequence[str], client_mode: bool, clock: Clock,
+    timeout_seconds: float,
+) -> DhtNode:  # fmt: skip
+    try:
+        async with asyncio.timeout(timeout_seconds), contextlib.AsyncExitStack() as undo:
+            process = await daemon.launch(_p2pd(), options)
+            undo.push_async_callback(process.stop)
+            p2p, node = await _join(process.control_address, initial_peers, client_mode, clock)
+            undo.push_async_callback(p2p.shutdown)
+            visible = [] if client_mode else [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+            undo.pop_all()
+    except TimeoutError:
+        raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
+    return DhtNode(
+        thread=thread,
+        process=process,
+        p2p=p2p,
+        node=node,
+        visible=visible,
+        known=initial_peers,
+        client_mode=client_mode,
+    )
+
+
+async def _join(control_address: str, initial_peers: Sequence[str], client_mode: bool, clock: Clock) -> Any:
+    from hivemind.dht import DHTNode
+    from hivemind.dht.protocol import ValidationError
+    from hivemind.p2p import P2P
+    from hivemind.utils.multiaddr import Multiaddr
+
+    p2p = await P2P.replicate(Multiaddr(control_address))
+    faults = await asyncio.gather(*(_connect(p2p, address) for address in initial_peers))
+    reached = [address for address, fault in zip(initial_peers, faults, strict=True) if fault is None]
+    if initial_peers and not reached:
+        raise _cannot_join(initial_peers, str(faults[0]))
+    try:
+        node = await DHTNode.create(
+            p2p=p2p,
+            initial_peers=reached,
+            client_mode=client_mode,
+            record_validator=RecordValidator(clock),
+            # What is cached for a key would hide what was stored under it since.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+        )
+    except (ValidationError, RuntimeError) as error:
+        raise _cannot_join(reached, str(error)) from None
+    return p2p, node
+
+
+def _cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:
+    explanations = (text for needle, text in _EXPLANATIONS.items() if needle in fault)
+    default = "check the address, that a swarm-peer runs there, and that its port is open"
+    return PeerUnavailable(f"cannot join the DHT at {', '.join(tried)}: {next(explanations, default)}")
+
+
+async def _connect(p2p: Any, address: str) -> str | None:
+    """Open a connection to a node. Returns what was wrong, or None."""
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+    endpoint, peer_id = _parse(address)
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            # hivemind's P2P has no public way to tell p2pd where a peer is.
+            await p2p._client.connect(peer_id, [endpoint])
+    except (ControlFailure, OSError, TimeoutError) as error:
+        logger.debug("cannot connect to %s: %s", address, error)
+        return str(error)
+    return None
+
+
+def _parse(address: str) -> tuple[Any, Any]:
+    from hivemind.p2p import PeerID
+    from hivemind.utils.multiaddr import Multiaddr
+
+    endpoint, peer_id = addresses.split(address)
+    return Multiaddr(endpoint), PeerID.from_base58(peer_id)
+
+
+def _p2pd() -> Path:
+    return Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd"
+
+
+def _libp2p_key(path: Path) -> Path:
+    from hivemind.p2p import P2P
+
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        P2P.generate_identity(str(path))
+    return path
+
+
+def _import_hivemind() -> None:
+    level = logging.getLogger("hivemind").level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import hivemind
+        from hivemind.utils.logging import use_hivemind_log_handler
+    use_hivemind_log_handler("nowhere")
+    # Which its import and the line above have reset.
+    logging.getLogger("hivemind").setLevel(level or logging.ERROR)

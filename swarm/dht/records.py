@@ -1,0 +1,116 @@
+"""Signed records: what a DHT value is, and why a stranger's can be trusted.
+
+Called by directory (seal, open) and by node, whose DHT refuses to store or pass on what `verify` refuses. A record's
+bytes carry their key, their payload, the signer's certificate and a signature over all of it; the subkey is the
+signer's peer id, so nobody can announce under another's name, move a record to another key, or prolong its life.
+Never asks the network anything.
+"""
+
+import binascii
+import json
+from functools import lru_cache
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from swarm import identity
+from swarm.errors import IntegrityError, MalformedMessage
+
+MAX_LIFETIME_SECONDS = 120.0
+"""A record that expires later than this is refused: the DHT keeps the farthest expiry, for good if one let it."""
+MAX_RECORD_BYTES = 16 * 1024
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Envelope(BaseModel):
+    """A record's bytes, as JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: str
+    payload: str
+    """JSON of the model that belongs to the key."""
+    certificate_pem: str
+    signature: str
+    """Base64, over key, subkey, expiration and payload."""
+
+
+def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: float) -> bytes:
+    """Make the record that `signer` stores under `key` and its own peer id.
+
+    Args:
+        expiration: seconds since the epoch.
+
+    Raises:
+        ValueError: the payload is too large.
+    """
+    text = payload.model_dump_json()
+    signature = signer.sign(_signed_bytes(key, signer.peer_id, text, expiration))
+    envelope = Envelope(
+        key=key,
+        payload=text,
+        certificate_pem=signer.certificate_pem,
+        signature=binascii.b2a_base64(signature, newline=False).decode(),
+    )
+    record = envelope.model_dump_json().encode()
+    if len(record) > MAX_RECORD_BYTES:
+        raise ValueError(f"a record for {key} has {len(record)} bytes, more than the {MAX_RECORD_BYTES} the DHT takes")
+    return record
+
+
+def verify(subkey: str, record: bytes, expiration: float, now: float) -> Envelope:
+    """Check everything about a record but its schema, and that its key is the one it was found under.
+
+    Raises:
+        MalformedMessage: no envelope, or too large.
+        IntegrityError: forged, stolen, or expiring too far in the future.
+    """
+    # Written so that it refuses NaN as well.
+    if not expiration <= now + MAX_LIFETIME_SECONDS:
+        raise IntegrityError(f"a record of {subkey} expires more than {MAX_LIFETIME_SECONDS:.0f} s from now")
+    return _verify_signature(subkey, record, expiration)
+
+
+def open_record(model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float) -> Model:
+    """Verify a record found under `key` and `subkey`, and read its payload.
+
+    Raises:
+        MalformedMessage: no envelope, too large, or the payload breaks the schema.
+        IntegrityError: forged, stolen, moved from another key, or expiring too far in the future.
+    """
+    envelope = verify(subkey, record, expiration, now)
+    if envelope.key != key:
+        raise IntegrityError(f"a record of {subkey} under {key} was signed for {envelope.key}")
+    try:
+        return model.model_validate_json(envelope.payload)
+    except ValidationError as error:
+        raise MalformedMessage(f"a record of {subkey} under {key}: {_first_fault(error)}") from None
+
+
+# Cached because the DHT has every record checked again whenever somebody reads its key.
+@lru_cache(maxsize=4096)
+def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope:
+    if len(record) > MAX_RECORD_BYTES:
+        raise MalformedMessage(f"a record of {subkey} has {len(record)} bytes")
+    try:
+        envelope = Envelope.model_validate_json(record)
+        signature = binascii.a2b_base64(envelope.signature, strict_mode=True)
+        signed = _signed_bytes(envelope.key, subkey, envelope.payload, expiration)
+    except ValidationError as error:
+        raise MalformedMessage(f"a record of {subkey}: {_first_fault(error)}") from None
+    except ValueError:
+        raise MalformedMessage(f"a record of {subkey}: the signature is not base64") from None
+    if identity.peer_id_of(envelope.certificate_pem) != subkey:
+        raise IntegrityError(f"a record of {subkey} was signed by somebody else")
+    identity.verify(envelope.certificate_pem, signed, signature)
+    return envelope
+
+
+def _signed_bytes(key: str, subkey: str, payload: str, expiration: float) -> bytes:
+    return json.dumps(["swarm record", key, subkey, expiration, payload]).encode()
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".removeprefix(": ")

@@ -1,0 +1,125 @@
+"""The run's log: one line of strict JSON a step, and one for each thing that happened to the swarm.
+
+The trainer writes steps, the launcher events; both may append to one file at once, since a line is a single write.
+Never keeps anything in memory.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from swarm.metrics.wandb_run import WandbRun
+
+Value = float | int | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One step: a round of the whole swarm, as a trainer saw it. None means unknown."""
+
+    step: int
+    loss: float
+    """Mean over the step's tokens, in nats."""
+    gradient_norm: float | None
+    """Norm of the averaged gradient (synchronous) or pseudo-gradients (DiLoCo), over all stages."""
+    learning_rate: float | None
+    tokens_per_sec: float
+    """The whole swarm's, over the step."""
+    total_tokens: int
+    """The whole swarm's, since the run began."""
+    step_time: float
+    """Seconds from the step's first microbatch until the next step can begin."""
+    dispatch_time: float
+    """Seconds of it in which microbatches were under way."""
+    aggregate_time: float | None
+    """Seconds of it that the slowest stage spent on averaging."""
+    successful_workers: int
+    """Stage peers that took part in the round's averages."""
+    compression_ratio: float | None
+    """Size of what was averaged in float32, over its size on the wire."""
+    validation_loss: float | None = None
+    """Nats per token on held-out text, in steps that evaluate."""
+    device_memory_bytes: int | None = None
+    """Largest amount that any stage peer's device held."""
+
+    def named(self) -> dict[str, Value]:
+        """The figures under the names they have in the JSONL file and in Weights & Biases."""
+        return {
+            "step": self.step,
+            "train/loss": self.loss,
+            "train/gradient_norm": self.gradient_norm,
+            "train/learning_rate": self.learning_rate,
+            "train/tokens_per_sec": self.tokens_per_sec,
+            "train/total_tokens": self.total_tokens,
+            "train/step_time": self.step_time,
+            "train/dispatch_time": self.dispatch_time,
+            "train/aggregate_time": self.aggregate_time,
+            "train/successful_workers": self.successful_workers,
+            "train/compression_ratio": self.compression_ratio,
+            "val/loss": self.validation_loss,
+            "device/memory_bytes": self.device_memory_bytes,
+        }
+
+
+class MetricsLog:
+    """Appends to a JSONL file, and mirrors the steps to Weights & Biases."""
+
+    def __init__(self, path: Path, *, wandb_run: WandbRun | None = None) -> None:
+        """Open the file and make its folder. Raises OSError if that fails."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        self._wandb_run = wandb_run
+        if not _ends_with_newline(path):
+            # A writer was killed in the middle of its last line: leave that line alone.
+            self._file.write(b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Append a step. Raises OSError if the file cannot be written."""
+        values = {name: _finite(value) for name, value in metrics.named().items()}
+        self._append(values)
+        if self._wandb_run:
+            self._wandb_run.log(values, step=metrics.step)
+
+    def event(self, step: int, text: str) -> None:
+        """Append what happened in a step: a peer was killed, joined, ended. Raises OSError like `step`."""
+        self._append({"step": step, "event": text})
+
+    def _append(self, values: Mapping[str, Value]) -> None:
+        self._file.write(json.dumps(values, allow_nan=False).encode() + b"\n")
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file, without those that a killed writer left unfinished. Raises OSError."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            yield values
+
+
+def _finite(value: Value) -> Value:
+    """JSON knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size == 0:
+            return True
+        file.seek(size - 1)
+        return file.read() == b"\n"

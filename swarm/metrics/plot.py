@@ -1,0 +1,45 @@
+"""A picture of a run's loss, from its metrics file. matplotlib is imported only when one is drawn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm.metrics.log import read
+
+
+def plot_loss(metrics: Path, image: Path) -> None:
+    """Draw training and validation loss over the steps as a PNG, with the swarm's events as vertical lines.
+
+    Raises:
+        OSError: the file cannot be read, or the image not written.
+    """
+    from matplotlib.figure import Figure
+
+    rows = list(read(metrics))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    axes.plot(*_series(rows, "train/loss"), label="training")
+    validation = _series(rows, "val/loss")
+    if validation[0]:
+        axes.plot(*validation, marker="o", markersize=3, label="validation")
+    for row in rows:
+        if "event" in row:
+            axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
+            axes.text(
+                row["step"],
+                0.98,
+                f" {row['event']}",
+                transform=axes.get_xaxis_transform(),
+                rotation=90,
+                va="top",
+                fontsize=7,
+                color="grey",
+            )
+    axes.legend(loc="upper right")
+    figure.savefig(image, dpi=120, format="png")
+
+
+def _series(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have the figure."""
+    known = [row for row in rows if row.get(name) is not None]
+    return [row["step"] for row in known], [row[name] for row in known]

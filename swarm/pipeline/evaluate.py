@@ -1,0 +1,66 @@
+"""Evaluation and text from the trained swarm: the chain forward, on the anchor weights of one round.
+
+Called by trainers between steps and at the end. Never trains.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.errors import RetriesExhausted
+from swarm.hop import Hop
+from swarm.rpc.wire import TensorSpec
+
+_CONCURRENCY = 4
+
+
+async def held_out_loss(hop: Hop, data: Microbatches, *, round_number: int, num_samples: int) -> float:
+    """Mean loss in nats per token over about `num_samples` held-out samples.
+
+    Raises:
+        RetriesExhausted: no chain of peers holds that round's anchor (any more).
+    """
+    batches = data.held_out(num_samples)
+    room = asyncio.Semaphore(_CONCURRENCY)
+
+    async def one(batch: npt.NDArray[np.int32]) -> float:
+        async with room:
+            tokens = {"tokens": torch.from_numpy(batch)}
+            loss = await hop.evaluate(tokens, round_number=round_number)
+            assert isinstance(loss, float)
+            return loss
+
+    tasks: list[asyncio.Task[float]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(batch)) for batch in batches]
+    except ExceptionGroup as failures:
+        raise RetriesExhausted(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
+    weights = [batch.shape[0] for batch in batches]
+    return float(np.average([task.result() for task in tasks], weights=weights))
+
+
+async def generate(
+    hop: Hop, config: RunConfig, prompt: Sequence[int], *, round_number: int, num_tokens: int, temperature: float,
+    seed: int,
+) -> list[int]:  # fmt: skip
+    """Continue a prompt, one token after another, each through the whole chain; gives the new tokens.
+
+    Without a cache: meant for a sample at the end of a run, not for serving.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits_spec = TensorSpec(shape=(1, config.model.vocab_size), encoding="fp32")
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        # The chain answers for the last position; the column after it is a target that is not used.
+        context = torch.tensor([[*tokens[-config.data.sequence_length :], 0]], dtype=torch.int32)
+        logits = await hop.evaluate({"tokens": context}, round_number=round_number, logits=logits_spec)
+        assert isinstance(logits, torch.Tensor)
+        weights = torch.softmax(logits[0] / temperature, dim=-1)
+        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
+    return tokens[len(prompt) :]

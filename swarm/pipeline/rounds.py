@@ -1,0 +1,112 @@
+"""Following the rounds from outside: what a trainer learns of the stages by asking their peers.
+
+One peer of each stage is asked to describe itself, a few times a second; when every stage has committed a
+round, that is one step, with figures gathered over the stages.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.types import PeerRecord, PeerState
+
+_KEPT_REPORTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One committed round of the whole swarm."""
+
+    step: int
+    """The round's number, from 0."""
+    gradient_norm: float
+    """Synchronous: of the whole model's gradient. DiLoCo: of the whole model's averaged pseudo-gradient."""
+    learning_rate: float
+    aggregate_seconds: float
+    """The slowest stage's averaging."""
+    num_members: int
+    """Peers that took part, over all stages."""
+    num_alive: int
+    """Peers alive at the time, over all stages."""
+    num_bytes: int
+    """Sent by the peers that were asked."""
+    compression_ratio: float
+    device_bytes: int
+    """Largest amount of device memory that a peer reported; 0 without an accelerator."""
+
+
+class RoundWatcher:
+    """Asks one peer per stage where it is."""
+
+    def __init__(
+        self, *, run_id: str, num_stages: int, synchronous: bool, peers: Callable[[int], Sequence[PeerRecord]],
+        channels: ChannelPool,
+    ) -> None:  # fmt: skip
+        self._run_id = run_id
+        self._synchronous = synchronous
+        self._peers = peers
+        self._channels = channels
+        self._reports: list[dict[int, pb.RoundReport]] = [{} for _ in range(num_stages)]
+        self._rounds = [0] * num_stages
+        self._device_bytes = 0
+
+    @property
+    def round(self) -> int:
+        """The round that every stage has reached."""
+        return min(self._rounds)
+
+    async def poll(self, timeout_seconds: float = 2.0) -> None:
+        """Ask every stage once; a stage that does not answer keeps what was known of it."""
+        replies = await asyncio.gather(
+            *(self._describe(stage, timeout_seconds) for stage in range(len(self._rounds)))
+        )
+        for stage, reply in enumerate(replies):
+            if reply is None:
+                continue
+            self._rounds[stage] = max(self._rounds[stage], reply.round)
+            self._device_bytes = max(self._device_bytes, reply.device_bytes)
+            reports = self._reports[stage]
+            reports.update({report.round: report for report in reply.rounds})
+            for round_number in sorted(reports)[:-_KEPT_REPORTS]:
+                del reports[round_number]
+
+    def report(self, step: int) -> StepReport | None:
+        """The figures of a round that all stages have committed; None if one of them did not tell."""
+        if not all(step in reports for reports in self._reports):
+            return None
+        rounds = [reports[step] for reports in self._reports]
+        norms = [entry.gradient_norm for entry in rounds]
+        sent = sum(entry.bytes_sent for entry in rounds)
+        plain = sum(entry.bytes_sent * entry.compression_ratio for entry in rounds)
+        return StepReport(
+            step=step,
+            gradient_norm=norms[0] if self._synchronous else math.sqrt(sum(norm**2 for norm in norms)),
+            learning_rate=rounds[0].learning_rate,
+            aggregate_seconds=max(entry.aggregate_seconds for entry in rounds),
+            num_members=sum(entry.num_members for entry in rounds),
+            num_alive=sum(entry.num_alive for entry in rounds),
+            num_bytes=sent,
+            compression_ratio=plain / sent if sent else 1.0,
+            device_bytes=self._device_bytes,
+        )
+
+    async def _describe(self, stage: int, timeout_seconds: float) -> pb.DescribeReply | None:
+        serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
+        # The one that announced last is the likeliest to be alive.
+        for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
+            call: Any = StageServiceStub(self._channels.channel(record)).Describe
+            try:
+                reply: pb.DescribeReply = await asyncio.wait_for(
+                    call(pb.DescribeRequest(run_id=self._run_id)), timeout_seconds
+                )
+            except (grpc.aio.AioRpcError, TimeoutError):
+                continue
+            return reply
+        return None

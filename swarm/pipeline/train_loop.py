@@ -1,0 +1,244 @@
+"""LOOP 1: a trainer feeds microbatches into the swarm and follows its steps.
+
+    lease -> tokens -> hop to stage 0 -> loss -> ack
+
+The trainer holds no parameters. Wired together by peers/trainer; everything it needs comes in as arguments.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
+from swarm.hop import Hop, HopListener, Microbatch
+from swarm.pipeline.lease_service import LeaseClient, Leased
+from swarm.pipeline.leases import LEASE_SECONDS
+from swarm.pipeline.rounds import RoundWatcher, StepReport
+from swarm.pipeline.window import Window
+
+logger = logging.getLogger(__name__)
+
+RENEW_SECONDS = 3.0
+"""Leases are renewed at least this often."""
+MAX_FAILURES = 20
+"""Microbatches that may fail one after another before the trainer gives up."""
+
+
+@dataclass
+class StepTotals:
+    """What one trainer has seen since the last step."""
+
+    losses: list[float] = field(default_factory=list)
+    dispatch_seconds: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_microbatches: int = 0
+    num_rerouted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the swarm, as this trainer saw it."""
+
+    number: int
+    """Steps of the run so far: the committed round plus one."""
+    seconds: float
+    totals: StepTotals
+    report: StepReport | None
+
+
+@dataclass(frozen=True)
+class _Work:
+    microbatch: Microbatch
+    granted_by: int
+
+
+class TrainLoop(HopListener):
+    """Runs microbatches and follows the swarm's steps."""
+
+    def __init__(
+        self, *, config: RunConfig, data: Microbatches, hop: Hop, leases: LeaseClient, watcher: RoundWatcher,
+        clock: Clock, max_in_flight: int, on_waiting: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._data = data
+        self._hop = hop
+        self._leases = leases
+        self._watcher = watcher
+        self._clock = clock
+        self._on_waiting = on_waiting
+        self._window = Window(start=2 * config.stages.num_stages, largest=max_in_flight)
+        self._queue: deque[_Work] = deque()
+        self._in_flight: dict[int, tuple[_Work, asyncio.Task[None]]] = {}
+        self._released: list[int] = []
+        self._wanted = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._totals = StepTotals()
+        self._num_failures = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Microbatches under way."""
+        return len(self._in_flight)
+
+    async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
+        """Train until the swarm has committed rounds `first` to `first + count - 1`; `on_step` hears of each.
+
+        Raises:
+            ExceptionGroup of Fatal: microbatch after microbatch failed, and why.
+        Cancellation stops at once; what was in flight is rolled back by the peers, leases are given back.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(self._keep_leased(last_round=first + count - 1)),
+                    tasks.create_task(self._dispatch(tasks)),
+                ]
+                await self._follow(first, count, on_step)
+                for task in [*background, *(task for _, task in self._in_flight.values())]:
+                    task.cancel()
+        finally:
+            await self._give_back()
+
+    async def _follow(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
+        started_at = self._clock.monotonic()
+        for number in range(first, first + count):
+            while self._watcher.round <= number:
+                await self._clock.sleep(0.1)
+                await self._watcher.poll()
+            now = self._clock.monotonic()
+            totals, self._totals = self._totals, StepTotals()
+            report = self._watcher.report(number)
+            await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
+            started_at = now
+
+    def progress(self, stage: int, *, no_peer: bool) -> None:
+        if no_peer:
+            self._on_waiting(stage)
+
+    # -- microbatches --------------------------------------------------------------------------------------------------
+
+    async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            while self._queue and len(self._in_flight) < self._window.size:
+                work = self._queue.popleft()
+                task = tasks.create_task(self._train(work))
+                self._in_flight[work.microbatch.index] = (work, task)
+            if len(self._queue) < self._window.size:
+                self._wanted.set()
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def _train(self, work: _Work) -> None:
+        index = work.microbatch.index
+        try:
+            tokens = torch.from_numpy(self._data.tokens(index))
+            reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, {})
+            await reply.ack()
+        except StaleMicrobatch as error:
+            logger.debug("microbatch %d: %s", index, error)
+        except Fatal as error:
+            self._failed(index, error)
+        else:
+            self._num_failures = 0
+            self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
+            self._totals.losses.append(reply.loss)
+            self._totals.dispatch_seconds.append(reply.dispatch_seconds)
+            self._totals.num_tokens += reply.num_tokens
+            self._totals.num_microbatches += 1
+            self._totals.num_rerouted += reply.num_reroutes > 0
+        finally:
+            self._in_flight.pop(index, None)
+            self._arrived.set()
+
+    def _failed(self, index: int, error: Fatal) -> None:
+        self._released.append(index)
+        self._num_failures += 1
+        logger.warning("microbatch %d failed: %s", index, error)
+        if self._num_failures >= MAX_FAILURES:
+            raise RetriesExhausted(f"{self._num_failures} microbatches failed one after another; the last: {error}")
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    async def _keep_leased(self, last_round: int) -> None:
+        renewed_at = self._clock.monotonic()
+        while True:
+            asked_at = self._clock.monotonic()
+            if await self._acquire(last_round):
+                renewed_at = asked_at
+            elif self._clock.monotonic() - renewed_at > LEASE_SECONDS - RENEW_SECONDS:
+                self._let_go()
+                renewed_at = self._clock.monotonic()
+            self._wanted.clear()
+            if len(self._queue) < self._window.size:
+                # Nothing to be had just now, or more is wanted: ask again soon.
+                await self._clock.sleep(0.02 if self._queue else 0.1)
+                continue
+            try:
+                async with asyncio.timeout(RENEW_SECONDS):
+                    await self._wanted.wait()
+            except TimeoutError:
+                continue
+
+    async def _acquire(self, last_round: int) -> bool:
+        """Renew, and ask for more: new microbatches first, then what some stage has lost. True if stage 0 answered."""
+        room = max(0, 2 * self._window.size - len(self._queue))
+        idle = not self._queue and not self._in_flight
+        leased = await self._ask(0, room, wait_seconds=0.5 if idle else 0.0)
+        if leased is None:
+            if idle:
+                self._on_waiting(0)
+            return False
+        self._take(leased, last_round)
+        if self._config.rounds.synchronous and not leased.microbatches and room:
+            for stage in range(1, self._config.stages.num_stages):
+                lost = await self._ask(stage, room, wait_seconds=0.0)
+                if lost is not None:
+                    self._take(lost, last_round)
+        return True
+
+    async def _ask(self, stage: int, count: int, wait_seconds: float) -> Leased | None:
+        work = [*self._queue, *(work for work, _ in self._in_flight.values())]
+        holding = [entry.microbatch.index for entry in work if entry.granted_by == stage]
+        released, self._released = self._released, []
+        leased = await self._leases.acquire(
+            stage, count, holding=holding, released=released, wait_seconds=wait_seconds
+        )
+        if leased is None:
+            self._released += released
+        return leased
+
+    def _take(self, leased: Leased, last_round: int) -> None:
+        if self._config.rounds.synchronous and leased.round > last_round:
+            self._released += leased.microbatches
+            return
+        known = {work.microbatch.index for work in self._queue} | self._in_flight.keys()
+        for index in leased.microbatches:
+            if index not in known:
+                microbatch = Microbatch(
+                    index=index, round=leased.round, num_samples=self._config.data.microbatch_size,
+                    accumulate_only_at=leased.accumulate_only_at,
+                )  # fmt: skip
+                self._queue.append(_Work(microbatch, leased.stage))
+        self._arrived.set()
+
+    def _let_go(self) -> None:
+        """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
+        logger.warning("no peer of stage 0 renews the leases: %d microbatches given up", len(self._in_flight))
+        self._queue.clear()
+        for _, task in self._in_flight.values():
+            task.cancel()
+
+    async def _give_back(self) -> None:
+        """Release what was leased and not run, so that others need not wait for it to expire."""
+        self._released += [work.microbatch.index for work in self._queue]
+        self._released += self._in_flight.keys()
+        self._queue.clear()
+        self._in_flight.clear()
+        await self._ask(0, 0, wait_seconds=0.0)

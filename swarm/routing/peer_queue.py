@@ -1,0 +1,291 @@
+"""One stage's priority queue of peers, for the router (swarm.routing.router).
+
+Every choice takes the peer with the least expected finish time and puts it back later by the time the work
+will take there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913,
+Algorithm 1). Finish times are in virtual time, which passes only by choices (self-clocked fair queueing,
+Golestani 1994): an idle period gives nobody credit or debt, and a router that sends a small part of a stage's
+load keeps the same shares as one that sends it all. Never waits, never scans: a choice is O(log peers).
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, SecondsPerSample
+from swarm.types import PeerId, PeerRecord
+
+BASE_BAN_SECONDS = 5.0
+LONGEST_BAN_SECONDS = 300.0
+
+MAX_SLOWNESS = 50.0
+"""No peer is taken for slower than this multiple of the stage's typical time: the slowest is still probed."""
+MAX_CLAIM = 4.0
+"""Before its first reply no peer is charged less than the typical time divided by this: a boast draws no herd."""
+STAGE_SMOOTHING = 0.01
+"""Weight of the newest observation in the stage's typical time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerStatistics:
+    """A reading of one peer's routing."""
+
+    peer_id: PeerId
+    stage: int
+    num_chosen: int
+    num_failures: int
+    num_busy: int
+    banned: bool
+    expected_seconds_per_sample: float
+    """Waiting, computing and the link; what the next choice is charged with."""
+    share: float
+    """Of all choices among the stage's present peers."""
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    record: PeerRecord
+    seconds_per_sample: SecondsPerSample
+    priority: float = 0.0
+    """Virtual time at which its expected work ends. Only grows."""
+    busy_until: float = -math.inf
+    ticket: int = -1
+    """Number of the one heap entry that counts."""
+    num_chosen: int = 0
+    num_failures: int = 0
+    num_busy: int = 0
+
+
+@dataclass(slots=True)
+class _Ban:
+    since: float
+    until: float
+    seconds: float
+    """The back-off that `until` came from; the next one is twice as long."""
+    announced_at: float
+    """Of the newest announcement that was taken into account."""
+
+
+_Entry = tuple[float, int, _Member]
+
+
+class PeerQueue:
+    """The serving peers of one stage. Every `now` is monotonic seconds."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._members: dict[PeerId, _Member] = {}
+        # A ban outlives its member: who vanishes and comes back with the old announcement is still banned.
+        self._bans: dict[PeerId, _Ban] = {}
+        # Heap by virtual time; an entry's key may lag behind its member's priority.
+        self._ready: list[_Entry] = []
+        # Heap by the monotonic time at which a new, busy or banned member can be chosen (again).
+        self._away: list[_Entry] = []
+        self._tickets = itertools.count()
+        self._virtual_now = 0.0
+        # The size of the last choice, and so probably of the next.
+        self._num_samples = 1
+        # An average of logarithms: a few absurd values do not move it far.
+        self._log_typical = MovingAverage(STAGE_SMOOTHING)
+
+    # -- who is there ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def record(self, peer_id: PeerId) -> PeerRecord | None:
+        """A member's newest announcement."""
+        member = self._members.get(peer_id)
+        return None if member is None else member.record
+
+    def update(self, records: Sequence[PeerRecord], now: float) -> list[PeerId]:
+        """Make `records` the members; returns those that are members no longer. O(peers)."""
+        present = {record.peer_id for record in records}
+        vanished = [peer_id for peer_id in self._members if peer_id not in present]
+        for peer_id in vanished:
+            self.remove(peer_id)
+        for record in records:
+            self._announced(record, now)
+        self._bans = {
+            peer_id: ban for peer_id, ban in self._bans.items() if peer_id in self._members or ban.until > now
+        }
+        return vanished
+
+    def remove(self, peer_id: PeerId) -> None:
+        """Forget a member, but not its ban."""
+        self._members.pop(peer_id).ticket = -1
+
+    def _announced(self, record: PeerRecord, now: float) -> None:
+        peer_id = PeerId(record.peer_id)
+        member = self._members.get(peer_id)
+        if member is not None and member.record.endpoint != record.endpoint:
+            # Another process, perhaps on another machine: nothing that was measured need be true of it.
+            self.remove(peer_id)
+            member = None
+        if member is None:
+            member = self._members[peer_id] = _Member(record, SecondsPerSample())
+            member.seconds_per_sample.announced(record, at_most=self._longest)
+            self._learn_typical(member.seconds_per_sample.expected)
+            self._set_aside(member, now)
+        elif record.announced_at > member.record.announced_at:
+            member.seconds_per_sample.announced(record, at_most=self._longest)
+        member.record = record
+        ban = self._bans.get(peer_id)
+        if ban is not None and record.announced_at > ban.announced_at:
+            ban.announced_at = record.announced_at
+            ban.until = min(ban.until, ban.since + BASE_BAN_SECONDS)
+            self._set_aside(member, now)
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def choose(
+        self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: Sequence[PeerId]
+    ) -> PeerRecord | None:
+        """Take the first of `prefer` that is alive, or else the least finish time, and charge it.
+
+        Preferred peers are taken even when busy: they know the microbatch already. None if nobody can be asked.
+        """
+        self._num_samples = num_samples
+        for peer_id in prefer:
+            if peer_id in self._members and peer_id not in exclude and not self._is_banned(peer_id, now):
+                # Its heap entry catches up when it reaches the head.
+                return self._charge(self._members[peer_id], num_samples)
+        skipped = []
+        while (head := self._head(now)) is not None and head.record.peer_id in exclude:
+            skipped.append(heapq.heappop(self._ready))
+        if head is not None:
+            # An excluded peer that was passed over falls behind this, and keeps no credit for it.
+            self._virtual_now = max(self._virtual_now, head.priority)
+            self._charge(head, num_samples)
+            heapq.heapreplace(self._ready, (head.priority, head.ticket, head))
+        for entry in skipped:
+            heapq.heappush(self._ready, entry)
+        return None if head is None else head.record
+
+    def next_available_seconds(self, now: float) -> float | None:
+        """Time until somebody can be chosen: 0 if now, None if there is no member."""
+        if self._head(now) is not None:
+            return 0.0
+        while self._away and self._away[0][2].ticket != self._away[0][1]:
+            heapq.heappop(self._away)
+        return self._away[0][0] - now if self._away else None
+
+    def _charge(self, member: _Member, num_samples: int) -> PeerRecord:
+        # Chance, of mean 1, makes paths stochastic and keeps the routers of several trainers out of step.
+        seconds = num_samples * self._expected(member) * self._rng.uniform(0.5, 1.5)
+        member.priority = max(member.priority, self._virtual_now) + seconds
+        member.num_chosen += 1
+        return member.record
+
+    def _head(self, now: float) -> _Member | None:
+        """Bring back who is due, clear dead entries away, and return who is next; it is at _ready[0]."""
+        while self._away and self._away[0][0] <= now:
+            _, ticket, member = heapq.heappop(self._away)
+            if member.ticket == ticket:
+                self._enter(member)
+        while self._ready:
+            priority, ticket, member = self._ready[0]
+            if member.ticket != ticket:
+                heapq.heappop(self._ready)
+            elif priority < member.priority:
+                heapq.heapreplace(self._ready, (member.priority, ticket, member))
+            else:
+                return member
+        return None
+
+    def _enter(self, member: _Member) -> None:
+        # Somewhere in its first turn, where members that were always there stand too: exactly at the head, the
+        # routers of all trainers would send their next microbatch to the same newcomer.
+        turn_seconds = self._num_samples * self._expected(member)
+        member.priority = max(member.priority, self._virtual_now + self._rng.random() * turn_seconds)
+        heapq.heappush(self._ready, (member.priority, member.ticket, member))
+
+    def _set_aside(self, member: _Member, now: float) -> None:
+        """Let a member wait until it is neither busy nor banned; its older heap entry dies."""
+        ban = self._bans.get(PeerId(member.record.peer_id))
+        member.ticket = next(self._tickets)
+        until = max(now, member.busy_until, now if ban is None else ban.until)
+        heapq.heappush(self._away, (until, member.ticket, member))
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def succeeded(
+        self, peer_id: PeerId, now: float, *, num_samples: int, busy_seconds: float,
+        link_seconds: float | None, queue_length: int,
+    ) -> None:  # fmt: skip
+        """Learn from a reply. It also proves that the peer lives: its ban and its back-off are over."""
+        member = self._members[peer_id]
+        observed = member.seconds_per_sample.observe(
+            num_samples=num_samples, busy_seconds=busy_seconds, link_seconds=link_seconds, queue_length=queue_length,
+            at_most=self._longest,
+        )  # fmt: skip
+        self._learn_typical(observed)
+        ban = self._bans.pop(peer_id, None)
+        if ban is not None and ban.until > now:
+            self._set_aside(member, now)
+
+    def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float) -> None:
+        """Leave a peer alone for a while. It keeps its charge: its queue is longer than was expected."""
+        member = self._members[peer_id]
+        member.num_busy += 1
+        member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
+        self._set_aside(member, now)
+
+    def failed(self, peer_id: PeerId, now: float) -> None:
+        """Ban a peer, each time in a row for twice as long."""
+        member = self._members[peer_id]
+        member.num_failures += 1
+        if self._is_banned(peer_id, now):
+            return  # Calls that were in flight together fail together: that is one failure.
+        previous = self._bans.get(peer_id)
+        seconds = BASE_BAN_SECONDS if previous is None else min(2 * previous.seconds, LONGEST_BAN_SECONDS)
+        self._bans[peer_id] = _Ban(now, now + seconds, seconds, member.record.announced_at)
+        self._set_aside(member, now)
+
+    def statistics(self, now: float) -> list[PeerStatistics]:
+        """A reading of every member. O(peers)."""
+        num_choices = sum(member.num_chosen for member in self._members.values())
+        return [
+            PeerStatistics(
+                peer_id=peer_id,
+                stage=member.record.stage,
+                num_chosen=member.num_chosen,
+                num_failures=member.num_failures,
+                num_busy=member.num_busy,
+                banned=self._is_banned(peer_id, now),
+                expected_seconds_per_sample=self._expected(member),
+                share=member.num_chosen / num_choices if num_choices else 0.0,
+            )
+            for peer_id, member in self._members.items()
+        ]
+
+    def _is_banned(self, peer_id: PeerId, now: float) -> bool:
+        ban = self._bans.get(peer_id)
+        return ban is not None and ban.until > now
+
+    @property
+    def _typical(self) -> float | None:
+        """Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody."""
+        return None if self._log_typical.value is None else math.exp(self._log_typical.value)
+
+    @property
+    def _longest(self) -> float:
+        """Seconds per sample that any peer is taken to need at most."""
+        return math.inf if self._typical is None else MAX_SLOWNESS * self._typical
+
+    def _expected(self, member: _Member) -> float:
+        """Seconds per sample to charge, within reason of what is typical of the stage."""
+        if self._typical is None:
+            return SHORTEST_SECONDS  # All are equal, and the first to be chosen must not owe it for long.
+        expected = member.seconds_per_sample.expected
+        if expected is None:
+            return self._typical
+        if not member.seconds_per_sample.observed:
+            expected = max(expected, self._typical / MAX_CLAIM)
+        return min(expected, self._longest)
+
+    def _learn_typical(self, seconds_per_sample: float | None) -> None:
+        if seconds_per_sample is not None:
+            self._log_typical.observe(math.log(seconds_per_sample))

@@ -1,0 +1,118 @@
+"""Which peer takes the next microbatch.
+
+Used by the hop (trainers and stage peers alike) and by the simulator, which runs this very code on virtual
+time. Knows only what it is told: the directory brings announcements, the hop brings outcomes. Pure: time and
+chance come in as arguments; it never waits, connects, or retries.
+"""
+
+import random
+from collections.abc import Collection, Sequence
+
+from swarm.clock import Clock
+from swarm.routing.peer_queue import PeerQueue, PeerStatistics
+from swarm.types import PeerId, PeerRecord, PeerState
+
+
+class Router:
+    """The known peers of every stage. With the same seed and the same calls it makes the same choices."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._queues: dict[int, PeerQueue] = {}
+        self._stage_of: dict[PeerId, int] = {}
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        """Take over what the directory says about one stage. O(peers): for the background, not for every choice.
+
+        Peers that are not in `records`, or do not serve, can no longer be chosen. A peer that is announced at
+        two stages is at the one that it announced later.
+        """
+        queue = self._queues.setdefault(stage, PeerQueue(self._rng))
+        serving = [
+            record for record in records if record.state is PeerState.SERVING and not self._has_left(record, stage)
+        ]
+        for peer_id in queue.update(serving, self._clock.monotonic()):
+            del self._stage_of[peer_id]
+        for record in serving:
+            peer_id = PeerId(record.peer_id)
+            previous = self._stage_of.get(peer_id, stage)
+            if previous != stage:
+                self._queues[previous].remove(peer_id)
+            self._stage_of[peer_id] = stage
+
+    def choose(
+        self, stage: int, num_samples: int, *, exclude: Collection[PeerId] = (), prefer: Sequence[PeerId] = ()
+    ) -> PeerRecord | None:
+        """The peer that should compute `num_samples` samples next; None if nobody can be asked now.
+
+        Args:
+            exclude: peers not to choose this time.
+            prefer: the first of these that serves and is not banned is chosen, and charged as usual.
+        """
+        queue = self._queues.get(stage)
+        if queue is None:
+            return None
+        return queue.choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
+
+    def record(self, peer_id: PeerId) -> PeerRecord | None:
+        """The newest announcement of a serving peer."""
+        queue = self._queue_of(peer_id)
+        return None if queue is None else queue.record(peer_id)
+
+    def succeeded(
+        self, peer_id: PeerId, *, num_samples: int, busy_seconds: float, link_seconds: float | None, queue_length: int
+    ) -> None:
+        """Learn from a peer's reply; for this and the other outcomes, an unknown peer is ignored.
+
+        Args:
+            busy_seconds: the peer's own computing for these samples, as it reports it: the time of the whole call
+                contains everything downstream.
+            link_seconds: what the link added, as the caller measured it; None if this call could not tell.
+            queue_length: tasks that wait at the peer.
+        """
+        queue = self._queue_of(peer_id)
+        if queue is not None:
+            queue.succeeded(
+                peer_id, self._clock.monotonic(), num_samples=num_samples, busy_seconds=busy_seconds,
+                link_seconds=link_seconds, queue_length=queue_length,
+            )  # fmt: skip
+
+    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+        """Leave a peer alone for a while. No failure: as a preferred peer it can still be chosen."""
+        queue = self._queue_of(peer_id)
+        if queue is not None:
+            queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds)
+
+    def failed(self, peer_id: PeerId) -> None:
+        """Ban a peer, for 5 s at first and up to 5 min if that goes on.
+
+        A later announcement ends the ban too, once its first 5 s have passed; a success ends it at once.
+        """
+        queue = self._queue_of(peer_id)
+        if queue is not None:
+            queue.failed(peer_id, self._clock.monotonic())
+
+    def is_empty(self, stage: int) -> bool:
+        """Whether nobody serves the stage. Banned and busy peers count as serving."""
+        return not self._queues.get(stage)
+
+    def next_available_seconds(self, stage: int) -> float | None:
+        """Time until some peer of the stage can be chosen: 0 if one can now, None if nobody serves it."""
+        queue = self._queues.get(stage)
+        return None if queue is None else queue.next_available_seconds(self._clock.monotonic())
+
+    def statistics(self) -> tuple[PeerStatistics, ...]:
+        """A reading of every serving peer, by stage."""
+        now = self._clock.monotonic()
+        return tuple(reading for stage in sorted(self._queues) for reading in self._queues[stage].statistics(now))
+
+    def _queue_of(self, peer_id: PeerId) -> PeerQueue | None:
+        stage = self._stage_of.get(peer_id)
+        return None if stage is None else self._queues[stage]
+
+    def _has_left(self, record: PeerRecord, stage: int) -> bool:
+        """Whether the peer has since announced itself at another stage."""
+        peer_id = PeerId(record.peer_id)
+        known = self.record(peer_id)
+        return known is not None and self._stage_of[peer_id] != stage and known.announced_at >= record.announced_at

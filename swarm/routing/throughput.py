@@ -1,0 +1,95 @@
+"""How long a peer is expected to take over one sample.
+
+Kept for every peer by the stage's queue (swarm.routing.peer_queue). What peers say about themselves is
+bounded, never trusted: nonsense counts as slow. Never reads a clock.
+"""
+
+from swarm.types import PeerRecord
+
+PEER_SMOOTHING = 0.2
+"""Weight of a peer's newest observation: some five of them are remembered."""
+
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-6, 1e6
+"""Every reading lies in between. Never zero: a peer that costs nothing would be chosen for ever."""
+
+_LONGEST_QUEUE = 1000
+"""Peers may announce integers of any size."""
+
+
+class MovingAverage:
+    """Exponential moving average, corrected for its start: the first observation counts in full."""
+
+    def __init__(self, smoothing: float) -> None:
+        self._keep = 1.0 - smoothing
+        self._total = 0.0
+        self._weight = 0.0
+
+    @property
+    def value(self) -> float | None:
+        """The average; None before the first observation."""
+        return self._total / self._weight if self._weight else None
+
+    def observe(self, value: float) -> None:
+        self._total = self._keep * self._total + value
+        self._weight = self._keep * self._weight + 1.0
+
+
+class SecondsPerSample:
+    """One peer's expected seconds per sample: waiting in its queue, computing, and the link to it.
+
+    Why the sum: by Little's law, shares in inverse proportion to the time that a sample spends with a peer
+    keep equally much of our work in flight at every peer. While queues are short, equal peers differ by their
+    links and the nearer one gets more. A link costs no throughput as long as enough is in flight, and when the
+    near peers are saturated their queues grow until the far ones look as good: no capacity is left unused for
+    being far away.
+    """
+
+    def __init__(self) -> None:
+        self.observed = False
+        """Whether there was a reply: until then there is only the peer's word."""
+        self._at_peer = MovingAverage(PEER_SMOOTHING)
+        self._link = MovingAverage(PEER_SMOOTHING)
+        self._observed_lately = False
+
+    @property
+    def expected(self) -> float | None:
+        """Seconds per sample; None if the peer has neither announced a throughput nor answered yet."""
+        at_peer = self._at_peer.value
+        return None if at_peer is None else at_peer + (self._link.value or 0.0)
+
+    def announced(self, record: PeerRecord, *, at_most: float) -> None:
+        """Count a new announcement as one observation, unless there were replies since the last one.
+
+        Args:
+            at_most: seconds per sample; anything longer counts as this, so that no single value is felt for long.
+        """
+        if record.samples_per_second > 0 and not self._observed_lately:
+            queue_length = min(record.queue_length, _LONGEST_QUEUE)
+            self._at_peer.observe(min(at_most, _bounded((1 + queue_length) / record.samples_per_second)))
+        self._observed_lately = False
+
+    def observe(
+        self, *, num_samples: int, busy_seconds: float, link_seconds: float | None, queue_length: int, at_most: float
+    ) -> float:
+        """Count a reply.
+
+        Args:
+            busy_seconds: the peer's own computing, forward and backward, for these samples.
+            link_seconds: what the link added; None if this call could not tell.
+            queue_length: tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's
+                work, and a microbatch waits for both: so each waiting task costs one `busy_seconds`.
+            at_most: as in `announced`.
+
+        Returns the seconds per sample that were counted.
+        """
+        at_peer = min(at_most, _bounded((1 + min(queue_length, _LONGEST_QUEUE)) * busy_seconds / num_samples))
+        self._at_peer.observe(at_peer)
+        if link_seconds is not None:
+            self._link.observe(min(at_most, _bounded(link_seconds / num_samples)))
+        self.observed = self._observed_lately = True
+        return at_peer + (self._link.value or 0.0)
+
+
+def _bounded(seconds: float) -> float:
+    # In this order NaN ends as the longest.
+    return max(SHORTEST_SECONDS, min(LONGEST_SECONDS, seconds))

@@ -1,0 +1,134 @@
+"""The stage as a member of its averaging group: closes rounds, applies their result, hands out its state.
+
+Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread;
+this file only decides in which order.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.stage import Stage
+from swarm.stage.weights import Round
+
+_KEPT_REPORTS = 16
+
+
+class StageMember:
+    """Adapts a stage to what averaging needs of it."""
+
+    def __init__(self, stage: Stage, *, num_alive: Callable[[], int]) -> None:
+        self._stage = stage
+        self._num_alive = num_alive
+        self._weights = stage.backend.weights
+        self._closed: tuple[frozenset[int], Contribution] | None = None
+        self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
+        """The newest committed rounds, oldest first."""
+        self.state_digest = ""
+
+    @property
+    def run_samples(self) -> int:
+        """Samples the run had committed when the current round began."""
+        return self._weights.round.run_samples
+
+    def progress(self) -> Progress:
+        """What counts towards the current round here."""
+        return Progress(
+            round=self._stage.round, lineage=self._weights.round.lineage, run_samples=self.run_samples,
+            num_samples=self._weights.round_samples, committed=self._committed(),
+            highest_microbatch=self._stage.ledger.highest_microbatch,
+        )  # fmt: skip
+
+    def _committed(self) -> frozenset[int]:
+        ledger, number = self._stage.ledger, self._stage.round
+        if self._stage.config.rounds.synchronous:
+            return ledger.committed(number)
+        # A trainer that died may have had microbatches that counted just before the round ended.
+        return ledger.committed(number) | ledger.committed(number - 1)
+
+    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        """Freeze what this member contributes to the round; the same again if asked again."""
+        assert round_number == self._stage.round, "the group closes the round that its members are in"
+        dropped = frozenset(drop)
+        if self._closed is not None and dropped == self._closed[0]:
+            return self._closed[1]
+        if self._stage.config.rounds.synchronous:
+            # Closed first: what arrives from now on must not be accumulated behind our back.
+            await self._stage.runtime.control(self._weights.close)
+            await self._stage.settle_round(round_number, dropped)
+        tensors = await self._stage.runtime.control(self._weights.close)
+        contribution = Contribution(
+            tensors=tensors, num_samples=self._weights.round_samples, committed=self._committed()
+        )
+        self._closed = (dropped, contribution)
+        return contribution
+
+    async def reopen(self, round_number: int) -> None:
+        """The attempt was aborted: go on in the same round."""
+        if round_number == self._stage.round and self._closed is not None:
+            self._closed = None
+            await self._stage.runtime.control(self._weights.reopen)
+            self._stage.on_change()
+
+    async def apply(self, result: RoundResult) -> str:
+        """Take the outer step of a committed round. Gives the SHA-256 of anchor and outer state."""
+        synchronous = self._stage.config.rounds.synchronous
+        start = time.perf_counter()
+
+        def commit() -> tuple[float, str]:
+            rate = self._weights.commit(
+                result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
+                num_members=len(result.members), lineage=result.lineage,
+            )  # fmt: skip
+            return rate, self._weights.state_digest()
+
+        rate, self.state_digest = await self._stage.runtime.control(commit)
+        self._closed = None
+        squared_norm = result.total_squared_norm if synchronous else result.squared_norm
+        self.reports.append(
+            pb.RoundReport(
+                round=result.round, run_samples=self.run_samples, num_members=len(result.members),
+                num_alive=self._num_alive(), gradient_norm=squared_norm**0.5, learning_rate=rate,
+                aggregate_seconds=result.seconds + time.perf_counter() - start, bytes_sent=result.bytes_sent,
+                bytes_received=result.bytes_received, compression_ratio=result.compression_ratio,
+                attempts=result.attempts, num_samples=result.num_samples, state_digest=self.state_digest,
+            )
+        )  # fmt: skip
+        self._stage.round_began()
+        return self.state_digest
+
+    async def snapshot(self) -> Snapshot:
+        """The state at the last committed round; nobody writes to its tensors."""
+
+        def pin() -> Snapshot:
+            current = self._weights.round
+            return Snapshot(
+                round=current.number, run_samples=current.run_samples, lineage=current.lineage,
+                tensors=self._weights.state_tensors(), digest=self._weights.state_digest(),
+            )  # fmt: skip
+
+        return await self._stage.runtime.control(pin)
+
+    async def install(self, snapshot: Snapshot) -> None:
+        """Become the state of a snapshot; what was in flight here is undone.
+
+        Raises:
+            IntegrityError: it is of another model, or its digest does not fit. Nothing has changed then.
+        """
+        self._weights.check(snapshot.tensors, snapshot.digest)
+        self._closed = None
+        await self._stage.forget_all()
+        new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
+        await self._stage.runtime.control(lambda: self._weights.install(snapshot.tensors, new_round))
+        self.state_digest = snapshot.digest
+        self._stage.round_began()
+
+    async def start_over(self, round_number: int, run_samples: int, lineage: str) -> None:
+        """Enter a run at a later round with the initial weights: nobody holds this stage any more."""
+        initial = await self.snapshot()
+        await self.install(
+            dataclasses.replace(initial, round=round_number, run_samples=run_samples, lineage=lineage)
+        )

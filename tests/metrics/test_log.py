@@ -1,0 +1,68 @@
+"""The metrics file: names, strict JSON, whole lines."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from swarm.metrics.log import MetricsLog, StepMetrics, read
+
+METRICS = StepMetrics(
+    step=1,
+    loss=5.5,
+    gradient_norm=0.5,
+    learning_rate=1e-3,
+    tokens_per_sec=100.0,
+    total_tokens=4096,
+    step_time=2.0,
+    dispatch_time=1.5,
+    aggregate_time=0.25,
+    successful_workers=6,
+    compression_ratio=2.0,
+)
+
+
+def test_a_step_is_a_line_with_the_documented_names(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.step(METRICS)
+        # Readable while the run goes on.
+        (row,) = map(json.loads, path.read_text().splitlines())
+    assert row == {
+        "step": 1,
+        "train/loss": 5.5,
+        "train/gradient_norm": 0.5,
+        "train/learning_rate": 1e-3,
+        "train/tokens_per_sec": 100.0,
+        "train/total_tokens": 4096,
+        "train/step_time": 2.0,
+        "train/dispatch_time": 1.5,
+        "train/aggregate_time": 0.25,
+        "train/successful_workers": 6,
+        "train/compression_ratio": 2.0,
+        "val/loss": None,
+        "device/memory_bytes": None,
+    }
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.step(replace(METRICS, loss=math.nan, gradient_norm=math.inf, learning_rate=-math.inf))
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    row = json.loads(path.read_text(), parse_constant=refuse)
+    assert row["train/loss"] is row["train/gradient_norm"] is row["train/learning_rate"] is None
+
+
+def test_two_writers_append_and_a_torn_line_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "train/lo')
+    with MetricsLog(path) as trainer, MetricsLog(path) as launcher:
+        trainer.step(replace(METRICS, step=2))
+        launcher.event(2, "killed peer 1-0")
+        trainer.step(replace(METRICS, step=3))
+    assert [row["step"] for row in read(path)] == [2, 2, 3]
+    assert list(read(path))[1] == {"step": 2, "event": "killed peer 1-0"}

@@ -1,0 +1,112 @@
+"""Weights & Biases as a good, a broken and a hanging module: training never notices."""
+
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from swarm.metrics.wandb_run import WandbRun
+
+
+class _FakeRun:
+    def __init__(self, folder: Path) -> None:
+        self.dir = str(folder / "wandb" / "offline-run-1" / "files")
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class _FakeWandb(ModuleType):
+    def __init__(
+        self, run: _FakeRun, *, failure: BaseException | None = None, gate: threading.Event | None = None
+    ) -> None:
+        super().__init__("wandb")
+        self.run, self.failure, self.gate = run, failure, gate
+        self.arguments: dict[str, Any] = {}
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:
+        return settings
+
+    def init(self, **arguments: Any) -> _FakeRun:
+        self.arguments = arguments
+        if self.gate:
+            self.gate.wait(30)
+        if self.failure:
+            raise self.failure
+        return self.run
+
+
+def _start(folder: Path, *, online: bool = False) -> WandbRun:
+    return WandbRun(project="p", folder=folder, online=online, config={"run": "r"})
+
+
+def test_offline_run_is_fed_and_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _FakeWandb(_FakeRun(tmp_path))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = _start(tmp_path)
+    run.log({"train/loss": 2.0, "val/loss": None}, step=7)
+    assert run.finish(timeout_seconds=10) == f"wandb sync {tmp_path}/wandb/offline-run-1"
+    assert fake.run.logged == [(7, {"train/loss": 2.0})]
+    assert fake.run.finished
+    assert fake.arguments["mode"] == "offline"
+    assert fake.arguments["settings"]["init_timeout"] <= 30
+
+
+def test_online_run_has_nothing_to_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _FakeWandb(_FakeRun(tmp_path))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert _start(tmp_path, online=True).finish(timeout_seconds=10) is None
+    assert fake.arguments["mode"] == "online"
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("no network"), SystemExit(1)])
+def test_an_error_is_logged_once(
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", _FakeWandb(_FakeRun(tmp_path), failure=failure))
+    with caplog.at_level(logging.WARNING):
+        run = _start(tmp_path)
+        for step in range(3000):
+            run.log({"train/loss": 1.0}, step=step)
+        assert run.finish(timeout_seconds=10) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_missing_package_is_an_error_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert _start(tmp_path).finish(timeout_seconds=10) is None
+    assert "training goes on" in caplog.text
+
+
+def test_a_hanging_wandb_stalls_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    monkeypatch.setitem(sys.modules, "wandb", _FakeWandb(_FakeRun(tmp_path), gate=gate))
+    started = time.monotonic()
+    run = _start(tmp_path)
+    for step in range(3000):
+        run.log({"train/loss": 1.0}, step=step)
+    assert run.finish(timeout_seconds=0.1) is None
+    assert time.monotonic() - started < 5
+    gate.set()
+
+
+def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its interface is what the fakes pretend."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = _start(tmp_path)
+    run.log({"train/loss": 2.0}, step=1)
+    command = run.finish(timeout_seconds=60)
+    assert command is not None
+    assert list(Path(command.removeprefix("wandb sync ")).glob("*.wandb"))

@@ -1,0 +1,70 @@
+"""What the table says on a terminal, and the lines it becomes elsewhere."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from peers.live_table import LiveTable, plain_lines, render
+from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
+
+PEER = PeerRow(
+    name="host-1", peer_id="ab", state="serving", samples_per_second=12.34, forwards=71, rerouted_backwards=9
+)
+VIEW = SwarmView(
+    run="demo",
+    stages=(StageRow(stage=0, peers=(PEER,)), StageRow(stage=1)),
+    trainers=(TrainerRow(name="trainer-1", step=3, loss=2.5, tokens_per_second=1234.5),),
+    events=("step 2: killed peer 1-0",),
+)
+
+
+def _draw(view: SwarmView) -> str:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(render(view))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
+    drawn = _draw(VIEW)
+    for text in ("run demo", "host-1", "serving", "12.3", "71", "9", "trainer-1", "2.500", "killed peer 1-0"):
+        assert text in drawn
+    assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
+
+
+def test_names_from_strangers_are_no_markup() -> None:
+    assert "[red]x[/nope]" in _draw(
+        replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, name="[red]x[/nope]"),)),))
+    )
+
+
+def test_plain_lines_name_trainers_when_there_are_several() -> None:
+    assert list(plain_lines(VIEW).values())[-1] == "step 3: loss 2.500, 1,234 tokens/s"
+    two = replace(VIEW, trainers=(*VIEW.trainers, TrainerRow(name="b", step=4)))
+    assert list(plain_lines(two).values())[-2:] == [
+        "step 3: loss 2.500, 1,234 tokens/s (trainer-1)",
+        "step 4: loss -, 0 tokens/s (b)",
+    ]
+
+
+def test_without_a_terminal_only_news_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveTable(Console()) as table:
+        table.show(VIEW)
+        table.show(replace(VIEW, trainers=(replace(VIEW.trainers[0], tokens_per_second=99.0),)))
+        table.show(replace(VIEW, trainers=(TrainerRow(name="trainer-1", step=4, loss=2.25, tokens_per_second=10),)))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2: killed peer 1-0",
+        "stage 1 has no peer: start one with swarm-peer --stage 1",
+        "step 3: loss 2.500, 1,234 tokens/s",
+        "step 4: loss 2.250, 10 tokens/s",
+    ]
+
+
+def test_a_terminal_gets_the_table() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with LiveTable(console) as table:
+        table.show(VIEW)
+    assert isinstance(console.file, io.StringIO)
+    assert "host-1" in console.file.getvalue()

@@ -1,0 +1,293 @@
+"""One stage's queue: shares, newcomers, bans, and what a choice costs."""
+
+import heapq
+import math
+import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.routing import peer_queue
+from swarm.routing.peer_queue import BASE_BAN_SECONDS, LONGEST_BAN_SECONDS, MAX_SLOWNESS, PeerQueue
+from swarm.types import PeerId, PeerRecord, PeerState
+
+
+def _id(number: int) -> PeerId:
+    return PeerId(f"{number:040x}")
+
+
+def _record(
+    number: int, samples_per_second: float = 1.0, *, announced_at: float = 0.0, endpoint: str = "host:1"
+) -> PeerRecord:
+    return PeerRecord(
+        peer_id=_id(number), announced_at=announced_at, stage=0, endpoint=endpoint, state=PeerState.SERVING,
+        samples_per_second=samples_per_second,
+    )  # fmt: skip
+
+
+def _choose(queue: PeerQueue, now: float = 0.0, num_samples: int = 1) -> int:
+    record = queue.choose(num_samples, now, exclude=(), prefer=())
+    assert record is not None
+    return int(record.peer_id, 16)
+
+
+def _succeed(queue: PeerQueue, number: int, seconds: float, now: float = 0.0, queue_length: int = 0) -> None:
+    queue.succeeded(_id(number), now, num_samples=1, busy_seconds=seconds, link_seconds=0.0, queue_length=queue_length)
+
+
+def _serve(queue: PeerQueue, seconds: dict[int, float], num_choices: int, in_flight: int = 1) -> Counter[int]:
+    """Choose `in_flight` at a time, then let them all reply; the clock stands still."""
+    counts: Counter[int] = Counter()
+    for _ in range(num_choices // in_flight):
+        chosen = [_choose(queue) for _ in range(in_flight)]
+        for number in chosen:
+            _succeed(queue, number, seconds[number])
+        counts.update(chosen)
+    return counts
+
+
+@pytest.mark.parametrize("in_flight", [1, 8])
+@pytest.mark.parametrize("announced", [(1.0, 2.0, 3.0), (0.0, 0.0, 0.0), (1000.0, 1.0, 0.01)])
+def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float, ...], in_flight: int) -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(number, rate) for number, rate in enumerate(announced, 1)], 0.0)
+    seconds = {1: 1.0, 2: 1 / 2, 3: 1 / 3}
+    _serve(queue, seconds, 400, in_flight)
+    counts = _serve(queue, seconds, 4800, in_flight)
+    for number in (1, 2, 3):
+        assert counts[number] / 4800 == pytest.approx(number / 6, rel=0.05)
+
+
+def test_shares_hold_while_the_queue_is_mostly_idle() -> None:
+    """One of many trainers sees a stage that seems idle: real time passes faster than it sends work."""
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(number, float(number)) for number in (1, 2, 3)], 0.0)
+    counts = Counter(_choose(queue, now=100.0 * step) for step in range(3000))
+    for number in (1, 2, 3):
+        assert counts[number] / 3000 == pytest.approx(number / 6, rel=0.05)
+
+
+def test_a_long_queue_costs_share() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    counts: Counter[int] = Counter()
+    for _ in range(2000):
+        number = _choose(queue)
+        _succeed(queue, number, 1.0, queue_length=2 if number == 2 else 0)
+        counts[number] += 1
+    assert counts[1] / counts[2] == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_newcomer_gets_its_share_and_no_more() -> None:
+    queue = PeerQueue(random.Random(0))
+    seconds = {number: 1.0 for number in range(5)}
+    queue.update([_record(number) for number in range(4)], 0.0)
+    _serve(queue, seconds, 1000)
+    queue.update([_record(number) for number in range(5)], 0.0)
+    # A dozen choices before its first reply, and many after.
+    assert 1 <= Counter(_choose(queue) for _ in range(12))[4] <= 4
+    assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
+
+
+def test_trainers_do_not_all_start_with_the_newcomer() -> None:
+    num_first = 0
+    for seed in range(200):
+        queue = PeerQueue(random.Random(seed))
+        queue.update([_record(number) for number in range(4)], 0.0)
+        _serve(queue, {number: 1.0 for number in range(4)}, 40)
+        queue.update([_record(number) for number in range(5)], 0.0)
+        num_first += _choose(queue) == 4
+    assert num_first / 200 < 0.4
+
+
+def test_a_boast_draws_no_herd() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(number) for number in range(8)], 0.0)
+    _serve(queue, {number: 1.0 for number in range(8)}, 100)
+    queue.update([*(_record(number) for number in range(8)), _record(8, 1e9)], 0.0)
+    boaster = Counter(_choose(queue) for _ in range(240))[8]
+    assert boaster / 240 == pytest.approx(4 / 12, abs=0.05)
+
+
+def test_a_modest_newcomer_is_still_probed() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(number) for number in range(4)], 0.0)
+    seconds = {number: 1.0 for number in range(5)}
+    _serve(queue, seconds, 500)
+    queue.update([*(_record(number) for number in range(4)), _record(4, 1e-9)], 0.0)
+    assert _serve(queue, seconds, int(4 * MAX_SLOWNESS))[4] > 0
+    _serve(queue, seconds, int(4 * MAX_SLOWNESS * 6))
+    assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_recovered_peer_gets_its_share_back() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2), _record(3)], 0.0)
+    slow = _serve(queue, {1: 1.0, 2: 1.0, 3: 1000.0}, 2000)
+    assert 0 < slow[3] / 2000 < 0.03
+    recovered = {1: 1.0, 2: 1.0, 3: 1.0}
+    _serve(queue, recovered, int(6 * MAX_SLOWNESS * 2))
+    assert _serve(queue, recovered, 1500)[3] / 1500 == pytest.approx(1 / 3, rel=0.05)
+
+
+def test_absurd_replies_do_not_spoil_the_others() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(number) for number in range(4)], 0.0)
+    counts = _serve(queue, {0: 1.0, 1: 1.0, 2: 1.0, 3: math.nan}, 3000)
+    assert 0 < counts[3] < 100
+    for number in range(3):
+        assert counts[number] == pytest.approx((3000 - counts[3]) / 3, rel=0.05)
+
+
+def test_passed_over_peers_keep_no_credit() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    for _ in range(100):
+        queue.choose(1, 0.0, exclude={_id(1)}, prefer=())
+    assert Counter(_choose(queue) for _ in range(20))[1] <= 13
+
+
+def test_bans_double_and_are_capped() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1)], 0.0)
+    now, waits = 0.0, []
+    for _ in range(9):
+        queue.failed(_id(1), now)
+        wait = queue.next_available_seconds(now)
+        assert wait is not None
+        assert queue.choose(1, now + 0.99 * wait, exclude=(), prefer=[_id(1)]) is None
+        waits.append(wait)
+        now += wait
+    assert waits == pytest.approx([5, 10, 20, 40, 80, 160, 300, 300, LONGEST_BAN_SECONDS])
+    assert _choose(queue, now) == 1
+
+
+def test_failures_that_were_in_flight_together_are_one() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1)], 0.0)
+    for _ in range(8):
+        queue.failed(_id(1), 0.0)
+    assert queue.next_available_seconds(0.0) == pytest.approx(BASE_BAN_SECONDS)
+    assert queue.statistics(0.0)[0].num_failures == 8
+
+
+def test_a_success_ends_ban_and_back_off() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1)], 0.0)
+    queue.failed(_id(1), 0.0)
+    queue.failed(_id(1), 6.0)
+    _succeed(queue, 1, 1.0, now=7.0)
+    assert _choose(queue, 7.0) == 1
+    queue.failed(_id(1), 8.0)
+    assert queue.next_available_seconds(8.0) == pytest.approx(BASE_BAN_SECONDS)
+
+
+def test_only_a_later_announcement_shortens_a_ban() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1, announced_at=10.0)], 0.0)
+    queue.failed(_id(1), 0.0)
+    queue.failed(_id(1), 5.0)
+    queue.failed(_id(1), 15.0)  # until 35
+    queue.update([_record(1, announced_at=10.0)], 16.0)
+    assert queue.next_available_seconds(16.0) == pytest.approx(19.0)
+    queue.update([_record(1, announced_at=11.0)], 17.0)
+    assert queue.next_available_seconds(17.0) == pytest.approx(3.0)
+    queue.update([_record(1, announced_at=12.0)], 21.0)
+    assert _choose(queue, 21.0) == 1
+    queue.failed(_id(1), 22.0)
+    assert queue.next_available_seconds(22.0) == pytest.approx(40.0), "the back-off itself goes on"
+
+
+def test_vanishing_does_not_end_a_ban() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1)], 0.0)
+    queue.failed(_id(1), 0.0)
+    assert queue.update([], 1.0) == [_id(1)]
+    assert queue.next_available_seconds(1.0) is None
+    queue.update([_record(1)], 2.0)
+    assert queue.choose(1, 2.0, exclude=(), prefer=()) is None
+    assert _choose(queue, 5.0) == 1
+
+
+def test_busy_is_no_ban() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    queue.busy(_id(1), 0.0, 3.0)
+    assert {_choose(queue, 1.0) for _ in range(10)} == {2}
+    hinted = queue.choose(1, 1.0, exclude=(), prefer=[_id(1)])
+    assert hinted is not None
+    assert hinted.peer_id == _id(1)
+    assert {_choose(queue, 3.0) for _ in range(10)} == {1, 2}
+    reading = queue.statistics(1.0)[0]
+    assert (reading.num_busy, reading.num_failures, reading.banned) == (1, 0, False)
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -5.0, 1e300])
+def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1)], 0.0)
+    queue.busy(_id(1), 0.0, nonsense)
+    wait = queue.next_available_seconds(0.0)
+    assert wait is not None
+    assert 0 <= wait <= LONGEST_BAN_SECONDS
+
+
+def test_returning_after_long_is_neither_credit_nor_debt() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    queue.busy(_id(1), 0.0, 10.0)
+    for _ in range(500):
+        _choose(queue, 5.0)
+    assert Counter(_choose(queue, 10.0) for _ in range(40))[1] == pytest.approx(20, abs=4)
+
+
+def test_preferred_peers_pay_for_it() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    for _ in range(20):
+        queue.choose(1, 0.0, exclude=(), prefer=[_id(1)])
+    assert Counter(_choose(queue) for _ in range(15))[1] == 0
+    assert Counter(_choose(queue) for _ in range(100))[1] == pytest.approx(48, abs=6)
+
+
+def test_a_new_endpoint_starts_from_its_own_announcement() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    _serve(queue, {1: 1.0, 2: 20.0}, 200)
+    assert queue.statistics(0.0)[1].expected_seconds_per_sample > 10.0
+    queue.update([_record(1), _record(2, 0.5, announced_at=1.0, endpoint="host:2")], 0.0)
+    assert queue.statistics(0.0)[1].expected_seconds_per_sample == pytest.approx(2.0)
+    moved = queue.record(_id(2))
+    assert moved is not None
+    assert moved.endpoint == "host:2"
+
+
+def test_a_choice_costs_as_many_heap_operations_among_ten_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And comparisons grow like the logarithm: every heap operation is O(log peers), there is no other loop."""
+    num_operations = 0
+
+    def counted(name: str) -> Any:
+        def operation(*args: Any) -> Any:
+            nonlocal num_operations
+            num_operations += 1
+            return getattr(heapq, name)(*args)
+
+        return operation
+
+    names = ("heappush", "heappop", "heapreplace")
+    monkeypatch.setattr(peer_queue, "heapq", SimpleNamespace(**{name: counted(name) for name in names}))
+    costs = []
+    for num_peers in (10, 10_000):
+        queue = PeerQueue(random.Random(0))
+        queue.update([_record(number, 1.0 + number % 7) for number in range(num_peers)], 0.0)
+        _choose(queue)  # Lets everybody in.
+        num_operations = 0
+        for step in range(1000):
+            number = _choose(queue, float(step))
+            queue.choose(1, float(step), exclude=(), prefer=[_id(number)])
+            if step % 10 == 0:
+                queue.busy(_id(number), float(step), 2.0)
+        costs.append(num_operations / 1000)
+    assert max(costs) < 4.0

@@ -1,0 +1,303 @@
+"""The router as the hop and the simulator use it."""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from swarm.clock import ManualClock
+from swarm.routing.router import Router
+from swarm.types import PeerId, PeerRecord, PeerState
+
+
+def _id(number: int) -> PeerId:
+    return PeerId(f"{number:040x}")
+
+
+def _record(number: int, **changes: Any) -> PeerRecord:
+    values = {
+        "peer_id": _id(number), "announced_at": 0.0, "stage": 0, "endpoint": f"host:{number}",
+        "state": PeerState.SERVING, "samples_per_second": 1.0,
+    }  # fmt: skip
+    return PeerRecord.model_validate(values | changes)
+
+
+def _router(*records: PeerRecord, seed: int = 0) -> tuple[Router, ManualClock]:
+    clock = ManualClock()
+    router = Router(clock, random.Random(seed))
+    router.update(0, records)
+    return router, clock
+
+
+def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = None) -> list[int]:
+    """Choose and reply; every peer computes as fast as it announced."""
+    path = []
+    for _ in range(num_choices):
+        record = router.choose(0, 4)
+        assert record is not None
+        number = int(record.peer_id, 16)
+        router.succeeded(
+            PeerId(record.peer_id), num_samples=4, busy_seconds=4 / record.samples_per_second,
+            link_seconds=(links or {}).get(number, 0.0), queue_length=0,
+        )  # fmt: skip
+        path.append(number)
+    return path
+
+
+def test_shares_of_three_peers_follow_their_throughputs() -> None:
+    router, _ = _router(*(_record(number, samples_per_second=float(number)) for number in (1, 2, 3)))
+    counts = Counter(_path(router, 3000))
+    for reading in router.statistics():
+        number = int(reading.peer_id, 16)
+        assert reading.num_chosen == counts[number]
+        assert reading.share == pytest.approx(number / 6, rel=0.05)
+        assert reading.expected_seconds_per_sample == pytest.approx(1 / number, rel=1e-3)
+
+
+def test_a_seed_is_a_path() -> None:
+    records = [_record(number, samples_per_second=float(number)) for number in (1, 2, 3)]
+    paths = [_path(_router(*records, seed=seed)[0], 100) for seed in (7, 7, 8)]
+    assert paths[0] == paths[1]
+    assert paths[0] != paths[2]
+
+
+def test_of_two_equal_peers_the_nearer_gets_more() -> None:
+    router, _ = _router(_record(1, samples_per_second=20.0), _record(2, samples_per_second=20.0))
+    counts = Counter(_path(router, 1200, links={2: 0.1}))
+    # 4 samples: 200 ms here, 300 ms there.
+    assert counts[1] / counts[2] == pytest.approx(1.5, rel=0.1)
+
+
+def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000) -> list[float]:
+    """Shares of peers that compute a microbatch in 20 ms, one after another, behind links of these seconds."""
+    clock, events, order = ManualClock(), list[tuple[float, int, int, bool]](), itertools.count()
+    router = Router(clock, random.Random(0))
+    router.update(0, [_record(number, samples_per_second=50.0) for number in range(len(links))])
+    free_at, waiting = [0.0] * len(links), [0] * len(links)
+
+    def send() -> None:
+        record = router.choose(0, 1)
+        assert record is not None
+        number = int(record.peer_id, 16)
+        heapq.heappush(events, (clock.monotonic() + links[number], next(order), number, True))
+
+    for _ in range(in_flight):
+        send()
+    for _ in range(2 * num_replies):
+        at, _, number, arrives = heapq.heappop(events)
+        clock.advance(at - clock.monotonic())
+        if arrives:
+            waiting[number] += 1
+            free_at[number] = max(free_at[number], at) + 0.02
+            heapq.heappush(events, (free_at[number], next(order), number, False))
+        else:
+            waiting[number] -= 1
+            router.succeeded(
+                _id(number), num_samples=1, busy_seconds=0.02, link_seconds=links[number], queue_length=waiting[number]
+            )
+            send()
+    return [reading.share for reading in router.statistics()]
+
+
+def test_a_far_peer_is_used_fully_once_the_near_one_is_saturated() -> None:
+    """A link delays but does not slow down: with enough in flight its cost is hidden by the near peer's queue."""
+    assert _keep_in_flight(2, [0.0, 0.1])[1] < 0.25
+    assert _keep_in_flight(32, [0.0, 0.1])[1] == pytest.approx(0.5, abs=0.02)
+
+
+def test_only_serving_peers_are_chosen() -> None:
+    router, _ = _router(_record(1), _record(2, state="joining"), _record(3, state="leaving"))
+    assert set(_path(router, 20)) == {1}
+    assert router.choose(0, 1, exclude=[_id(1)], prefer=[_id(2), _id(3)]) is None
+    assert router.record(_id(2)) is None
+    router.update(0, [_record(1, state="leaving"), _record(2)])
+    assert set(_path(router, 20)) == {2}
+
+
+def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
+    router, _ = _router(_record(1), _record(2), _record(3))
+    hints = [_id(9), _id(1), _id(2)]
+
+    def chosen(**options: Any) -> str | None:
+        record = router.choose(0, 1, **options)
+        return None if record is None else record.peer_id
+
+    assert chosen(prefer=hints) == _id(1)
+    assert chosen(prefer=hints, exclude={_id(1)}) == _id(2)
+    router.failed(_id(2))
+    assert chosen(prefer=hints, exclude={_id(1)}) == _id(3)
+    assert chosen(exclude={_id(1), _id(3)}) is None
+    assert chosen(exclude={_id(1)}) == _id(3)
+
+
+def test_empty_and_available() -> None:
+    router, clock = _router()
+    assert router.is_empty(0)
+    assert router.is_empty(5)
+    assert router.next_available_seconds(0) is None
+    assert router.next_available_seconds(5) is None
+    assert router.choose(5, 1) is None
+    router.update(0, [_record(1), _record(2)])
+    assert not router.is_empty(0)
+    assert router.next_available_seconds(0) == 0.0
+    router.failed(_id(1))
+    assert router.next_available_seconds(0) == 0.0
+    router.busy(_id(2), 2.0)
+    clock.advance(0.5)
+    assert router.choose(0, 1) is None
+    assert router.next_available_seconds(0) == pytest.approx(1.5)
+    assert not router.is_empty(0)
+    clock.advance(1.5)
+    assert router.next_available_seconds(0) == 0.0
+
+
+def test_a_peer_is_at_the_stage_it_announced_last() -> None:
+    router, _ = _router(_record(1, announced_at=1.0))
+    router.update(1, [_record(1, stage=1, announced_at=2.0)])
+    router.update(0, [_record(1, announced_at=1.0)])  # The old announcement has not expired yet.
+    assert router.is_empty(0)
+    record = router.record(_id(1))
+    assert record is not None
+    assert record.stage == 1
+    router.update(0, [])
+    assert router.choose(1, 1) == record
+    assert [(reading.stage, reading.num_chosen) for reading in router.statistics()] == [(1, 1)]
+
+
+def test_outcomes_of_peers_that_have_vanished_are_ignored() -> None:
+    router, _ = _router(_record(1))
+    router.update(0, [])
+    router.failed(_id(1))
+    router.busy(_id(1), 1.0)
+    router.succeeded(_id(1), num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
+    assert router.statistics() == ()
+    router.update(0, [_record(1)])
+    assert router.next_available_seconds(0) == 0.0
+
+
+class _Model(RuleBasedStateMachine):
+    """Compares the router with a list of who may be chosen."""
+
+    peers = st.integers(0, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.records: dict[int, PeerRecord] = {}
+        self.ban_ends: dict[int, float] = {}
+        """Latest time at which each peer's ban is over."""
+        self.ban_holds: dict[int, float] = {}
+        """Time before which no announcement ends it."""
+        self.busy_until: dict[int, float] = {}
+
+    @initialize(seed=st.integers(0, 100))
+    def build(self, seed: int) -> None:
+        self.router = Router(self.clock, random.Random(seed))
+
+    def serving(self) -> set[int]:
+        return {number for number, record in self.records.items() if record.state is PeerState.SERVING}
+
+    def is_banned(self, number: int) -> bool:
+        return {reading.peer_id: reading.banned for reading in self.router.statistics()}[_id(number)]
+
+    def certainly_banned(self) -> set[int]:
+        return {number for number, until in self.ban_holds.items() if self.clock.monotonic() < until}
+
+    @rule(
+        changes=st.dictionaries(peers, st.sampled_from([*PeerState, None]), max_size=6),
+        rate=st.sampled_from([0.0, 0.5, 4.0]),
+    )
+    def announce(self, changes: dict[int, PeerState | None], rate: float) -> None:
+        for number, state in changes.items():
+            if state is None:
+                self.records.pop(number, None)
+            else:
+                self.records[number] = _record(
+                    number, announced_at=self.clock.time(), state=state, samples_per_second=rate
+                )
+        self.router.update(0, list(self.records.values()))
+
+    @rule(exclude=st.sets(peers), prefer=st.lists(peers, max_size=3), num_samples=st.integers(1, 4))
+    def choose(self, exclude: set[int], prefer: list[int], num_samples: int) -> None:
+        record = self.router.choose(
+            0, num_samples, exclude={_id(number) for number in exclude}, prefer=[_id(number) for number in prefer]
+        )
+        now = self.clock.monotonic()
+        if record is None:
+            certain = {
+                number for number in self.serving() - exclude
+                if self.ban_ends.get(number, 0.0) <= now and self.busy_until.get(number, 0.0) <= now
+            }  # fmt: skip
+            assert not certain
+            return
+        number = int(record.peer_id, 16)
+        assert number in self.serving() - exclude - self.certainly_banned()
+        assert record == self.records[number]
+        if number not in prefer:
+            assert self.busy_until.get(number, 0.0) <= now
+
+    @rule(number=peers, busy=st.floats(0.2, 4.0), link=st.none() | st.floats(0.0, 1.0), queue_length=st.integers(0, 3))
+    def succeed(self, number: int, busy: float, link: float | None, queue_length: int) -> None:
+        self.router.succeeded(
+            _id(number), num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length
+        )
+        if number in self.serving():
+            self.ban_ends.pop(number, None)
+            self.ban_holds.pop(number, None)
+
+    @rule(number=peers)
+    def fail(self, number: int) -> None:
+        if number not in self.serving():
+            self.router.failed(_id(number))
+            return
+        was_banned = self.is_banned(number)
+        self.router.failed(_id(number))
+        assert self.is_banned(number)
+        if not was_banned:
+            self.ban_holds[number] = self.clock.monotonic() + 5.0
+            self.ban_ends[number] = self.clock.monotonic() + 300.0
+
+    @rule(number=peers, retry_after=st.floats(0, 20))
+    def busy(self, number: int, retry_after: float) -> None:
+        self.router.busy(_id(number), retry_after)
+        if number in self.serving():
+            self.busy_until[number] = max(self.busy_until.get(number, 0.0), self.clock.monotonic() + retry_after)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 30.0, 400.0]))
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def everybody_gets_a_turn(self) -> None:
+        self.clock.advance(400.0)
+        waiting = self.serving()
+        for _ in range(20_000):
+            if not waiting:
+                break
+            record = self.router.choose(0, 1)
+            assert record is not None
+            waiting.discard(int(record.peer_id, 16))
+        assert not waiting
+
+    @invariant()
+    def statistics_are_of_the_serving(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        readings = self.router.statistics()
+        assert {reading.peer_id for reading in readings} == {_id(number) for number in self.serving()}
+        assert all(reading.expected_seconds_per_sample > 0 for reading in readings)
+        assert sum(reading.share for reading in readings) == pytest.approx(1.0) or not any(
+            reading.num_chosen for reading in readings
+        )
+        assert self.router.is_empty(0) == (not self.serving())
+        assert (self.router.next_available_seconds(0) is None) == self.router.is_empty(0)
+
+
+TestModel = _Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)

@@ -1,0 +1,97 @@
+"""What a peer is expected to take."""
+
+import math
+
+import pytest
+
+from swarm.routing.throughput import MovingAverage, SecondsPerSample
+from swarm.types import PeerRecord, PeerState
+
+
+def _record(samples_per_second: float, queue_length: int = 0) -> PeerRecord:
+    return PeerRecord(
+        peer_id="a" * 40, announced_at=0.0, stage=0, endpoint="host:1", state=PeerState.SERVING,
+        samples_per_second=samples_per_second, queue_length=queue_length,
+    )  # fmt: skip
+
+
+def _announced(samples_per_second: float, queue_length: int = 0) -> SecondsPerSample:
+    seconds = SecondsPerSample()
+    seconds.announced(_record(samples_per_second, queue_length), at_most=math.inf)
+    return seconds
+
+
+def _observe(
+    seconds: SecondsPerSample, *, busy: float, link: float | None = None, num_samples: int = 1, queue_length: int = 0
+) -> float:
+    return seconds.observe(
+        num_samples=num_samples, busy_seconds=busy, link_seconds=link, queue_length=queue_length, at_most=math.inf
+    )
+
+
+def test_average_is_corrected_for_its_start() -> None:
+    average = MovingAverage(0.1)
+    assert average.value is None
+    average.observe(4.0)
+    assert average.value == pytest.approx(4.0)
+    average.observe(1.0)
+    # The textbook form: (0.1 * 0.9 * 4 + 0.1 * 1) / (1 - 0.9 ** 2).
+    assert average.value == pytest.approx((0.36 + 0.1) / 0.19)
+
+
+def test_announcement_weighs_as_one_observation() -> None:
+    seconds = _announced(0.5)
+    assert seconds.expected == pytest.approx(2.0)
+    assert not seconds.observed
+    _observe(seconds, busy=1.0)
+    assert seconds.observed
+    assert seconds.expected == pytest.approx((0.8 * 2.0 + 1.0) / 1.8)
+
+
+def test_without_a_throughput_nothing_is_expected() -> None:
+    seconds = _announced(0.0)
+    assert seconds.expected is None
+    _observe(seconds, busy=3.0, num_samples=6)
+    assert seconds.expected == pytest.approx(0.5)
+
+
+def test_queue_and_link_add_up() -> None:
+    seconds = _announced(0.0)
+    observed = _observe(seconds, busy=2.0, link=1.0, num_samples=4, queue_length=3)
+    assert observed == pytest.approx(4 * 0.5 + 0.25)
+    assert seconds.expected == pytest.approx(observed, rel=1e-4)
+    assert _announced(2.0, queue_length=3).expected == pytest.approx(2.0)
+
+
+def test_a_reply_that_cannot_tell_the_link_leaves_it_alone() -> None:
+    seconds = _announced(0.0)
+    _observe(seconds, busy=1.0, link=0.5)
+    for _ in range(50):
+        _observe(seconds, busy=1.0, link=None)
+    assert seconds.expected == pytest.approx(1.5)
+
+
+def test_announcements_count_only_while_there_are_no_replies() -> None:
+    seconds = _announced(1.0)
+    for _ in range(100):
+        _observe(seconds, busy=1.0)
+        seconds.announced(_record(1000.0), at_most=math.inf)
+    assert seconds.expected == pytest.approx(1.0, rel=1e-4)
+    for _ in range(50):
+        seconds.announced(_record(1000.0), at_most=math.inf)
+    assert seconds.expected == pytest.approx(0.001, rel=0.1)
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -1.0, 0.0, 1e300])
+def test_nonsense_stays_finite_and_positive(nonsense: float) -> None:
+    seconds = _announced(1e300, queue_length=10**400)
+    _observe(seconds, busy=nonsense, link=nonsense)
+    assert seconds.expected is not None
+    assert 0 < seconds.expected < 1e7
+
+
+def test_one_hiccup_counts_only_so_much() -> None:
+    seconds = _announced(1.0)
+    observed = seconds.observe(num_samples=1, busy_seconds=1e4, link_seconds=None, queue_length=0, at_most=10.0)
+    assert observed == 10.0
+    assert seconds.expected == pytest.approx((0.8 + 10.0) / 1.8)

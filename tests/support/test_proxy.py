@@ -1,0 +1,149 @@
+"""The proxy does to connections what it says."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.support.proxy import Direction, Proxy
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(65536):
+        writer.write(chunk)
+        await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def _proxy_to_echo() -> AsyncIterator[Proxy]:
+    server = await asyncio.start_server(_echo, "127.0.0.1", 0)
+    async with server, Proxy("127.0.0.1", server.sockets[0].getsockname()[1]) as proxy:
+        yield proxy
+
+
+async def _connect(proxy: Proxy) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", proxy.port)
+
+
+async def _round_trip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes = b"x") -> float:
+    started = time.monotonic()
+    writer.write(message)
+    async with asyncio.timeout(10):
+        assert await reader.readexactly(len(message)) == message
+    return time.monotonic() - started
+
+
+async def test_bytes_pass_unchanged_and_are_counted() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        message = bytes(range(256)) * 4000
+        await _round_trip(reader, writer, message)
+        assert proxy.num_connections == 1
+        assert [link.num_bytes for link in proxy.links.values()] == [len(message)] * 2
+        writer.close()
+
+
+async def test_end_of_file_passes() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        writer.write(b"last words")
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), timeout=10) == b"last words"
+        writer.close()
+
+
+async def test_latency_each_way() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        assert await _round_trip(reader, writer) < 0.1
+        proxy.set_latency(0.1)
+        assert 0.2 <= await _round_trip(reader, writer) < 0.5
+        writer.close()
+
+
+async def test_latency_delays_but_does_not_slow() -> None:
+    """Many messages sent at once arrive together, one latency later."""
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        proxy.set_latency(0.1)
+        started = time.monotonic()
+        for _ in range(20):
+            writer.write(b"x")
+            await asyncio.sleep(0.002)
+        await asyncio.wait_for(reader.readexactly(20), timeout=10)
+        assert time.monotonic() - started < 0.6
+        writer.close()
+
+
+async def test_bandwidth() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        proxy.links[Direction.TO_SERVER].bytes_per_second = 1e6
+        assert 0.2 < await _round_trip(reader, writer, bytes(300_000)) < 1.0
+        writer.close()
+
+
+async def test_stall_loses_nothing() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        proxy.stall()
+        trip = asyncio.create_task(_round_trip(reader, writer))
+        await asyncio.sleep(0.1)
+        assert not trip.done()
+        proxy.resume()
+        assert await trip >= 0.1
+        writer.close()
+
+
+async def test_leaving_ends_stalled_connections() -> None:
+    async with asyncio.timeout(10), _proxy_to_echo() as proxy:
+        _, writer = await _connect(proxy)
+        proxy.stall()
+        writer.write(b"x")
+        await asyncio.sleep(0.05)
+    writer.close()
+    assert proxy.num_connections == 0
+
+
+async def test_cut_resets_both_sides_and_new_connections_work() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        await _round_trip(reader, writer)
+        proxy.cut()
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(reader.read(1), timeout=10)
+        writer.close()
+        reader, writer = await _connect(proxy)
+        await _round_trip(reader, writer)
+        assert proxy.num_connections == 1
+        writer.close()
+
+
+async def test_one_way_blocking() -> None:
+    async with _proxy_to_echo() as proxy:
+        reader, writer = await _connect(proxy)
+        proxy.links[Direction.TO_CLIENT].blocked = True
+        writer.write(b"lost")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), timeout=0.1)
+        assert proxy.links[Direction.TO_SERVER].num_bytes == 4
+        proxy.links[Direction.TO_CLIENT].blocked = False
+        await _round_trip(reader, writer, b"found")
+        writer.close()
+
+
+async def test_refused_and_unreachable_are_resets() -> None:
+    async with _proxy_to_echo() as proxy:
+        proxy.refuse()
+        reader, writer = await _connect(proxy)
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(reader.read(1), timeout=10)
+        writer.close()
+    async with Proxy("127.0.0.1", 1) as proxy:
+        reader, writer = await _connect(proxy)
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(reader.read(1), timeout=10)
+        writer.close()

@@ -1,0 +1,121 @@
+"""The run's document: read strictly, told apart by its digest, compared by field."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm import config
+from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.errors import ConfigMismatch
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_toml_overrides_the_defaults() -> None:
+    text = 'run = "r"\n[model]\nnum_layers = 5\n[stages]\nlayers_per_stage = [1, 2, 2]\n'
+    expected = RunConfig(
+        run="r", model=ModelConfig(num_layers=5), stages=StagesConfig(num_stages=3, layers_per_stage=(1, 2, 2))
+    )
+    assert config.from_toml(text, source="x.toml") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[model]\nlayers = 3", "x.toml: unknown key 'model.layers'"),
+        ("colour = 1", "x.toml: unknown key 'colour'"),
+        ("[model]\nnum_layers = 0", "x.toml: model: model.num_layers must be at least 1, not 0"),
+        (
+            "[model]\nd_model = 100\nnum_heads = 3",
+            "model.d_model (100) must be an even multiple of model.num_heads (3)",
+        ),
+        ("[model]\nnum_heads = 4\nnum_kv_heads = 3", "model.num_kv_heads (3) must divide model.num_heads (4)"),
+        ("[model]\nnum_layers = 2", "stages.num_stages (3) must not exceed model.num_layers (2)"),
+        ("[stages]\nlayers_per_stage = [4]", "stages.layers_per_stage has 1 entries for 3 stages"),
+        ("[stages]\nlayers_per_stage = [1, 1, 1]", "stages.layers_per_stage adds up to 3, model.num_layers is 4"),
+        ("[model]\ntied_embeddings = true", "model.tied_embeddings needs stages.num_stages = 1"),
+        ("[rounds]\nround_samples = 12", "rounds.round_samples (12) must be a multiple of data.microbatch_size (8)"),
+        ("[rounds]\ninner_batch_samples = 12", "rounds.inner_batch_samples (12) must be a multiple of"),
+        ("[optimizer]\nschedule = 'cosine'", "optimizer.schedule = 'cosine' needs optimizer.total_samples"),
+        ("[averaging]\ncodec = 'int3'", "averaging.codec: Input should be"),
+        ("[data]\nheld_out_fraction = 1.0", "data.held_out_fraction must be between 0 and 1, not 1.0"),
+        ("run = 'a b'", "run must be 1 to 64 letters"),
+        ("run = ", "x.toml is not valid TOML"),
+    ],
+)
+def test_a_fault_is_one_line(text: str, line: str) -> None:
+    with pytest.raises(ValueError, match=r"x\.toml") as fault:
+        config.from_toml(text, source="x.toml")
+    assert line in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_synchronous_rounds_have_no_inner_batch() -> None:
+    text = "[rounds]\nsetting = 'synchronous'\ninner_batch_samples = 3"
+    assert config.from_toml(text, source="x").rounds.synchronous
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the configuration .*none.toml: No such file"):
+        config.load(tmp_path / "none.toml")
+
+
+def test_a_binary_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="it is not UTF-8 text"):
+        config.load(tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "llama-124m"])
+def test_presets_load(name: str) -> None:
+    assert config.load_preset(name).run == name
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown preset 'huge'; the presets are llama-124m, small, tiny"):
+        config.load_preset("huge")
+
+
+def test_json_is_canonical() -> None:
+    run = config.load_preset("tiny")
+    again = config.from_json(config.to_json(run), source="DHT")
+    assert again == run
+    assert again.digest == run.digest
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"run": 3}', '{"x": 1}'])
+def test_wrong_json_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^the run's configuration[^\n]*$"):
+        config.from_json(text, source="the run's configuration")
+
+
+def test_every_field_is_part_of_the_digest() -> None:
+    run = RunConfig()
+    assert dataclasses.replace(run, data=DataConfig(seed=1)).digest != run.digest
+    assert dataclasses.replace(run, data=DataConfig(seed=1)).run_id != run.run_id
+
+
+def test_a_mismatch_names_the_field_and_both_values() -> None:
+    with pytest.raises(ConfigMismatch, match=r"data.seed is 0 here and 1 in the run; leave --config and --preset out"):
+        config.check_same(RunConfig(), RunConfig(data=DataConfig(seed=1)))
+
+
+def test_equal_configurations_agree() -> None:
+    config.check_same(RunConfig(), RunConfig())
+
+
+def test_defaults_are_resolved() -> None:
+    model = ModelConfig(d_model=128, num_heads=4)
+    assert (model.kv_heads, model.feed_forward_width) == (4, 352)
+    assert ModelConfig(num_kv_heads=2, d_ff=10).kv_heads == 2
+    assert DataConfig(microbatch_size=4, sequence_length=16).tokens_per_microbatch == 64
+    assert RunConfig().microbatches_per_round == 32
+
+
+def test_the_page_about_it_is_current() -> None:
+    """docs/configuration.md tells of every field; scripts/generate_config_docs writes it."""
+    script: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "generate_config_docs"))
+    assert (ROOT / "docs" / "configuration.md").read_text() == script["page"](), "run scripts/generate_config_docs"

@@ -1,0 +1,67 @@
+"""Announcements come from strangers: what is unknown is ignored, what is wrong is refused."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from swarm.types import PeerRecord, PeerState, TrainerRecord
+
+RECORD: dict[str, Any] = {
+    "peer_id": "ab" * 20,
+    "announced_at": 1.0,
+    "stage": 2,
+    "endpoint": "host:1234",
+    "state": "serving",
+}
+
+
+def test_record_survives_its_json() -> None:
+    record = PeerRecord(**RECORD, samples_per_second=12.5, lineage="0f")
+    assert PeerRecord.model_validate_json(record.model_dump_json()) == record
+    assert record.state is PeerState.SERVING
+
+
+def test_fields_of_later_versions_are_ignored() -> None:
+    assert PeerRecord.model_validate({**RECORD, "shoe_size": 46}) == PeerRecord(**RECORD)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peer_id", "xy" * 20),
+        ("peer_id", "ab"),
+        ("name", "n" * 65),
+        ("stage", -1),
+        ("stage", 4096),
+        ("endpoint", "e" * 256),
+        ("state", "asleep"),
+        ("samples_per_second", float("nan")),
+        ("samples_per_second", float("inf")),
+        ("samples_per_second", -1.0),
+        ("queue_length", -1),
+        ("round", -1),
+        ("lineage", "G"),
+        ("certificate_pem", "c" * 4097),
+    ],
+)
+def test_a_wrong_field_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        PeerRecord.model_validate({**RECORD, field: value})
+
+
+def test_a_missing_field_is_refused() -> None:
+    with pytest.raises(ValidationError, match="endpoint"):
+        PeerRecord.model_validate({name: value for name, value in RECORD.items() if name != "endpoint"})
+
+
+def test_records_do_not_change() -> None:
+    record = PeerRecord(**RECORD)
+    with pytest.raises(ValidationError):
+        record.stage = 3
+
+
+def test_a_trainer_may_have_no_loss_yet_but_not_a_nan() -> None:
+    assert TrainerRecord(peer_id="ab" * 20, announced_at=1.0).loss is None
+    with pytest.raises(ValidationError, match="loss"):
+        TrainerRecord(peer_id="ab" * 20, announced_at=1.0, loss=float("nan"))
