@@ -8,10 +8,10 @@ the peers that worked on it before are asked first. Never looks into the tensors
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import torch
@@ -19,7 +19,6 @@ import torch
 from swarm.clock import Clock
 from swarm.errors import (
     DeadlineExceeded,
-    Fatal,
     MalformedMessage,
     Overloaded,
     PeerUnavailable,
@@ -39,6 +38,7 @@ logger = logging.getLogger(__name__)
 _NOBODY_SECONDS = 1.0
 """A stage whose every peer is banned for longer than this is reported as empty."""
 
+_Answer = TypeVar("_Answer")
 Tensors = Mapping[str, torch.Tensor]
 Call = Any
 """grpc.aio.StreamStreamCall; its type arguments differ between Train and Evaluate."""
@@ -151,7 +151,7 @@ class Hop:
             Fatal: a peer refused the request itself, or too many peers failed.
         Cancellation closes the stream, which makes the peer roll back.
         """
-        attempt = _Attempt(route=dict(hints), forward_passed=bool(hints))
+        attempt = _Attempt(route=dict(hints))
 
         async def once(record: PeerRecord) -> HopReply:
             return await self._train_once(record, microbatch, tensors, listener, attempt)
@@ -178,8 +178,12 @@ class Hop:
     # -- choosing and retrying -----------------------------------------------------------------------------------
 
     async def _until_answered(
-        self, once: Callable[[PeerRecord], Any], num_samples: int, listener: HopListener, attempt: _Attempt
-    ) -> Any:
+        self,
+        once: Callable[[PeerRecord], Awaitable[_Answer]],
+        num_samples: int,
+        listener: HopListener,
+        attempt: _Attempt,
+    ) -> _Answer:
         while True:
             record = self._choose(num_samples, attempt)
             if record is None:
@@ -229,22 +233,25 @@ class Hop:
         reader = TensorReader(self._reply_specs)
         request = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
-            num_samples=microbatch.num_samples, hints=route_entries(attempt.route), accumulate_only_at=microbatch.accumulate_only_at,
-            rerouted_backward=attempt.forward_passed,
+            num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
+            accumulate_only_at=microbatch.accumulate_only_at,
+            rerouted_backward=attempt.forward_passed and attempt.route.get(self.stage) != peer_id,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             opened_at = self._clock.monotonic()
-            await call.write(pb.TrainRequest(open=request))
+            await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
             eager = self._take_credit(peer_id)
             if not eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
             accepted_at = self._clock.monotonic()
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):
-                    await call.write(pb.TrainRequest(chunk=chunk))
+                    await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
             sent_at = self._clock.monotonic()
             if eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
+            attempt.route = {**attempt.route, self.stage: peer_id}
+            listener.routed(attempt.route)
             stalled_since = self._clock.monotonic()
             while True:
                 reply = await self._read(call, self._limits.silence_seconds)
@@ -265,6 +272,8 @@ class Hop:
                     self._feed(reader, reply.chunk)
                 elif kind == "done":
                     break
+                elif kind == "busy":
+                    self._admitted(reply)
                 else:
                     raise PeerUnavailable(f"an unexpected {kind} in the reply")
             done: pb.Done = reply.done
@@ -293,10 +302,10 @@ class Hop:
         )  # fmt: skip
         reader = TensorReader({} if logits is None else {"logits": logits})
         async with self._stream(record, "Evaluate") as call:
-            await call.write(pb.EvaluateRequest(open=request))
+            await self._write(call, pb.EvaluateRequest(open=request), self._limits.open_seconds)
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):
-                    await call.write(pb.EvaluateRequest(chunk=chunk))
+                    await self._write(call, pb.EvaluateRequest(chunk=chunk), self._limits.silence_seconds)
             await call.done_writing()
             while True:
                 reply = await self._read(call, self._limits.silence_seconds)
@@ -332,6 +341,13 @@ class Hop:
         except BaseException:
             call.cancel()
             raise
+
+    async def _write(self, call: Call, message: Any, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await call.write(message)
+        except TimeoutError:
+            raise PeerUnavailable(f"took nothing for {seconds:.0f} s") from None
 
     async def _read(self, call: Call, seconds: float) -> Any:
         try:

@@ -7,11 +7,11 @@ digest of its public key, so nobody can announce under another's id. Never sends
 import datetime
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -38,7 +38,7 @@ class Identity:
 
     peer_id: PeerId
     certificate_pem: str
-    key_pem: str
+    key_pem: str = field(repr=False)
 
     def sign(self, message: bytes) -> bytes:
         """ECDSA-SHA256 signature, DER."""
@@ -60,14 +60,17 @@ def load_or_create(path: Path) -> Identity:
         OSError: the file cannot be read or written.
     """
     if path.exists():
-        content = path.read_text()
         try:
+            content = path.read_text()
             key = serialization.load_pem_private_key(content.encode(), password=None)
             if not isinstance(key, ec.EllipticCurvePrivateKey):
                 raise ValueError("not an elliptic-curve key")
             certificate = content[content.index("-----BEGIN CERTIFICATE-----") :]
             peer_id = peer_id_of(certificate)
-        except (ValueError, IntegrityError):
+            if _public_key(certificate) != key.public_key():
+                raise ValueError("another key's certificate")
+        # TypeError: the key is encrypted.
+        except (ValueError, TypeError, UnsupportedAlgorithm, IntegrityError):
             raise IntegrityError(f"{path} is not a peer's identity: delete it to start with a new one") from None
         return Identity(peer_id=peer_id, certificate_pem=certificate, key_pem=_pem(key))
     identity = generate()
@@ -82,9 +85,7 @@ def load_or_create(path: Path) -> Identity:
 def peer_id_of(certificate_pem: str) -> PeerId:
     """The id that belongs to a certificate. Raises IntegrityError if it is no P-256 certificate."""
     public_key = _public_key(certificate_pem)
-    encoded = public_key.public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    encoded = public_key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return PeerId(hashlib.sha256(encoded).hexdigest()[:40])
 
 
@@ -124,7 +125,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> str:
 def _public_key(certificate_pem: str) -> ec.EllipticCurvePublicKey:
     try:
         key = x509.load_pem_x509_certificate(certificate_pem.encode()).public_key()
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):
         raise IntegrityError("not an X.509 certificate") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise IntegrityError("not an elliptic-curve certificate")

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.allreduce import (
@@ -26,11 +26,10 @@ from swarm.averaging.allreduce import (
 )
 from swarm.averaging.group import Ballot, Group, Refused
 from swarm.averaging.member import Contribution, RoundMember, RoundResult, Snapshot, next_lineage
-from swarm.averaging.messages import Standing
 from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer, Codec
-from swarm.errors import MalformedMessage
+from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.wire import require_finite
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 KEPT_OUTCOMES = 4
 """Committed rounds that a peer can still answer for."""
 
-_Result = TypeVar("_Result")
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 
 
@@ -76,16 +74,20 @@ class Participant:
         self._scope: asyncio.Timeout | None = None
         """The exchange under way; expiring it ends it."""
         self._result: RoundResult | None = None
+        self._result_began_at = 0.0
         self._state_digest = ""
         self.prepared: pb.Prepared | None = None
-        self.group = Group(member.progress().round)
+        self.standing = messages.standing_of(member.progress())
+        """Where this member is; changes together with what it can answer about the round before."""
+        self.group = Group(self.standing.round)
         self.outcomes: dict[int, pb.Outcome] = {}
         """How the last rounds were committed."""
 
     @property
-    def standing(self) -> Standing:
-        """Where this member is."""
-        return messages.standing_of(self._member.progress())
+    def contribution_bytes(self) -> int:
+        """Size in float32 of what this member is closed with; 0 while it trains."""
+        tensors = self._attempt.contribution.tensors.values() if self._attempt else ()
+        return 4 * sum(tensor.numel() for tensor in tensors)
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -100,9 +102,7 @@ class Participant:
             except Refused as refused:
                 return pb.BeginReply(refusal=self._refusal(refused))
             self._end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
-            contribution = await self._member.close(
-                self.group.round, drop=messages.unpack_indices(request.drop_gaps)
-            )
+            contribution = await self._member.close(self.group.round, drop=messages.unpack_indices(request.drop_gaps))
             self._attempt = _Attempt(
                 ballot=ballot, contribution=contribution, began_at=self._clock.monotonic(),
                 reduction=asyncio.get_running_loop().create_future(),
@@ -157,7 +157,8 @@ class Participant:
         )  # fmt: skip
         owners = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
         try:
-            async with asyncio.timeout(request.timeout_seconds) as self._scope:
+            async with asyncio.timeout(request.timeout_seconds) as scope:
+                self._scope = scope
                 return await all_reduce(
                     vector_D, own_id=self._own_id, weights=weights, reduction=reduction,
                     transport=_Owners(self._transport, owners, opening, request.timeout_seconds),
@@ -166,7 +167,8 @@ class Participant:
         except TimeoutError:
             raise Refused(f"attempt {request.ballot.attempt} was given up, or took too long") from None
         finally:
-            self._scope = None
+            if self._scope is scope:
+                self._scope = None
 
     def _keep(self, average: Average, attempt: _Attempt, member_ids: list[str]) -> None:
         self.prepared = pb.Prepared(
@@ -174,13 +176,14 @@ class Participant:
             member_ids=member_ids, num_samples=average.num_samples,
         )  # fmt: skip
         standing = self.standing
+        self._result_began_at = attempt.began_at
         self._result = RoundResult(
             round=standing.round, tensors=unflatten(average.vector_D, attempt.contribution.tensors),
             num_samples=average.num_samples, squared_norm=average.squared_norm,
             total_squared_norm=average.squared_norm, members=tuple(member_ids),
             lineage=next_lineage(standing.lineage, standing.round, average.digest, member_ids),
             attempts=attempt.ballot.attempt, bytes_sent=average.bytes_sent, bytes_received=average.bytes_received,
-            compression_ratio=average.compression_ratio, seconds=attempt.began_at, digest=average.digest,
+            compression_ratio=average.compression_ratio, seconds=0.0, digest=average.digest,
         )  # fmt: skip
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> ReducedPart:
@@ -219,21 +222,28 @@ class Participant:
 
     async def apply(self, round_number: int, digest: str, total_squared_norm: float) -> None:
         """Apply the prepared result, once. Raises Refused if it is not the prepared one."""
-        await asyncio.shield(self._spawn(self._apply(round_number, digest, total_squared_norm)))
+        refused: Refused | None
+        refused = await asyncio.shield(self._spawn(self._apply(round_number, digest, total_squared_norm)))
+        if refused is not None:
+            raise refused
 
-    async def _apply(self, round_number: int, digest: str, total_squared_norm: float) -> None:
+    async def _apply(self, round_number: int, digest: str, total_squared_norm: float) -> Refused | None:
         async with self._lock:
-            if not self.group.check_commit(round_number, digest):
-                return
+            try:
+                if not self.group.check_commit(round_number, digest):
+                    return None
+            except Refused as refused:
+                return refused
             assert self._result is not None
             assert self.prepared is not None
             self._end_exchange("the round was committed")
-            seconds = self._clock.monotonic() - self._result.seconds
+            seconds = self._clock.monotonic() - self._result_began_at
             result = dataclasses.replace(self._result, total_squared_norm=total_squared_norm, seconds=seconds)
             self._state_digest = await self._member.apply(result)
             self.group.commit(round_number, digest)
             outcome = pb.Outcome(round=round_number, prepared=self.prepared, total_squared_norm=total_squared_norm)
             self._remember([outcome])
+        return None
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Give the attempt up, with what it prepared, and go on training."""
@@ -256,16 +266,26 @@ class Participant:
                 await self._reopen(reason)
 
     async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
-        """Become a downloaded state. Runs to its end even if the caller is cancelled."""
-        await asyncio.shield(self._spawn(self._install(snapshot, outcomes)))
+        """Become a downloaded state. Runs to its end even if the caller is cancelled.
 
-    async def _install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
+        Raises:
+            IntegrityError: it does not fit this stage.
+        """
+        unfit: IntegrityError | None = await asyncio.shield(self._spawn(self._install(snapshot, outcomes)))
+        if unfit is not None:
+            raise unfit
+
+    async def _install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> IntegrityError | None:
         async with self._lock:
             self._end_exchange("a newer state was downloaded")
-            await self._member.install(snapshot)
+            try:
+                await self._member.install(snapshot)
+            except IntegrityError as unfit:
+                return unfit
             self.group.install(snapshot.round)
             self.outcomes.clear()
             self._remember(outcomes)
+        return None
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -274,6 +294,7 @@ class Participant:
         for round_number in sorted(self.outcomes)[:-KEPT_OUTCOMES]:
             del self.outcomes[round_number]
         self._attempt = self._result = self.prepared = None
+        self.standing = messages.standing_of(self._member.progress())
 
     async def _reopen(self, reason: str) -> None:
         self._end_exchange(reason)

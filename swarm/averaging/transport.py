@@ -13,7 +13,8 @@ import grpc
 
 from swarm.averaging.allreduce import MemberFailed, ReducedPart
 from swarm.compression.codec import Buffer
-from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable
+from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.identity import peer_id_of
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
@@ -154,11 +155,17 @@ def contact_of(peer: PeerRecord) -> pb.Contact:
 
 
 def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
-    """A contact as the channel pool wants it. Raises MalformedMessage for a wrong one."""
+    """A contact as the channel pool wants it.
+
+    Raises:
+        MalformedMessage: no address, or the certificate is another peer's.
+    """
     try:
+        if contact.certificate_pem and peer_id_of(contact.certificate_pem) != contact.peer_id:
+            raise MalformedMessage(f"the certificate is not that of {contact.peer_id[:40]!r}")
         return PeerRecord(
             peer_id=PeerId(contact.peer_id), endpoint=contact.endpoint, certificate_pem=contact.certificate_pem,
             stage=stage, state=PeerState.SERVING, announced_at=0.0,
         )  # fmt: skip
-    except ValueError:
+    except (ValueError, IntegrityError):
         raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoint[:80]!r}") from None

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from swarm.clock import Clock
 from swarm.dht import addresses, daemon
 from swarm.dht.loop_thread import LoopThread
-from swarm.dht.records import verify
-from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.dht.validator import RecordValidator
+from swarm.errors import PeerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -153,42 +153,6 @@ class DhtNode:
             await self._node.protocol.call_ping(peer_id)
 
 
-class RecordValidator:
-    """What hivemind asks before it stores a record or believes one it was sent (its RecordValidatorBase)."""
-
-    def __init__(self, clock: Clock) -> None:
-        from hivemind.dht.routing import DHTID
-        from hivemind.utils import MSGPackSerializer
-
-        self._clock = clock
-        self._hash_key = DHTID.generate
-        self._pack = MSGPackSerializer.dumps
-
-    def validate(self, record: Any) -> bool:
-        """Whether a hivemind DHTRecord is one of ours, stored by its owner under the key it was signed for."""
-        # What msgpack puts before bytes of this size; anything packed otherwise fails the comparison.
-        value = record.value[3:]
-        subkey = record.subkey[2:].decode(errors="replace")
-        if self._pack(value) != record.value or self._pack(subkey) != record.subkey:
-            return False
-        try:
-            envelope = verify(subkey, value, record.expiration_time, self._clock.time())
-        except (IntegrityError, MalformedMessage) as error:
-            logger.debug("refused for the DHT: %s", error)
-            return False
-        return bool(self._hash_key(envelope.key).to_bytes() == record.key)
-
-    def sign_value(self, record: Any) -> bytes:
-        """Records come here sealed."""
-        value: bytes = record.value
-        return value
-
-    def strip_value(self, record: Any) -> bytes:
-        """Readers want the seal."""
-        value: bytes = record.value
-        return value
-
-
 def start(
     *, clock: Clock, initial_peers: Sequence[str] = (), host: str = "0.0.0.0", port: int = 0,
     announce_host: str | None = None, identity_path: Path | None = None, client_mode: bool = False,
@@ -259,7 +223,9 @@ async def _open(
 async def _join(control_address: str, initial_peers: Sequence[str], client_mode: bool, clock: Clock) -> Any:
     from hivemind.dht import DHTNode
     from hivemind.dht.protocol import ValidationError
+    from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P
+    from hivemind.utils import MSGPackSerializer
     from hivemind.utils.multiaddr import Multiaddr
 
     p2p = await P2P.replicate(Multiaddr(control_address))
@@ -272,7 +238,9 @@ async def _join(control_address: str, initial_peers: Sequence[str], client_mode:
             p2p=p2p,
             initial_peers=reached,
             client_mode=client_mode,
-            record_validator=RecordValidator(clock),
+            record_validator=RecordValidator(
+                clock, hash_key=lambda key: DHTID.generate(key).to_bytes(), pack=MSGPackSerializer.dumps
+            ),
             # What is cached for a key would hide what was stored under it since.
             cache_locally=False,
             cache_nearest=0,
@@ -298,7 +266,7 @@ async def _connect(p2p: Any, address: str) -> str | None:
         async with asyncio.timeout(CONNECT_SECONDS):
             # hivemind's P2P has no public way to tell p2pd where a peer is.
             await p2p._client.connect(peer_id, [endpoint])
-    except (ControlFailure, OSError, TimeoutError) as error:
+    except (ControlFailure, EOFError, OSError, TimeoutError) as error:
         logger.debug("cannot connect to %s: %s", address, error)
         return str(error)
     return None
@@ -329,7 +297,6 @@ def _import_hivemind() -> None:
     level = logging.getLogger("hivemind").level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import hivemind
         from hivemind.utils.logging import use_hivemind_log_handler
     use_hivemind_log_handler("nowhere")
     # Which its import and the line above have reset.

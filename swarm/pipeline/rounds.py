@@ -26,6 +26,8 @@ class StepReport:
 
     step: int
     """The round's number, from 0."""
+    run_samples: int
+    """Samples the run has committed with it."""
     gradient_norm: float
     """Synchronous: of the whole model's gradient. DiLoCo: of the whole model's averaged pseudo-gradient."""
     learning_rate: float
@@ -87,6 +89,7 @@ class RoundWatcher:
         plain = sum(entry.bytes_sent * entry.compression_ratio for entry in rounds)
         return StepReport(
             step=step,
+            run_samples=min(entry.run_samples for entry in rounds),
             gradient_norm=norms[0] if self._synchronous else math.sqrt(sum(norm**2 for norm in norms)),
             learning_rate=rounds[0].learning_rate,
             aggregate_seconds=max(entry.aggregate_seconds for entry in rounds),

@@ -45,10 +45,8 @@ class TensorSpec:
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
     """The messages that carry a CPU tensor of one of the DTYPES."""
-    raw = memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
-    header = TensorHeader(
-        name=name, encoding=_ENCODINGS[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes
-    )
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    header = TensorHeader(name=name, encoding=_ENCODINGS[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
     yield TensorChunk(header=header, data=bytes(raw[:CHUNK_BYTES]))
     for start in range(CHUNK_BYTES, raw.nbytes, CHUNK_BYTES):
         yield TensorChunk(data=bytes(raw[start : start + CHUNK_BYTES]))

@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
-from swarm.model.stages import DropoutKey, token_loss
+from swarm.model.layers import DropoutKey
+from swarm.model.stages import token_loss
 from swarm.rpc.wire import DTYPES, TensorSpec, require_finite
 from swarm.stage.weights import GradientBucket, StageWeights, Version
 
@@ -201,7 +202,7 @@ class StageBackend:
         forward = Forward(
             microbatch=accumulated.microbatch, wire_inputs=accumulated.wire_inputs, version=accumulated.version
         )
-        inputs, outputs = self._graph(forward)
+        _, outputs = self._graph(forward)
         root, root_gradient = self._root(outputs, accumulated.wire_inputs, accumulated.wire_gradient_BTD)
         parameters = list(accumulated.version.parameters.values())
         gradients = torch.autograd.grad(root, parameters, root_gradient, allow_unused=True, materialize_grads=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import PeerUnavailable
+from swarm.errors import NotReady
 from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
 from swarm.stage.runtime import Runtime
@@ -92,7 +92,6 @@ class Computation(HopListener):
 
     async def news(self, seconds: float) -> None:
         """Return when it is done, when the route changed, when another call took over, or after `seconds`."""
-        self._news.clear()
         if self.done:
             return
         try:
@@ -100,6 +99,7 @@ class Computation(HopListener):
                 await self._news.wait()
         except TimeoutError:
             return
+        self._news.clear()
 
     def subscribe(self, subscriber: object) -> None:
         """Let `subscriber` have the answer; the one before, if any, is told that it was superseded."""
@@ -153,7 +153,7 @@ class Computation(HopListener):
         try:
             self._result = await (self._run_last() if self._backend.is_last else self._run_through())
         except asyncio.CancelledError:
-            self._error = PeerUnavailable("the computation was given up")
+            self._error = NotReady("the computation was given up")
             raise
         except Exception as error:  # noqa: BLE001 - kept for the caller; one microbatch must not end the peer
             self._error = error

@@ -52,7 +52,7 @@ class Runtime:
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
         """Have the thread do `work`; gives its result and the seconds it took.
 
-        Raises whatever `work` raises, or Overloaded. Cancellation drops work that has not started; work that
+        Raises whatever `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops work that has not started; work that
         has runs to its end and its result is lost.
         """
 
@@ -62,6 +62,8 @@ class Runtime:
             return result, time.perf_counter() - start
 
         with self._condition:
+            if self._stopping:
+                raise asyncio.CancelledError
             future: Future[tuple[_Result, float]] = self._queue.push(timed, priority=priority, age=age)
             self._condition.notify()
         return await asyncio.wrap_future(future)

@@ -63,7 +63,8 @@ class StageServicer(StageServiceServicer):
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    async def Train(self, request_iterator: Any, context: Context) -> None:
+    # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
+    async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         try:
             await self._train(context)
         except Overloaded as busy:
@@ -155,7 +156,8 @@ class StageServicer(StageServiceServicer):
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    async def Evaluate(self, request_iterator: Any, context: Context) -> None:
+    # As with Train.
+    async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         try:
             await self._evaluate(context)
         except SwarmError as error:

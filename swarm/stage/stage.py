@@ -15,6 +15,7 @@ from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import NotReady, Overloaded, StaleMicrobatch
 from swarm.hop import Hop, Microbatch
+from swarm.routing.throughput import MovingAverage
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import EntryState, Ledger
@@ -73,6 +74,7 @@ class Stage:
         self._ages = itertools.count()
         self._num_admitted = 0
         self._new_round = asyncio.Event()
+        self._seconds_per_sample = MovingAverage(0.1)
 
     @property
     def number(self) -> int:
@@ -83,6 +85,11 @@ class Stage:
     def round(self) -> int:
         """The round that is being worked on."""
         return self.backend.weights.round.number
+
+    @property
+    def samples_per_second(self) -> float:
+        """What the compute thread manages, forward and backward; 0 before the first microbatch."""
+        return 1.0 / self._seconds_per_sample.value if self._seconds_per_sample.value else 0.0
 
     @property
     def num_admitted(self) -> int:
@@ -209,6 +216,7 @@ class Stage:
             counts_for = computation.microbatch.round if synchronous else self.round
             self.ledger.commit(computation.microbatch.index, counts_for, keep_computation=synchronous)
             self.counters.committed += 1
+            self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
             await holder.settle()
             self.on_change()
         await computation.acknowledge_downstream()

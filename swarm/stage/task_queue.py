@@ -49,7 +49,7 @@ class QueueStatistics:
 
 
 class TaskQueue:
-    """A priority queue of at most `capacity` tasks. Not thread-safe: the runtime holds its lock."""
+    """A priority queue that takes new work up to `capacity` tasks. Not thread-safe: the runtime holds its lock."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -65,9 +65,10 @@ class TaskQueue:
         """Add a task; its future can be cancelled until it starts.
 
         Raises:
-            Overloaded: the queue is full. Control work always fits, there is little of it.
+            Overloaded: the queue is full. Only new work is refused: there is little control work, and a
+                backward ends something that was taken on.
         """
-        if len(self._heap) >= self._capacity and priority is not Priority.CONTROL:
+        if len(self._heap) >= self._capacity and priority >= Priority.FORWARD:
             raise Overloaded(f"{len(self._heap)} tasks wait already", retry_after_seconds=1.0)
         task = Task(priority=priority, age=age, number=next(self._numbers), work=work, future=Future())
         heapq.heappush(self._heap, task)

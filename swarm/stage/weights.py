@@ -240,5 +240,5 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(name.encode())
-        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

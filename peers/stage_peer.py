@@ -1,0 +1,240 @@
+"""swarm-peer: serves one stage of a run.
+
+    swarm-peer --preset tiny                                   the first peer, stage 0, of a new run
+    swarm-peer --stage 2 --initial-peers ADDRESS...            everyone else
+
+Reads top to bottom: options -> join the DHT -> agree on the configuration -> build -> enter the run -> serve
+until SIGTERM -> leave. The mechanisms are in swarm/; here they are wired together.
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from peers import cli, process
+from peers.identity_file import claim_identity
+from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.stage_server import ServerOptions, StageServer
+from swarm import config as configs
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.data import corpora, tokenizers
+from swarm.dht import node as dht_node
+from swarm.dht.directory import Directory
+from swarm.dht.node import DhtNode
+from swarm.errors import SwarmError, WrongStage
+from swarm.identity import Identity
+from swarm.routing.router import Router
+
+logger = logging.getLogger(__name__)
+
+PROG = "swarm-peer"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Serve one stage of a run."""
+
+    stage: int = 0
+    """Stage to serve, from 0."""
+    initial_peers: tuple[str, ...] = ()
+    """DHT addresses of peers that are there already; without any, a new run begins."""
+    config: Path | None = None
+    """TOML file of a new run."""
+    preset: str | None = None
+    """Configuration of a new run that comes with swarm: tiny, small or llama-124m."""
+    dataset: str | None = None
+    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    stages: int | None = None
+    """Number of stages of a new run, instead of the configuration's."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    threads: int = 0
+    """CPU threads for computing; 0 leaves the choice to PyTorch."""
+    host: str = "0.0.0.0"
+    """IP address to listen on."""
+    port: int = 0
+    """TCP port for tensors (gRPC); 0 takes a free one."""
+    dht_port: int = 0
+    """TCP port for the DHT; 0 takes a free one."""
+    announce: str | None = None
+    """Host name or IP address at which others reach this machine, if not the one it sees itself."""
+    identity: Path | None = None
+    """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
+    name: str = ""
+    """What others see; by default host name and process id."""
+    max_in_flight: int = 0
+    """Microbatches to work on at once; 0 takes two for each stage from here on, and two more."""
+    graph_memory_mib: int = 4096
+    """Memory for what backward needs of forward; beyond it forwards are computed again."""
+    insecure: bool = False
+    """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
+    ready_file: Path | None = None
+    """Write a JSON object with this peer's addresses here once it serves."""
+    log_level: process.LogLevel = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if self.stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.stage}")
+        if self.stages is not None and self.stages < 1:
+            raise ValueError(f"--stages must be at least 1, not {self.stages}")
+        if self.config is not None and self.preset is not None:
+            raise ValueError("--config and --preset exclude each other")
+        own = self.config is not None or self.preset is not None
+        if not own and not self.initial_peers:
+            raise ValueError("a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS")
+        if not own and (self.dataset or self.stages):
+            raise ValueError("--dataset and --stages belong to a new run's --preset or --config")
+        for name in ("port", "dht_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        for name in ("threads", "max_in_flight", "graph_memory_mib"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(PeerOptions, prog=PROG, argv=argv)
+    process.setup_logging(options.name or f"stage {options.stage}", options.log_level)
+    device = choose_device(options.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    own = own_config(options)
+    identity = claim_identity(options.identity, CACHE / "identities", options.stage)
+    node = dht_node.start(
+        clock=SystemClock(), initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
+        announce_host=options.announce, identity_path=identity.path.with_suffix(".p2p"),
+    )  # fmt: skip
+    try:
+        asyncio.run(run(options, own, identity.identity, node, device))
+    finally:
+        node.shutdown()
+    return 0
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device of that name. Raises ValueError if there is none."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used: {reason}") from None
+    return device
+
+
+def own_config(options: PeerOptions) -> RunConfig | None:
+    """The configuration that the command line names, complete with its data's digest; None if it names none."""
+    if options.config is None and options.preset is None:
+        return None
+    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
+    if options.stages is not None:
+        stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
+        config = dataclasses.replace(config, stages=stages)
+    if options.dataset is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
+    require_stage(config, options.stage)
+    corpus = corpora.prepare(config.data, cache_dir=CACHE / "corpora")
+    corpora.check_digest(config.data, corpus)
+    tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, digest=corpus.digest))
+
+
+def require_stage(config: RunConfig, stage: int) -> None:
+    """Raise WrongStage if the run has no such stage."""
+    last = config.stages.num_stages - 1
+    if stage > last:
+        raise WrongStage(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
+
+
+async def run(
+    options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device
+) -> None:
+    """Join, serve and leave."""
+    clock = SystemClock()
+    config = await agree_on_config(node, own, options.initial_peers, clock)
+    require_stage(config, options.stage)
+    directory = Directory(node, identity, config.run_id, clock)
+    router = Router(clock, random.Random(identity.peer_id))
+    known = KnownPeers(router, own_id=identity.peer_id)
+    stages = range(config.stages.num_stages)
+    stop = process.stop_event()
+    local = ServerOptions(
+        name=options.name or default_name(), device=device, insecure=options.insecure,
+        max_in_flight=options.max_in_flight, graph_bytes=options.graph_memory_mib << 20,
+    )  # fmt: skip
+    async with asyncio.TaskGroup() as tasks:
+        await known.look(directory, stages)
+        server = StageServer(
+            config=config, stage=options.stage, identity=identity, known=known, router=router, directory=directory,
+            clock=clock, tasks=tasks, options=local,
+        )  # fmt: skip
+        async with server.listening(options.host, options.port, options.announce or own_host(node)) as endpoint:
+            background = [
+                tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
+                tasks.create_task(republish(directory, config)),
+            ]
+            await server.enter(node.addresses()[0])
+            announce_to_people(options, config, node, known)
+            write_ready_file(options, identity, endpoint, node)
+            background.append(tasks.create_task(server.serve()))
+            await stop.wait()
+            logger.info("leaving: finishing what is in flight")
+            await server.leave()
+            for task in background:
+                task.cancel()
+
+
+async def republish(directory: Directory, config: RunConfig) -> None:
+    """Keep the configuration in the DHT, as every peer does."""
+    while True:
+        try:
+            await directory.publish_config(configs.to_json(config), lifetime_seconds=60.0)
+        except SwarmError as error:
+            logger.debug("the configuration was not published: %s", error)
+        await asyncio.sleep(20.0)
+
+
+def own_host(node: DhtNode) -> str:
+    """The address at which the DHT node sees itself: the first that is not loopback, if there is one."""
+    hosts = [address.split("/")[2] for address in node.addresses()]
+    return next((host for host in hosts if not host.startswith("127.")), hosts[0])
+
+
+def announce_to_people(options: PeerOptions, config: RunConfig, node: DhtNode, known: KnownPeers) -> None:
+    """Say on stdout how others join, with several peers' addresses where there are several."""
+    addresses = list(dict.fromkeys([*node.addresses()[:2], *known.dht_addresses(4)]))
+    joined = " ".join(addresses[:5])
+    insecure = " --insecure" if options.insecure else ""
+    last = config.stages.num_stages - 1
+    print(f"Serving stage {options.stage} (of 0 to {last}) of run {config.run_id}")
+    print(f"  join:   swarm-peer --stage N --initial-peers {joined}{insecure}")
+    print(f"  train:  swarm-trainer --steps 100 --initial-peers {joined}{insecure}")
+    print(f"  watch:  swarm-status --watch --initial-peers {joined}{insecure}", flush=True)
+
+
+def write_ready_file(options: PeerOptions, identity: Identity, endpoint: str, node: DhtNode) -> None:
+    """Tell whoever started us that we serve, and where."""
+    if options.ready_file is None:
+        return
+    ready = {
+        "peer_id": identity.peer_id, "stage": options.stage, "endpoint": endpoint, "dht_addresses": node.addresses(),
+        "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
+    }  # fmt: skip
+    temporary = options.ready_file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(ready))
+    temporary.rename(options.ready_file)

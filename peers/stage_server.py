@@ -1,0 +1,259 @@
+"""A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
+
+Used by swarm-peer. Each step of its life is a method, so that nothing is announced before it is served:
+listen -> enter (get the state) -> serve (announce, average) -> leave.
+"""
+
+import asyncio
+import hashlib
+import logging
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+import swarm
+from peers.network import KnownPeers
+from swarm.averaging.averager import Averager
+from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.transport import GrpcTransport
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.dht.directory import Directory
+from swarm.errors import PeerUnavailable
+from swarm.hop import Hop
+from swarm.identity import Identity
+from swarm.model.stages import build_stage
+from swarm.pipeline.lease_service import GroupLead, LeaseServicer
+from swarm.pipeline.leases import RoundView
+from swarm.routing.router import Router
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
+from swarm.stage.backend import GraphBudget, StageBackend, reply_specs
+from swarm.stage.member import StageMember
+from swarm.stage.runtime import Runtime
+from swarm.stage.servicer import StageServicer
+from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.weights import StageWeights
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_SECONDS = 5.0
+RECORD_SECONDS = 20.0
+"""Lifetime of an announcement: a peer that died is listed for at most this long."""
+LEAVE_SECONDS = 30.0
+"""How long a leaving peer waits for its microbatches, and then for its round."""
+QUIET_SECONDS = 5.0
+"""A round in which nothing has happened for this long is not waited for when leaving."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What concerns this machine alone."""
+
+    name: str
+    device: torch.device
+    insecure: bool
+    max_in_flight: int
+    graph_bytes: int
+
+
+class StageServer:
+    """One stage peer."""
+
+    def __init__(
+        self, *, config: RunConfig, stage: int, identity: Identity, known: KnownPeers, router: Router,
+        directory: Directory, clock: Clock, tasks: asyncio.TaskGroup, options: ServerOptions,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._number = stage
+        self._identity = identity
+        self._known = known
+        self._directory = directory
+        self._clock = clock
+        self._options = options
+        self._state = PeerState.JOINING
+        self._endpoint = ""
+        self._dht_address = ""
+        self._channels = ChannelPool(insecure=options.insecure)
+        self._runtime = Runtime(queue_capacity=1024)
+        module = build_stage(config, stage, device=options.device)
+        backend = StageBackend(
+            config=config, stage=stage, module=module, device=options.device,
+            weights=StageWeights(config, module, lineage=genesis(config, stage)),
+            budget=GraphBudget(limit_bytes=options.graph_bytes),
+        )  # fmt: skip
+        num_later = config.stages.num_stages - stage
+        hop = None
+        if not backend.is_last:
+            hop = Hop(
+                run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
+                channels=self._channels, clock=clock,
+            )  # fmt: skip
+        self._stage = Stage(
+            config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
+            limits=StageLimits(max_in_flight=options.max_in_flight or 2 * num_later + 2),
+        )  # fmt: skip
+        self._member = StageMember(self._stage, num_alive=lambda: len(known.others(stage)) + 1)
+        self._averager = Averager(
+            config=config, stage=stage, own_id=identity.peer_id, member=self._member, peers=known.peers,
+            transport=GrpcTransport(self._channels), clock=clock,
+        )  # fmt: skip
+        self._stage.on_change = self._averager.notify
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = HealthServicer()
+        stage_servicer = StageServicer(config=config, stage=self._stage, hop=hop, describe=self._describe)
+        lease_servicer = LeaseServicer(config=config, stage=stage, clock=clock, lead=self._lead)
+        add_StageServiceServicer_to_server(stage_servicer, self._server)
+        add_LeaseServiceServicer_to_server(lease_servicer, self._server)
+        add_AveragingServiceServicer_to_server(AveragingServicer(self._averager), self._server)
+        add_HealthServicer_to_server(self._health, self._server)
+
+    @asynccontextmanager
+    async def listening(self, host: str, port: int, announced_host: str) -> AsyncIterator[str]:
+        """Serve gRPC inside the block; gives the endpoint that others are told.
+
+        Raises:
+            ValueError: the port is in use.
+        """
+        credentials = None if self._options.insecure else tls.server_credentials(self._identity)
+        bound = bind_server(self._server, host, port, credentials)
+        self._endpoint = f"{announced_host}:{bound}"
+        await self._server.start()
+        self._runtime.start()
+        try:
+            yield self._endpoint
+        finally:
+            await self._server.stop(grace=1.0)
+            await self._channels.close()
+            self._runtime.stop(timeout_seconds=2.0)
+
+    async def enter(self, dht_address: str) -> None:
+        """Get the stage's state: from a holder if there is one, from the start if there never was any."""
+        self._dht_address = dht_address
+        others = self._known.others(self._number)
+        if any(record.round > 0 for record in others):
+            await self._averager.catch_up()
+        elif not others:
+            await self._start_over_if_late()
+        self._stage.serving = True
+        self._state = PeerState.SERVING
+        await self._announce()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def serve(self) -> None:
+        """Announce and average until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._averager.run())
+            tasks.create_task(self._keep_announced())
+
+    async def leave(self) -> None:
+        """Take no more microbatches, finish those in flight, and wait for the round that needs our gradients."""
+        self._stage.serving = False
+        self._state = PeerState.LEAVING
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._announce()
+        number, deadline = self._stage.round, self._clock.monotonic() + LEAVE_SECONDS
+        while self._clock.monotonic() < deadline and (self._stage.num_admitted or self._round_needs_us(number)):
+            await self._clock.sleep(0.1)
+        try:
+            await self._directory.withdraw()
+        except PeerUnavailable as error:
+            logger.debug("not withdrawn: %s", error)
+
+    def _round_needs_us(self, number: int) -> bool:
+        progress = self._member.progress()
+        alone = not self._known.others(self._number)
+        return (
+            progress.round == number
+            and progress.num_samples > 0
+            and not alone
+            and self._averager.view().quiet_seconds < QUIET_SECONDS
+        )
+
+    async def _start_over_if_late(self) -> None:
+        rounds = [
+            (record.round, record.samples)
+            for stage in range(self._config.stages.num_stages)
+            for record in self._known.others(stage)
+        ]
+        latest, samples = max(rounds, default=(0, 0))
+        if latest > 0:
+            logger.warning(
+                "nobody holds stage %d any more: it starts again from its initial weights at round %d",
+                self._number, latest,
+            )  # fmt: skip
+            lineage = hashlib.sha256(f"{genesis(self._config, self._number)} again at {latest}".encode()).hexdigest()
+            await self._member.start_over(latest, samples, lineage)
+
+    # -- what others are told ----------------------------------------------------------------------------------------
+
+    async def _keep_announced(self) -> None:
+        announced_round = self._stage.round
+        while True:
+            await self._announce()
+            for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
+                await self._clock.sleep(0.5)
+                if self._stage.round != announced_round:
+                    announced_round = self._stage.round
+                    break
+
+    async def _announce(self) -> None:
+        record = PeerRecord(
+            peer_id=self._identity.peer_id, name=self._options.name, software_version=swarm.__version__,
+            announced_at=self._clock.time(), stage=self._number, endpoint=self._endpoint,
+            certificate_pem="" if self._options.insecure else self._identity.certificate_pem, state=self._state,
+            samples_per_second=self._stage.samples_per_second, queue_length=self._runtime.queue_length,
+            round=self._stage.round, samples=self._member.run_samples, lineage=self._member.progress().lineage,
+            dht_address=self._dht_address,
+        )  # fmt: skip
+        try:
+            await self._directory.announce_peer(record, RECORD_SECONDS)
+        except PeerUnavailable as error:
+            logger.warning("not announced: %s", error)
+
+    def _lead(self) -> GroupLead:
+        view = self._averager.view()
+        if not view.is_leader:
+            return GroupLead(leader_id=PeerId(view.leader_id), view=None)
+        round_view = RoundView(
+            round=view.round, committed=view.committed, highest_microbatch=view.highest_microbatch,
+            quiet_seconds=view.quiet_seconds,
+        )  # fmt: skip
+        return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
+
+    def _describe(self) -> pb.DescribeReply:
+        progress, counters = self._member.progress(), self._stage.counters
+        device = self._options.device
+        return pb.DescribeReply(
+            peer_id=self._identity.peer_id, name=self._options.name, protocol_version=PROTOCOL_VERSION,
+            software_version=swarm.__version__, run_id=self._config.run_id, stage=self._number, state=self._state,
+            round=progress.round, run_samples=progress.run_samples, round_samples=progress.num_samples,
+            lineage=progress.lineage, samples_per_second=self._stage.samples_per_second,
+            queue_length=self._runtime.queue_length,
+            counters=pb.StageCounters(
+                forwards=counters.forwards, backwards=counters.backwards,
+                rerouted_backwards=counters.rerouted_backwards, committed=counters.committed,
+                rolled_back=counters.rolled_back, repeated=counters.repeated, busy_replies=counters.busy_replies,
+                recomputed_forwards=self._stage.backend.budget.num_recomputed,
+            ),
+            rounds=list(self._member.reports),
+            resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        )  # fmt: skip
+
+
+def genesis(config: RunConfig, stage: int) -> str:
+    """Lineage of a stage that has committed nothing."""
+    return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()

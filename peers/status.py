@@ -1,0 +1,98 @@
+"""swarm-status: who is in a swarm and what everybody is doing.
+
+    swarm-status --initial-peers ADDRESS... [--watch] [--json]
+
+Enters the DHT as a client, reads the announcements and asks every peer. Changes nothing.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from peers import cli, process
+from peers.live_table import LiveTable, render
+from peers.network import agree_on_config
+from peers.observe import observe
+from peers.view import SwarmView
+from swarm.clock import SystemClock
+from swarm.dht import node as dht_node
+from swarm.dht.directory import Directory
+from swarm.dht.node import DhtNode
+from swarm.identity import generate
+from swarm.rpc.channels import ChannelPool
+
+PROG = "swarm-status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Show the stages, peers and trainers of a swarm."""
+
+    initial_peers: tuple[str, ...]
+    """DHT addresses of the swarm's peers."""
+    watch: bool = False
+    """Go on until Ctrl-C."""
+    json: bool = False
+    """One line of JSON for each look, instead of a table."""
+    interval: float = 2.0
+    """Seconds between two looks with --watch."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
+    log_level: process.LogLevel = "warning"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if not self.initial_peers:
+            raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
+        if self.interval <= 0:
+            raise ValueError(f"--interval must be positive, not {self.interval}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(StatusOptions, prog=PROG, argv=argv)
+    process.setup_logging("status", options.log_level)
+    node = dht_node.start(clock=SystemClock(), initial_peers=options.initial_peers, client_mode=True)
+    try:
+        asyncio.run(run(options, node))
+    finally:
+        node.shutdown()
+    return 0
+
+
+async def run(options: StatusOptions, node: DhtNode) -> None:
+    """Look once, or again and again."""
+    clock = SystemClock()
+    config = await agree_on_config(node, None, options.initial_peers, clock)
+    directory = Directory(node, generate(), config.run_id, clock)
+    channels = ChannelPool(insecure=options.insecure)
+
+    async def look() -> SwarmView:
+        stages = {stage: await directory.peers(stage) for stage in range(config.stages.num_stages)}
+        return await observe(config.run_id, stages, await directory.trainers(), channels)
+
+    stop = process.stop_event()
+    with LiveTable() as table:
+        while True:
+            view = await look()
+            if options.json:
+                print(view.to_json(), flush=True)
+            elif options.watch and sys.stdout.isatty():
+                table.show(view)
+            else:
+                Console().print(render(view))
+            if not options.watch or await _stopped(stop, options.interval):
+                break
+    await channels.close()
+
+
+async def _stopped(stop: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await stop.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,372 @@
+"""swarm-trainer: feeds text into a running swarm and follows its steps.
+
+    swarm-trainer --initial-peers ADDRESS... --steps 100
+
+Holds no parameters. Reads top to bottom: options -> join the DHT as a client -> find the text -> train, evaluate,
+report -> say goodbye.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from peers import cli, process
+from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.stage_peer import CACHE
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.data import corpora, entropy, tokenizers
+from swarm.data.microbatches import Microbatches
+from swarm.dht import node as dht_node
+from swarm.dht.directory import Directory
+from swarm.dht.node import DhtNode
+from swarm.errors import PeerUnavailable, RetriesExhausted
+from swarm.hop import Hop
+from swarm.identity import Identity, generate
+from swarm.metrics.log import MetricsLog, StepMetrics
+from swarm.metrics.plot import plot_loss
+from swarm.metrics.wandb_run import WandbRun
+from swarm.pipeline.evaluate import generate as generate_text
+from swarm.pipeline.evaluate import held_out_loss
+from swarm.pipeline.lease_service import LeaseClient
+from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.types import TrainerRecord
+
+logger = logging.getLogger(__name__)
+
+PROG = "swarm-trainer"
+RECORD_SECONDS = 20.0
+"""Lifetime of a trainer's announcement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """Train: feed text into a running swarm. A step is one outer round of the whole swarm."""
+
+    initial_peers: tuple[str, ...]
+    """DHT addresses of the swarm's peers."""
+    steps: int = 100
+    """Steps to train from where the swarm is now."""
+    dataset: str | None = None
+    """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it."""
+    output: Path = Path("swarm-output")
+    """Folder for metrics.jsonl, summary.json, loss.png and sample.txt."""
+    evaluate_every: int = 10
+    """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
+    evaluation_samples: int = 256
+    """Held-out samples in an evaluation."""
+    sample_tokens: int = 0
+    """Tokens of text that the trained swarm writes at the end."""
+    max_in_flight: int = 256
+    """Largest number of microbatches under way at once; the trainer finds how many are worth while."""
+    wandb: str | None = None
+    """Report to this Weights & Biases project, into local files."""
+    wandb_online: bool = False
+    """Report to the Weights & Biases service as it happens."""
+    name: str = ""
+    """What others see; by default host name and process id."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
+    log_level: process.LogLevel = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if not self.initial_peers:
+            raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
+        for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluation_samples", 1), ("max_in_flight", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
+                )
+        if self.wandb_online and self.wandb is None:
+            raise ValueError("--wandb-online needs --wandb PROJECT")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
+    process.setup_logging(options.name or "trainer", options.log_level)
+    torch.set_num_threads(1)
+    node = dht_node.start(clock=SystemClock(), initial_peers=options.initial_peers, client_mode=True)
+    try:
+        return asyncio.run(run(options, node))
+    finally:
+        node.shutdown()
+
+
+async def run(options: TrainerOptions, node: DhtNode) -> int:
+    """Join, train, and leave; gives the exit code."""
+    clock = SystemClock()
+    config = await agree_on_config(node, None, options.initial_peers, clock)
+    corpus, data = await asyncio.to_thread(open_corpus, config, options.dataset)
+    identity = generate()
+    router = Router(clock, random.Random(identity.peer_id))
+    directory = Directory(node, identity, config.run_id, clock)
+    known = KnownPeers(router)
+    stages = range(config.stages.num_stages)
+    await known.look(directory, stages)
+    channels = ChannelPool(insecure=options.insecure)
+    hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+    watcher = RoundWatcher(
+        run_id=config.run_id, num_stages=len(stages), synchronous=config.rounds.synchronous, peers=known.peers,
+        channels=channels,
+    )  # fmt: skip
+    leases = LeaseClient(
+        config=config, trainer_id=identity.peer_id, peers=known.peers, channels=channels, clock=clock
+    )
+    wandb_run = None
+    if options.wandb is not None:
+        wandb_run = WandbRun(
+            project=options.wandb, folder=options.output, online=options.wandb_online,
+            config=dataclasses.asdict(config),
+        )  # fmt: skip
+    metrics = MetricsLog(options.output / "metrics.jsonl", wandb_run=wandb_run)
+    with metrics, Report(config, options, metrics, Console(stderr=True)) as report:
+        loop = TrainLoop(
+            config=config, data=data, hop=hop, leases=leases, watcher=watcher, clock=clock,
+            max_in_flight=options.max_in_flight, on_waiting=report.waiting,
+        )  # fmt: skip
+        session = Session(options, config, data, hop, watcher, directory, identity, loop, report)
+        stop = process.stop_event()
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
+                tasks.create_task(session.keep_announced(clock)),
+            ]
+            training = tasks.create_task(session.train())
+            stopped = tasks.create_task(stop.wait())
+            await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
+            interrupted = not training.done()
+            for task in [*background, training, stopped]:
+                task.cancel()
+        await channels.close()
+    report.goodbye(interrupted=interrupted)
+    if not interrupted:
+        write_summary(options, report, corpus)
+        if session.sample:
+            (options.output / "sample.txt").write_text(session.sample + "\n", encoding="utf-8")
+            print(session.sample)
+    plot_loss(options.output / "metrics.jsonl", options.output / "loss.png")
+    if wandb_run is not None and (command := await asyncio.to_thread(wandb_run.finish, timeout_seconds=30.0)):
+        print(f"To upload this run to Weights & Biases: {command}")
+    return process.EXIT_INTERRUPTED if interrupted else 0
+
+
+def open_corpus(config: RunConfig, dataset: str | None) -> tuple[corpora.Corpus, Microbatches]:
+    """This machine's copy of the run's text. Raises CorpusMismatch if it is another, ValueError if there is none."""
+    tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
+    local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
+    corpus = corpora.prepare(local, cache_dir=CACHE / "corpora")
+    corpora.check_digest(config.data, corpus)
+    return corpus, Microbatches(corpus, config.data)
+
+
+@dataclass
+class Session:
+    """One run of the trainer, from its first step to its last evaluation."""
+
+    options: TrainerOptions
+    config: RunConfig
+    data: Microbatches
+    hop: Hop
+    watcher: RoundWatcher
+    directory: Directory
+    identity: Identity
+    loop: TrainLoop
+    report: "Report"
+    sample: str = ""
+
+    async def train(self) -> None:
+        """Train the steps that were asked for, then evaluate."""
+        await self.watcher.poll()
+        first = self.watcher.round
+        self.report.begin(first)
+        await self.loop.run(first, self.options.steps, self.step)
+        await self.watcher.poll()
+        self.report.final(await self.evaluate())
+        if self.options.sample_tokens:
+            self.sample = await self.write_sample()
+
+    async def step(self, step: Step) -> None:
+        """Report a step, with an evaluation if it is time for one."""
+        number, every = step.number, self.options.evaluate_every
+        last = number - self.report.first_step == self.options.steps
+        loss = await self.evaluate() if every and number % every == 0 and not last else None
+        self.report.step(step, loss)
+
+    async def evaluate(self) -> float | None:
+        """Loss on held-out text; None, with a warning, if the swarm could not compute it."""
+        for _ in range(3):
+            await self.watcher.poll()
+            try:
+                return await held_out_loss(
+                    self.hop, self.data, round_number=self.watcher.round, num_samples=self.options.evaluation_samples
+                )
+            except RetriesExhausted as error:
+                logger.info("evaluating again: %s", error)
+        logger.warning("no evaluation: the swarm moves on faster than it evaluates")
+        return None
+
+    async def write_sample(self) -> str:
+        """Text that the trained swarm writes, after a held-out prompt."""
+        tokenizer = tokenizers.load(self.config.data.tokenizer)
+        prompt = [int(token) for token in self.data.held_out(1)[0][0][:-1]]
+        tokens = await generate_text(
+            self.hop, self.config, prompt, round_number=self.watcher.round, num_tokens=self.options.sample_tokens,
+            temperature=0.7, seed=self.config.data.seed,
+        )  # fmt: skip
+        written = tokenizer.decode(prompt), tokenizer.decode(tokens)
+        return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
+
+    async def keep_announced(self, clock: SystemClock) -> None:
+        """Let status see this trainer."""
+        while True:
+            record = TrainerRecord(
+                peer_id=self.identity.peer_id, name=self.options.name or default_name(), announced_at=clock.time(),
+                step=self.report.step_number, loss=self.report.loss, tokens=self.report.own_tokens,
+                tokens_per_second=self.report.tokens_per_second, in_flight=self.loop.num_in_flight,
+            )  # fmt: skip
+            try:
+                await self.directory.announce_trainer(record, RECORD_SECONDS)
+            except PeerUnavailable as error:
+                logger.debug("not announced: %s", error)
+            await asyncio.sleep(5.0)
+
+
+class Report(contextlib.AbstractContextManager["Report"]):
+    """What the trainer tells: a progress bar, metrics, and the figures of the summary."""
+
+    def __init__(
+        self, config: RunConfig, options: TrainerOptions, metrics: MetricsLog, console: Console
+    ) -> None:  # fmt: skip
+        self.first_step = 0
+        self.step_number = 0
+        self.first_loss: float | None = None
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.own_tokens = 0
+        self.num_microbatches = 0
+        self.num_rerouted = 0
+        self.tokens_per_second = 0.0
+        self.seconds = 0.0
+        self._run_samples = 0
+        self._config = config
+        self._options = options
+        self._metrics = metrics
+        self._console = console
+        self._waiting_for: int | None = None
+        self._bar = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task: TaskID = self._bar.add_task("train", total=options.steps, note="")
+
+    def __enter__(self) -> "Report":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def begin(self, first_step: int) -> None:
+        """The swarm is at this step now."""
+        self.first_step = self.step_number = first_step
+        self._run_samples = first_step * self._config.rounds.round_samples
+        self._metrics.event(first_step, "training begins")
+
+    def waiting(self, stage: int) -> None:
+        """Say once that a stage is empty, until the next step."""
+        if self._waiting_for != stage:
+            self._waiting_for = stage
+            message = f"waiting: stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
+            logger.warning("%s", message)
+            self._metrics.event(self.step_number, f"stage {stage} has no peer")
+
+    def step(self, step: Step, validation_loss: float | None) -> None:
+        """Log a step."""
+        self._waiting_for = None
+        totals, report = step.totals, step.report
+        self.step_number = step.number
+        if totals.losses:
+            self.loss = sum(totals.losses) / len(totals.losses)
+            self.first_loss = self.loss if self.first_loss is None else self.first_loss
+        self.validation_loss = self.validation_loss if validation_loss is None else validation_loss
+        self.own_tokens += totals.num_tokens
+        self.num_microbatches += totals.num_microbatches
+        self.num_rerouted += totals.num_rerouted
+        self.seconds += step.seconds
+        before = self._run_samples
+        self._run_samples = report.run_samples if report else before + self._config.rounds.round_samples
+        length = self._config.data.sequence_length
+        self.tokens_per_second = (self._run_samples - before) * length / max(step.seconds, 1e-9)
+        self._metrics.step(
+            StepMetrics(
+                step=step.number,
+                loss=float("nan") if self.loss is None else self.loss,
+                gradient_norm=report.gradient_norm if report else None,
+                learning_rate=report.learning_rate if report else None,
+                tokens_per_sec=self.tokens_per_second,
+                total_tokens=self._run_samples * length,
+                step_time=step.seconds,
+                dispatch_time=sum(totals.dispatch_seconds),
+                aggregate_time=report.aggregate_seconds if report else None,
+                successful_workers=report.num_members if report else 0,
+                compression_ratio=report.compression_ratio if report else None,
+                validation_loss=validation_loss,
+                device_memory_bytes=report.device_bytes if report else None,
+            )
+        )
+        self._say(step.number, validation_loss)
+
+    def final(self, validation_loss: float | None) -> None:
+        """The evaluation at the end."""
+        if validation_loss is not None:
+            self.validation_loss = validation_loss
+            self._metrics.event(self.step_number, f"final validation loss {validation_loss:.4f}")
+
+    def goodbye(self, *, interrupted: bool) -> None:
+        """Say where training is."""
+        how = "stopped" if interrupted else "finished"
+        loss = "" if self.loss is None else f", loss {self.loss:.3f}"
+        held_out = "" if self.validation_loss is None else f", validation loss {self.validation_loss:.3f}"
+        print(
+            f"{how} at step {self.step_number}{loss}{held_out}; figures in {self._options.output}. The swarm keeps its "
+            "state: start swarm-trainer again to go on."
+        )
+
+    def _say(self, number: int, validation_loss: float | None) -> None:
+        held_out = "" if validation_loss is None else f"  validation {validation_loss:.3f}"
+        note = f"loss {self.loss or float('nan'):.3f}{held_out}  {self.tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._task, completed=number - self.first_step, note=note)
+        if not self._console.is_terminal:
+            logger.info("step %d: %s", number, note)
+
+
+def write_summary(options: TrainerOptions, report: Report, corpus: corpora.Corpus) -> None:
+    """Write summary.json: how the run began and ended, and what counting bigrams alone would reach."""
+    summary = {
+        "first_loss": report.first_loss,
+        "final_loss": report.loss,
+        "validation_loss": report.validation_loss,
+        "unigram_entropy": entropy.unigram_entropy(corpus),
+        "bigram_entropy": entropy.bigram_entropy(corpus),
+        "tokens": report.own_tokens,
+        "tokens_per_second": report.own_tokens / max(report.seconds, 1e-9),
+        "microbatches_completed": report.num_microbatches,
+        "microbatches_rerouted": report.num_rerouted,
+        "steps": report.step_number - report.first_step,
+    }
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

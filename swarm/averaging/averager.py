@@ -1,0 +1,454 @@
+"""LOOP 3: keeps one stage's peers at the same weights, round by round.
+
+Started by the stage peer's program. Three things go on at once: this peer reports its progress to the peer
+that it believes leads; when that is itself, it watches the reports and leads the attempts; and when it finds
+itself behind, it downloads. Never touches weights: the stage does, when it is told to.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.averaging import messages, state_transfer
+from swarm.averaging.allreduce import ReducedPart
+from swarm.averaging.leader import AttemptFailed, Leader, is_complete
+from swarm.averaging.member import Progress, RoundMember
+from swarm.averaging.participant import Participant
+from swarm.averaging.roster import Roster
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import REPORT, Method, Reply, Request, Transport, contact_of
+from swarm.clock import Clock
+from swarm.compression.codec import get_codec
+from swarm.config import RunConfig
+from swarm.errors import (
+    DeadlineExceeded,
+    IncompatibleVersion,
+    NotReady,
+    PeerUnavailable,
+    SwarmError,
+    WrongRun,
+    WrongStage,
+)
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_FACTOR = 4
+"""A snapshot may be so many times as large as the own one, which may lack the outer optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupView:
+    """What this peer knows of its group's round; the leader's is the whole, any other's its own part.
+
+    Attributes:
+        progress: by member, this peer included.
+        committed: microbatches that some member has committed in this round.
+        complete: the round has all it needs.
+        highest_microbatch: highest index any member has seen; -1 for none.
+        quiet_seconds: since anything of this last changed.
+    """
+
+    round: int
+    leader_id: PeerId
+    is_leader: bool
+    progress: Mapping[PeerId, Progress]
+    committed: frozenset[int]
+    complete: bool
+    highest_microbatch: int
+    quiet_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingStatistics:
+    """Since the peer started. `num_alive` and `num_members` are two figures: who is there, and who took part."""
+
+    num_attempts: int
+    aborted: Mapping[str, int]
+    exchange_seconds: float
+    barrier_seconds: float
+    num_downloads: int
+    num_members: int
+    num_alive: int
+
+
+class Averager:
+    """One peer's part in its stage's rounds."""
+
+    def __init__(
+        self, *, config: RunConfig, own: PeerRecord, member: RoundMember,
+        peers: Callable[[int], Sequence[PeerRecord]], transport: Transport, clock: Clock, timing: Timing | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            own: this peer's record; stage, endpoint and certificate are used.
+            peers: the directory's last known view of a stage.
+        """
+        self._config = config
+        self._own = own
+        self._own_id = PeerId(own.peer_id)
+        self._member = member
+        self._transport = transport
+        self._clock = clock
+        self._timing = timing = timing or Timing()
+        self._address = Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=own.stage)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._progressed = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._changed_at = clock.monotonic()
+        self._version = 0
+        self._reporting: set[PeerId] = set()
+        self._nudges: set[PeerId] = set()
+        self._catching_up = False
+        self._last_progress: Progress | None = None
+        self._branches: set[str] = set()
+        self._waits_for_quorum = False
+        self._attempts: Counter[int] = Counter()
+        self._aborted: Counter[str] = Counter()
+        self._num_attempts = self._num_downloads = 0
+        self._roster = Roster(
+            own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
+            branches_yield=config.averaging.quorum == "available",
+        )  # fmt: skip
+        self._participant = Participant(
+            own_id=self._own_id, address=self._address, member=member, codec=get_codec(config.averaging.codec),
+            transport=transport, clock=clock, spawn=lambda work: self._running().create_task(work),
+        )  # fmt: skip
+        self._leader = Leader(
+            config=config, own_id=self._own_id, address=self._address, call=self._call, peers=peers,
+            current_round=lambda: self._participant.standing.round,
+            contribution_bytes=lambda: self._participant.contribution_bytes, has_quorum=self._has_quorum,
+            decided=self._signal, clock=clock, timing=timing,
+        )  # fmt: skip
+        self._handlers: dict[str, Callable[[Any], Any]] = {
+            "Report": self._report_handler, "Begin": self._participant.begin, "Average": self._participant.average,
+            "Commit": self._participant.commit, "Abort": self._participant.abort, "Barrier": self._barrier_handler,
+        }  # fmt: skip
+
+    # -- for the stage peer ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Take part until cancelled. Leaving needs no farewell: the others go on without this peer."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._report_loop())
+            tasks.create_task(self._lead_loop())
+
+    def notify(self) -> None:
+        """The stage's progress changed."""
+        self._version += 1
+        self._progressed.set()
+
+    async def join(self) -> None:
+        """Ask every known peer where the run is, and download its state if this peer is behind; needs `run`."""
+        async with asyncio.TaskGroup() as calls:
+            for peer_id in self._roster.strangers(self._participant.standing):
+                calls.create_task(self._report(peer_id))
+
+    def view(self) -> GroupView:
+        """The round as this peer knows it."""
+        own = self._member.progress()
+        standing = self._participant.standing
+        leader_id = self._own_id if self._leader.active else self._roster.leader(standing)
+        progress = {} if self._roster.excludes_self else {self._own_id: own}
+        progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
+        committed = frozenset[int]().union(*(p.committed for p in progress.values()))
+        num_samples = sum(p.num_samples for p in progress.values())
+        return GroupView(
+            round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
+            committed=committed, complete=is_complete(self._config, standing.round, committed, num_samples),
+            highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
+            quiet_seconds=self._clock.monotonic() - self._changed_at,
+        )  # fmt: skip
+
+    async def changed(self) -> None:
+        """Wait until the view, or the state of a round, changes."""
+        await self._changed.wait()
+
+    def statistics(self) -> AveragingStatistics:
+        """A reading of the counters."""
+        last = self._participant.outcomes.get(self._participant.standing.round - 1)
+        return AveragingStatistics(
+            num_attempts=self._num_attempts, aborted=dict(self._aborted),
+            exchange_seconds=self._leader.times.total_exchange_seconds,
+            barrier_seconds=self._leader.times.total_barrier_seconds, num_downloads=self._num_downloads,
+            num_members=len(last.prepared.member_ids) if last else 0, num_alive=len(self._roster.alive()),
+        )  # fmt: skip
+
+    # -- reporting ---------------------------------------------------------------------------------------------------
+
+    async def _report_loop(self) -> None:
+        last_heartbeat = float("-inf")
+        while True:
+            now = self._clock.monotonic()
+            standing = self._participant.standing
+            self._notice(standing)
+            targets, self._nudges = self._nudges, set()
+            leader_id = self._roster.leader(standing)
+            if active := self._participant.group.active:
+                leader_id = PeerId(active.leader_id)
+            targets.add(leader_id)
+            if now - last_heartbeat >= self._timing.heartbeat_seconds:
+                last_heartbeat = now
+                targets.update(self._roster.due_suspects())
+                if leader_id == self._own_id:
+                    targets.update(self._roster.strangers(standing))
+            for peer_id in targets - {self._own_id} - self._reporting:
+                self._running().create_task(self._report(peer_id))
+            await self._clock.sleep(self._timing.report_gap_seconds)
+            await _wait(self._progressed, self._timing.heartbeat_seconds - self._timing.report_gap_seconds)
+            self._progressed.clear()
+
+    def _notice(self, standing: messages.Standing) -> None:
+        progress = self._member.progress()
+        if progress != self._last_progress:
+            if self._last_progress is None or progress.lineage != self._last_progress.lineage:
+                self._roster.moved(standing)
+            self._last_progress = progress
+            self._signal()
+
+    async def _report(self, peer_id: PeerId) -> None:
+        """Tell a peer where this one is, and act on what it answers."""
+        peer = self._roster.record(peer_id)
+        if peer is None or peer_id in self._reporting:
+            return
+        group, progress, version = self._participant.group, self._member.progress(), self._version
+        active, standing = group.active, self._participant.standing
+        request = pb.ReportRequest(
+            address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
+            num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
+            highest_microbatch=progress.highest_microbatch, begun=messages.pack_ballot(active),
+            prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
+        )  # fmt: skip
+        self._reporting.add(peer_id)
+        try:
+            reply = await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
+            await self._act_on(peer_id, standing, active, reply)
+        except SwarmError as error:
+            logger.debug("report to %s: %s", peer_id, error)
+            self._roster.suspect(peer_id)
+            self._progressed.set()
+            if active is not None and active == group.active and active.leader_id == peer_id:
+                logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)
+                await self._participant.step_back("the leader is gone")
+        finally:
+            self._reporting.discard(peer_id)
+            if version != self._version:
+                self._progressed.set()
+
+    async def _act_on(self, peer_id: PeerId, standing: messages.Standing, active: Any, reply: pb.ReportReply) -> None:
+        theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
+        # A leader in the middle of a commit stands where its members no longer do.
+        self._roster.answered(peer_id, None if leading else theirs)
+        group = self._participant.group
+        if active is not None and active == group.active and active.leader_id == peer_id and leading != active:
+            await self._participant.step_back("the leader has given the attempt up")
+        if standing != self._participant.standing:
+            return
+        outcome = reply.outcome
+        if outcome.prepared.digest and group.prepared and group.prepared.digest == outcome.prepared.digest:
+            await self._participant.apply(outcome.round, outcome.prepared.digest, outcome.total_squared_norm)
+            self.notify()
+        elif self._roster.is_ahead(theirs, standing):
+            await self._catch_up()
+        elif theirs.round == standing.round and theirs.lineage != standing.lineage:
+            self._warn_of_branch(peer_id, theirs)
+        elif reply.leader.peer_id not in (self._own_id, peer_id):
+            self._roster.learn(reply.leader)
+
+    def _warn_of_branch(self, peer_id: PeerId, theirs: messages.Standing) -> None:
+        if theirs.lineage not in self._branches:
+            self._branches.add(theirs.lineage)
+            logger.warning(
+                "%s is at round %d of another branch (lineage %s): never averaged with this one",
+                peer_id, theirs.round, theirs.lineage[:12],
+            )  # fmt: skip
+
+    # -- leading -----------------------------------------------------------------------------------------------------
+
+    async def _lead_loop(self) -> None:
+        num_failures = 0
+        while True:
+            await _wait(self._changed, self._timing.heartbeat_seconds)
+            while self._should_attempt():
+                if await self._attempt():
+                    num_failures = 0
+                else:
+                    num_failures += 1
+                    backoff = self._timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
+                    await self._clock.sleep(min(self._timing.max_retry_seconds, backoff))
+
+    def _should_attempt(self) -> bool:
+        view = self.view()
+        group = self._participant.group
+        if not view.is_leader or self._catching_up or group.active is not None:
+            return False
+        members = self._roster.members(self._participant.standing)
+        unfinished = group.prepared is not None or any(report.prepared for report in members.values())
+        if not (view.complete or unfinished):
+            return False
+        present = self._has_quorum(view.progress.keys())
+        if not present and not self._waits_for_quorum:
+            logger.warning("round %d waits for a majority of the last round's members", view.round)
+        self._waits_for_quorum = not present
+        return present
+
+    async def _attempt(self) -> bool:
+        standing = self._participant.standing
+        promised = self._participant.group.promised
+        number = max(self._attempts[standing.round], promised.attempt if promised else 0) + 1
+        self._attempts = Counter({standing.round: number})
+        self._num_attempts += 1
+        records = {peer: self._roster.record(peer) for peer in self.view().progress if peer != self._own_id}
+        members = {peer: record for peer, record in records.items() if record is not None}
+        if not self._roster.excludes_self:
+            members[self._own_id] = self._own
+        try:
+            await self._leader.attempt(members, standing, number)
+        except AttemptFailed as failed:
+            logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
+            self._aborted[str(failed)] += 1
+            self._attempts[standing.round] = max(number, failed.promised_attempt)
+            for peer_id in failed.excluded:
+                self._roster.exclude(peer_id)
+            for peer_id in failed.refused:
+                self._roster.forget_report(peer_id)
+            return False
+        finally:
+            self.notify()
+        return True
+
+    def _has_quorum(self, present: Collection[str]) -> bool:
+        last = self._participant.outcomes.get(self._participant.standing.round - 1)
+        if self._config.averaging.quorum == "available" or last is None:
+            return True
+        return 2 * len(set(present) & set(last.prepared.member_ids)) > len(last.prepared.member_ids)
+
+    # -- catching up -------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        if self._catching_up:
+            return
+        self._catching_up = True
+        try:
+            max_bytes = SNAPSHOT_FACTOR * sum(t.nbytes for t in (await self._member.snapshot()).tensors.values())
+            snapshot, outcomes = await state_transfer.download(
+                self._transport, self._roster.donors(self._participant.standing), address=self._address,
+                own_id=self._own_id, max_bytes=max_bytes,
+            )  # fmt: skip
+            theirs = messages.Standing(round=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
+            if self._roster.is_ahead(theirs, self._participant.standing):
+                await self._participant.install(snapshot, outcomes)
+                self._num_downloads += 1
+                logger.info("caught up with round %d by download", snapshot.round)
+        except SwarmError as error:
+            logger.warning("cannot catch up: %s", error)
+        finally:
+            self._catching_up = False
+            self.notify()
+
+    # -- for other peers ---------------------------------------------------------------------------------------------
+
+    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
+        """Answer a call. Raises WrongRun, IncompatibleVersion, WrongStage, NotReady, MalformedMessage."""
+        message: Any = request
+        self._check(message.address)
+        reply: Reply = await self._handlers[method.name](request)
+        self._signal()
+        return reply
+
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> ReducedPart:
+        """Answer as the owner of a part; see Participant.exchange."""
+        self._check(opening.address)
+        return await self._participant.exchange(opening, pieces)
+
+    async def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
+        """Send the state at the last committed round."""
+        self._check(request.address)
+        snapshot = await self._member.snapshot()
+        async for reply in state_transfer.send(snapshot, list(self._participant.outcomes.values())):
+            yield reply
+
+    async def _report_handler(self, request: pb.ReportRequest) -> pb.ReportReply:
+        if self._roster.hear(request):
+            self._changed_at = self._clock.monotonic()
+        standing, theirs = self._participant.standing, messages.unpack_standing(request.standing)
+        if self._roster.is_ahead(theirs, standing) and self._leader.active is None:
+            # Its answer to a report of ours will say how to get there.
+            self._nudges.add(PeerId(request.sender.peer_id))
+            self._progressed.set()
+        reply = pb.ReportReply(
+            standing=messages.pack_standing(standing), active=messages.pack_ballot(self._leader.active),
+            outcome=self._participant.outcomes.get(theirs.round), leader=self._leader_contact(),
+        )  # fmt: skip
+        return reply
+
+    async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
+        deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
+        while True:
+            outcome, decision = self._participant.outcomes.get(request.round), self._leader.decision
+            if outcome is not None:
+                return pb.BarrierReply(ready=True, squared_norm=outcome.prepared.squared_norm)
+            if decision is not None and decision.round == request.round:
+                return pb.BarrierReply(ready=True, squared_norm=decision.prepared.squared_norm)
+            leader, remaining = self._leader_contact(), deadline - self._clock.monotonic()
+            if leader.peer_id != self._own_id or remaining <= 0:
+                return pb.BarrierReply(leader=leader)
+            await _wait(self._changed, remaining)
+
+    def _leader_contact(self) -> pb.Contact:
+        leader = None if self._leader.active else self._roster.record(self._roster.leader(self._participant.standing))
+        return contact_of(leader or self._own)
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        """Call a peer, or this one. A stage peer that cannot be reached is suspected."""
+        if peer.peer_id == self._own_id:
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    return await self.handle(method, request)
+            except TimeoutError:
+                raise DeadlineExceeded(f"{method.name} took longer than {timeout_seconds:.1f} s here") from None
+        try:
+            return await self._transport.call(peer, method, request, timeout_seconds=timeout_seconds)
+        except (PeerUnavailable, NotReady):
+            if peer.stage == self._own.stage:
+                self._roster.suspect(PeerId(peer.peer_id))
+            raise
+
+    def _signal(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _running(self) -> asyncio.TaskGroup:
+        if self._tasks is None:
+            raise NotReady("this peer does not average yet")
+        return self._tasks
+
+    def _check(self, address: Address) -> None:
+        if address.protocol_version != PROTOCOL_VERSION:
+            raise IncompatibleVersion(
+                f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
+                "use the same release of swarm on every machine"
+            )
+        if address.run_id != self._config.run_id:
+            raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
+        if address.stage != self._own.stage:
+            raise WrongStage(f"this peer serves stage {self._own.stage}, not {address.stage}")
+        self._running()
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,0 +1,375 @@
+"""A leader's duties: one attempt at committing a round.
+
+    Begin to all -> (an earlier result may have been decided: take that) or Average to all -> Barrier with the
+    other stages -> Commit to all; or, before anything is decided, Abort to all
+
+Used by averaging/averager, which decides when to try. A result is decided once every member of its exchange
+has prepared it; from then on it is never aborted, by no leader. Never touches tensors.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from swarm.averaging import messages
+from swarm.averaging.allreduce import OWNER_PATIENCE
+from swarm.averaging.group import Ballot
+from swarm.averaging.messages import Standing
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, Method, contact_of, record_of
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
+Members = Mapping[PeerId, PeerRecord]
+Begun = Mapping[PeerId, pb.BeginReply]
+
+
+class Caller(Protocol):
+    """Calls a peer, or this peer itself without a network."""
+
+    async def __call__(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply: ...
+
+
+class AttemptFailed(Exception):
+    """Nothing was decided; the attempt is aborted. Does not leave this package."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.unreachable: set[PeerId] = set()
+        self.excluded: set[PeerId] = set()
+        """Alive, yet the exchange fails because of them."""
+        self.refused: set[PeerId] = set()
+        self.promised_attempt = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A result that will be committed, whatever happens."""
+
+    round: int
+    prepared: pb.Prepared
+
+
+@dataclass
+class LeaderTimes:
+    """What attempts took, last and in all."""
+
+    begin_seconds: float = 0.0
+    average_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    total_exchange_seconds: float = 0.0
+    total_barrier_seconds: float = 0.0
+    num_timeouts: int = 0
+    """In a row; every one doubles the deadlines, up to 8 times."""
+
+
+@dataclass(eq=False)
+class Leader:
+    """Leads the attempts of one stage's group."""
+
+    config: RunConfig
+    own_id: PeerId
+    address: Address
+    call: Caller
+    peers: Callable[[int], Sequence[PeerRecord]]
+    current_round: Callable[[], int]
+    contribution_bytes: Callable[[], int]
+    has_quorum: Callable[[Collection[str]], bool]
+    clock: Clock
+    timing: Timing
+    active: Ballot | None = None
+    """The attempt under way."""
+    decision: Decision | None = None
+    """What it came to, until it is committed."""
+    decided: Callable[[], None] = lambda: None
+    times: LeaderTimes = field(default_factory=LeaderTimes)
+
+    async def attempt(self, members: Members, standing: Standing, number: int) -> None:
+        """Try to commit the round among `members`.
+
+        Returns when a result is decided and its commit was sent. Cancellation leaves the members in doubt.
+
+        Raises:
+            AttemptFailed: nothing was decided.
+        """
+        self.active = Ballot(number, self.own_id)
+        try:
+            begun = await self._begin(members, standing, self.active)
+            prepared = _unfinished(begun)
+            if prepared is None:
+                prepared = await self._average(members, begun, standing, self.active)
+                holders = list(begun)
+            else:
+                logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
+                holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
+            self.decision = Decision(round=standing.round, prepared=prepared)
+            self.decided()
+            total_squared_norm = await self._barrier(standing.round, prepared.squared_norm)
+            if total_squared_norm is not None:
+                await self._commit({peer: members[peer] for peer in holders}, self.decision, total_squared_norm)
+        except AttemptFailed as failed:
+            reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
+            await self._abort(reachable, standing.round, self.active, str(failed))
+            raise
+        finally:
+            self.active = self.decision = None
+
+    # -- first phase -------------------------------------------------------------------------------------------------
+
+    async def _begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
+        def request(drop: Collection[int] = ()) -> pb.BeginRequest:
+            return pb.BeginRequest(
+                address=self.address, peer_id=self.own_id, ballot=messages.pack_ballot(ballot),
+                standing=messages.pack_standing(standing), drop_gaps=messages.pack_indices(drop),
+            )  # fmt: skip
+
+        started_at = self.clock.monotonic()
+        timeout_seconds = self._deadline(self.timing.begin_seconds, self.times.begin_seconds)
+        replies = await self._all(members, BEGIN, {peer: request() for peer in members}, timeout_seconds)
+        begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
+        refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
+        unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        if refused:
+            failed = _failure("a member refused to begin", unreached)
+            failed.refused = set(refused)
+            failed.promised_attempt = max(refusal.promised.attempt for refusal in refused.values())
+            raise failed
+        slow = any(isinstance(error, DeadlineExceeded) for error in unreached.values())
+        if self._is_first_timeout(slow):
+            raise _failure("a member is slow", unreached)
+        if not self.has_quorum(begun.keys()):
+            raise _failure("too few members for a quorum", unreached)
+        if _unfinished(begun) is None:
+            if self.config.rounds.synchronous:
+                drops = _duplicates(begun)
+                again = {peer: members[peer] for peer in drops}
+                requests = {peer: request(drop) for peer, drop in drops.items()}
+                for peer, reply in (await self._all(again, BEGIN, requests, timeout_seconds)).items():
+                    if isinstance(reply, SwarmError) or reply.HasField("refusal"):
+                        raise _failure("a member could not drop a duplicate", {peer: reply})
+                    begun[peer] = reply
+            committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
+            num_samples = sum(reply.num_samples for reply in begun.values())
+            if not is_complete(self.config, standing.round, committed, num_samples):
+                raise _failure("the round is not complete any more", unreached)
+        self.times.begin_seconds = self.clock.monotonic() - started_at
+        return begun
+
+    async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
+        started_at = self.clock.monotonic()
+        # There and back at every member, at worst all of it over one line.
+        floor = self.timing.average_seconds + 4 * self.contribution_bytes() / self.timing.bytes_per_second
+        request = pb.AverageRequest(
+            address=self.address, peer_id=self.own_id, round=standing.round, ballot=messages.pack_ballot(ballot),
+            shares=[
+                pb.Share(contact=contact_of(members[peer]), num_samples=begun[peer].num_samples)
+                for peer in sorted(begun)
+            ],
+            timeout_seconds=self._deadline(floor, self.times.average_seconds),
+        )  # fmt: skip
+        replies = await self._all(
+            {peer: members[peer] for peer in begun}, AVERAGE, dict.fromkeys(begun, request),
+            request.timeout_seconds + self.timing.grace_seconds, stop_early=True,
+        )  # fmt: skip
+        results = [reply.prepared for reply in replies.values() if isinstance(reply, pb.AverageReply)]
+        digests = {prepared.digest for prepared in results}
+        if len(results) < len(begun) or "" in digests:
+            took_long = self.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
+            raise self._blame(replies, took_long)
+        if len(digests) > 1:
+            raise AttemptFailed("members came to different results")
+        self.times.average_seconds = self.clock.monotonic() - started_at
+        self.times.total_exchange_seconds += self.times.average_seconds
+        self.times.num_timeouts = 0
+        return results[0]
+
+    def _blame(self, replies: Mapping[PeerId, Any], took_long: bool) -> AttemptFailed:
+        errors = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        accusations = [
+            (PeerId(reply.failure.blamed_id), accuser, reply.failure.reason)
+            for accuser, reply in replies.items()
+            if isinstance(reply, pb.AverageReply) and reply.HasField("failure")
+        ]
+        failed = _failure("the exchange failed", errors)
+        if failed.unreachable or self._is_first_timeout(took_long) or not accusations:
+            return failed
+        blamed, _ = Counter(blamed for blamed, _, _ in accusations).most_common(1)[0]
+        accusers = [(accuser, reason) for accused, accuser, reason in accusations if accused == blamed]
+        logger.warning("the exchange failed because of %s: %s", blamed, accusers[0][1])
+        # A single member that cannot reach its leader is cut off itself; the leader knows its own faults best.
+        is_cut_off = blamed == self.own_id and self.own_id not in (accuser for accuser, _ in accusers)
+        failed.excluded = {accuser for accuser, _ in accusers} if is_cut_off else {blamed}
+        return failed
+
+    async def _abort(self, members: Members, round_number: int, ballot: Ballot, reason: str) -> None:
+        request = pb.AbortRequest(
+            address=self.address, peer_id=self.own_id, round=round_number, ballot=messages.pack_ballot(ballot),
+            reason=reason,
+        )  # fmt: skip
+        await self._all(members, ABORT, dict.fromkeys(members, request), self.timing.begin_seconds)
+
+    # -- second phase ------------------------------------------------------------------------------------------------
+
+    async def _barrier(self, round_number: int, own_squared_norm: float) -> float | None:
+        """The whole model's squared norm, once every stage is ready; None if another leader committed meanwhile."""
+        if not self.config.rounds.synchronous:
+            return own_squared_norm
+        started_at = self.clock.monotonic()
+        norms: dict[int, float | None] = {self.address.stage: own_squared_norm}
+
+        async def ask(stage: int) -> None:
+            norms[stage] = await self._stage_norm(stage, round_number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for stage in range(self.config.stages.num_stages):
+                if stage != self.address.stage:
+                    tasks.create_task(ask(stage))
+        self.times.total_barrier_seconds += self.clock.monotonic() - started_at
+        # In the order of the stages, so that all of them come to the same bits.
+        in_order = [norms[stage] for stage in sorted(norms)]
+        return None if None in in_order else sum(norm for norm in in_order if norm is not None)
+
+    async def _stage_norm(self, stage: int, round_number: int) -> float | None:
+        request = pb.BarrierRequest(
+            address=Address(run_id=self.address.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
+            peer_id=self.own_id, round=round_number, wait_seconds=self.timing.barrier_seconds,
+        )  # fmt: skip
+        turn, hint = 0, None
+        while self.current_round() == round_number:
+            peers = sorted(
+                (record for record in self.peers(stage) if record.state is PeerState.SERVING), key=lambda r: r.peer_id
+            )
+            target, hint = hint or (peers[turn % len(peers)] if peers else None), None
+            if target is not None:
+                try:
+                    reply = await self.call(
+                        target,
+                        BARRIER,
+                        request,
+                        timeout_seconds=self.timing.barrier_seconds + self.timing.report_seconds,
+                    )
+                    if reply.ready:
+                        return reply.squared_norm
+                    if reply.leader.peer_id != target.peer_id:
+                        hint = record_of(reply.leader, stage)
+                        continue
+                except SwarmError as error:
+                    logger.debug("stage %d: %s", stage, error)
+                    turn += 1
+            await self.clock.sleep(self.timing.retry_seconds)
+        return None
+
+    async def _commit(self, holders: Members, decision: Decision, total_squared_norm: float) -> None:
+        request = pb.CommitRequest(
+            address=self.address, peer_id=self.own_id, round=decision.round, digest=decision.prepared.digest,
+            total_squared_norm=total_squared_norm,
+        )  # fmt: skip
+        started_at = self.clock.monotonic()
+        timeout_seconds = self._deadline(self.timing.commit_seconds, self.times.commit_seconds)
+        replies = await self._all(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
+        self.times.commit_seconds = self.clock.monotonic() - started_at
+        digests: dict[str, list[PeerId]] = {}
+        for peer, reply in replies.items():
+            if isinstance(reply, SwarmError):
+                # It finds out from anybody's answer to its next report.
+                logger.warning("the commit did not reach %s: %s", peer, reply)
+            elif not reply.HasField("refusal"):
+                digests.setdefault(reply.state_digest, []).append(peer)
+        if len(digests) > 1:
+            logger.error("members differ after the same round %d: %s", decision.round, digests)
+
+    def _is_first_timeout(self, timed_out: bool) -> bool:
+        """Slow is not dead: the first time-out only doubles the deadlines."""
+        self.times.num_timeouts += timed_out
+        return timed_out and self.times.num_timeouts == 1
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _deadline(self, floor: float, measured: float) -> float:
+        return (floor + 3 * measured) * 2 ** min(3, self.times.num_timeouts)
+
+    async def _all(
+        self, members: Members, method: Method[Request, Reply], requests: Mapping[PeerId, Request],
+        timeout_seconds: float, *, stop_early: bool = False,
+    ) -> dict[PeerId, Reply | SwarmError]:  # fmt: skip
+        """Call all members at once; gives answers or errors. `stop_early`: not long after the first failure."""
+
+        async def one(peer: PeerId) -> Reply | SwarmError:
+            try:
+                return await self.call(members[peer], method, requests[peer], timeout_seconds=timeout_seconds)
+            except SwarmError as error:
+                return error
+
+        replies: dict[PeerId, Reply | SwarmError] = {}
+        async with asyncio.TaskGroup() as group:
+            tasks = {group.create_task(one(peer)): peer for peer in members}
+            pending, failed = set(tasks), False
+            while pending:
+                grace = self.timing.grace_seconds if stop_early and failed else None
+                done, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    reply = replies[tasks[task]] = task.result()
+                    failed |= not (isinstance(reply, pb.AverageReply) and reply.HasField("prepared"))
+            for task in pending:
+                task.cancel()
+        return replies
+
+
+def is_complete(config: RunConfig, round_number: int, committed: Collection[int], num_samples: int) -> bool:
+    """Whether the group holds everything the round needs."""
+    if not config.rounds.synchronous:
+        return num_samples >= config.rounds.round_samples
+    size = config.microbatches_per_round
+    return all(index in committed for index in range(round_number * size, (round_number + 1) * size))
+
+
+def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:
+    """By member, the microbatches that a member before it counts as well."""
+    seen: set[int] = set()
+    drops: dict[PeerId, set[int]] = {}
+    for peer in sorted(begun):
+        committed = messages.unpack_indices(begun[peer].committed_gaps)
+        if twice := committed & seen:
+            drops[peer] = set(twice)
+        seen |= committed
+    return drops
+
+
+def _unfinished(begun: Begun) -> pb.Prepared | None:
+    """The newest earlier result, if it may have been decided: no member of its exchange knows better."""
+    prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
+    if not prepared:
+        return None
+    newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
+    ballot = messages.require_ballot(newest.ballot)
+    for peer in newest.member_ids:
+        reply = begun.get(PeerId(peer))
+        # One that was restarted since has no say: it may have prepared the result and forgotten.
+        if (
+            reply is not None
+            and reply.prepared.digest != newest.digest
+            and messages.require_ballot(reply.since) <= ballot
+        ):
+            return None
+    return newest
+
+
+def _failure(reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
+    failed = AttemptFailed(reason)
+    failed.unreachable = {peer for peer, reply in replies.items() if isinstance(reply, PeerUnavailable)}
+    return failed

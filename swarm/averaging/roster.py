@@ -1,0 +1,172 @@
+"""Who is in the group, as one peer sees it: reports, suspicions, and who leads.
+
+Used by averaging/averager. Draws on the directory's last view and on what peers say themselves, so the group
+goes on when the directory is out of reach. Pure but for the clock it is given.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from swarm.averaging import messages
+from swarm.averaging.group import Ballot
+from swarm.averaging.member import Progress
+from swarm.averaging.messages import Standing
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import record_of
+from swarm.clock import Clock
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId, PeerRecord, PeerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The newest word of a member."""
+
+    progress: Progress
+    prepared: Ballot | None
+    heard_at: float
+
+    @property
+    def standing(self) -> Standing:
+        """Where its sender is."""
+        return messages.standing_of(self.progress)
+
+
+class Roster:
+    """One stage's peers."""
+
+    def __init__(
+        self, *, own: PeerRecord, directory: Callable[[], Sequence[PeerRecord]], clock: Clock, timing: Timing,
+        branches_yield: bool,
+    ) -> None:  # fmt: skip
+        self.own = own
+        self._directory = directory
+        self._clock = clock
+        self._timing = timing
+        self._branches_yield = branches_yield
+        self._contacts: dict[PeerId, tuple[PeerRecord, float]] = {}
+        self._reports: dict[PeerId, Report] = {}
+        self._standings: dict[PeerId, Standing] = {}
+        self._suspects: dict[PeerId, float] = {}
+        """By the time of the last attempt to reach them."""
+        self._excluded: set[PeerId] = set()
+
+    # -- news --------------------------------------------------------------------------------------------------------
+
+    def learn(self, contact: pb.Contact) -> PeerRecord:
+        """Remember how a peer is reached. Raises MalformedMessage for a wrong contact."""
+        record = record_of(contact, self.own.stage)
+        if record.peer_id != self.own.peer_id:
+            self._contacts[PeerId(record.peer_id)] = record, self._clock.monotonic()
+        return record
+
+    def hear(self, request: pb.ReportRequest) -> bool:
+        """Take a report; whether it tells of anything new. Raises MalformedMessage for a wrong contact."""
+        peer_id = PeerId(self.learn(request.sender).peer_id)
+        progress = Progress(
+            round=request.standing.round, lineage=request.standing.lineage, run_samples=request.standing.run_samples,
+            num_samples=request.num_samples, committed=messages.unpack_indices(request.committed_gaps),
+            highest_microbatch=request.highest_microbatch,
+        )  # fmt: skip
+        previous = self._reports.get(peer_id)
+        prepared = messages.unpack_ballot(request.prepared)
+        self._reports[peer_id] = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
+        self.answered(peer_id, self._reports[peer_id].standing)
+        return previous is None or previous.progress != progress or previous.prepared != prepared
+
+    def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
+        """A peer gave a sign of life; `standing` is None while it is about to move."""
+        self._suspects.pop(peer_id, None)
+        if standing is not None:
+            self._standings[peer_id] = standing
+
+    def suspect(self, peer_id: PeerId) -> None:
+        """A call to a peer failed: it neither leads nor takes part until it gives a sign of life."""
+        self._suspects[peer_id] = self._clock.monotonic()
+        self._reports.pop(peer_id, None)
+        self._standings.pop(peer_id, None)
+
+    def forget_report(self, peer_id: PeerId) -> None:
+        """What a peer reported turned out to be out of date."""
+        self._reports.pop(peer_id, None)
+
+    def exclude(self, peer_id: PeerId) -> None:
+        """Leave a peer out of this round, though it is alive."""
+        self._excluded.add(peer_id)
+
+    def moved(self, own: Standing) -> None:
+        """This peer is at a new round: what is known of others at earlier ones is out of date."""
+        self._excluded.clear()
+        self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def is_ahead(self, one: Standing, other: Standing) -> bool:
+        """Whether a peer standing at `other` should become what `one` is."""
+        return one > other if self._branches_yield else one.round > other.round
+
+    def leader(self, own: Standing) -> PeerId:
+        """The lowest id among the peers that serve, are not suspected and are not behind."""
+        eligible = {
+            peer_id
+            for peer_id in self._peers(serving=True)
+            if peer_id not in self._suspects
+            and not (peer_id in self._standings and self.is_ahead(own, self._standings[peer_id]))
+        }
+        if not eligible or not any(self.is_ahead(self._standings[p], own) for p in eligible & self._standings.keys()):
+            eligible.add(PeerId(self.own.peer_id))
+        return min(eligible)
+
+    def members(self, own: Standing) -> dict[PeerId, Report]:
+        """Other peers that reported lately, from the same round of the same branch."""
+        oldest = self._clock.monotonic() - self._timing.fresh_seconds
+        return {
+            peer_id: report
+            for peer_id, report in self._reports.items()
+            if report.heard_at >= oldest and report.standing == own and peer_id not in self._excluded
+        }
+
+    @property
+    def excludes_self(self) -> bool:
+        """Whether this peer's own contribution is left out of this round."""
+        return self.own.peer_id in self._excluded
+
+    def record(self, peer_id: PeerId) -> PeerRecord | None:
+        """How a peer is reached."""
+        return self._peers(serving=False).get(peer_id)
+
+    def donors(self, own: Standing) -> list[PeerRecord]:
+        """Peers known to be ahead, the farthest first."""
+        ahead = [peer for peer, standing in self._standings.items() if self.is_ahead(standing, own)]
+        ahead.sort(key=lambda peer: self._standings[peer], reverse=True)
+        known = self._peers(serving=False)
+        return [known[peer] for peer in ahead if peer in known]
+
+    def strangers(self, own: Standing) -> list[PeerId]:
+        """Serving peers that should be members and have not reported: a leader makes itself known to them."""
+        members = self.members(own)
+        return [p for p in self._peers(serving=True) if p not in members and p not in self._suspects]
+
+    def due_suspects(self) -> list[PeerId]:
+        """Suspected peers, still announced or heard of, that should be called again."""
+        latest = self._clock.monotonic() - self._timing.probe_seconds
+        known = self._peers(serving=False)
+        return [peer for peer, called_at in self._suspects.items() if called_at <= latest and peer in known]
+
+    def alive(self) -> Collection[PeerId]:
+        """Peers, this one included, that gave a sign of life lately."""
+        oldest = self._clock.monotonic() - self._timing.fresh_seconds
+        recent = {peer for peer, (_, heard_at) in self._contacts.items() if heard_at >= oldest}
+        return recent - self._suspects.keys() | {PeerId(self.own.peer_id)}
+
+    def _peers(self, *, serving: bool) -> dict[PeerId, PeerRecord]:
+        oldest = self._clock.monotonic() - self._timing.fresh_seconds
+        peers = {p: record for p, (record, at) in self._contacts.items() if at >= oldest or not serving}
+        for record in self._directory():
+            peer_id = PeerId(record.peer_id)
+            if not serving or record.state is PeerState.SERVING:
+                peers[peer_id] = record
+            elif record.state is PeerState.LEAVING:
+                peers.pop(peer_id, None)
+        peers.pop(PeerId(self.own.peer_id), None)
+        return peers

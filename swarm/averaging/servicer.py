@@ -1,0 +1,113 @@
+"""The gRPC face of averaging: AveragingService.
+
+Hands requests to the averager and its answers back. Added to the stage peer's server by its program. Decides
+nothing and keeps nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from swarm.averaging.allreduce import MemberFailed
+from swarm.averaging.transport import (
+    ABORT,
+    AVERAGE,
+    BARRIER,
+    BEGIN,
+    COMMIT,
+    REPORT,
+    AveragingHandlers,
+    Method,
+    Reply,
+    Request,
+    pieces_of,
+)
+from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError
+from swarm.rpc.channels import abort
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_SECONDS = 30.0
+"""Longest wait for the next message of a request."""
+
+Context = Any
+"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+
+
+class AveragingServicer(AveragingServiceServicer):
+    """Serves one averager."""
+
+    def __init__(self, averager: AveragingHandlers, *, own_id: str) -> None:
+        self._averager = averager
+        self._own_id = own_id
+
+    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportReply:
+        return await self._answer(REPORT, request, context)
+
+    async def Begin(self, request: pb.BeginRequest, context: Context) -> pb.BeginReply:
+        return await self._answer(BEGIN, request, context)
+
+    async def Average(self, request: pb.AverageRequest, context: Context) -> pb.AverageReply:
+        return await self._answer(AVERAGE, request, context)
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
+        return await self._answer(COMMIT, request, context)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+        return await self._answer(ABORT, request, context)
+
+    async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
+        return await self._answer(BARRIER, request, context)
+
+    async def Exchange(self, request_iterator: Any, context: Context) -> None:
+        try:
+            first = await _read(context)
+            if first is None or first.WhichOneof("message") != "open":
+                raise MalformedMessage("an exchange begins with its open message")
+            reduced = await self._averager.exchange(first.open, _pieces(context))
+        except Retryable as error:
+            # Whose fault it is must reach the caller, so it travels as an answer.
+            blamed = error.peer_id if isinstance(error, MemberFailed) else self._own_id
+            await context.write(pb.ExchangeReply(failure=pb.Failure(blamed_id=blamed, reason=str(error))))
+            return
+        except SwarmError as error:
+            await abort(context, error)
+        await context.write(pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm)))
+        for piece in pieces_of(reduced.encoded):
+            await context.write(pb.ExchangeReply(data=piece))
+
+    async def Download(self, request: pb.DownloadRequest, context: Context) -> None:
+        try:
+            async for reply in self._averager.download(request):
+                await context.write(reply)
+        except SwarmError as error:
+            await abort(context, error)
+
+    async def _answer(self, method: Method[Request, Reply], request: Request, context: Context) -> Reply:
+        try:
+            return await self._averager.handle(method, request)
+        except SwarmError as error:
+            await abort(context, error)
+        except Exception as error:
+            logger.exception("%s failed", method.name)
+            await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
+
+
+async def _pieces(context: Context) -> AsyncIterator[bytes]:
+    while (message := await _read(context)) is not None:
+        yield message.data
+
+
+async def _read(context: Context) -> Any:
+    """The next message, or None at the end of the stream."""
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            message = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"no message for {MESSAGE_SECONDS} s") from None
+    return None if message is grpc.aio.EOF else message

@@ -1,0 +1,35 @@
+"""How patient averaging is; tests have less patience than machines far apart."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Durations, all in seconds. Deadlines grow with measured times and double after a time-out."""
+
+    report_gap_seconds: float = 0.05
+    """Least time between two reports of progress."""
+    heartbeat_seconds: float = 1.0
+    """Longest time without a report."""
+    report_seconds: float = 3.0
+    """Deadline of a report; a peer that misses it is suspected."""
+    fresh_seconds: float = 3.5
+    """Age up to which a report counts its sender as a member."""
+    probe_seconds: float = 5.0
+    """Time between two calls to a suspected peer."""
+    begin_seconds: float = 3.0
+    """Least deadline for closing a contribution."""
+    average_seconds: float = 10.0
+    """Least deadline for an exchange."""
+    bytes_per_second: float = 1e6
+    """The slowest line an exchange waits for."""
+    commit_seconds: float = 10.0
+    """Least deadline for applying a result."""
+    grace_seconds: float = 0.5
+    """After a first failure, time for others to say what they think the cause was."""
+    barrier_seconds: float = 2.0
+    """How long another stage may hold its answer back."""
+    retry_seconds: float = 0.2
+    """Wait before asking another stage again, and before the first repeated attempt but one."""
+    max_retry_seconds: float = 5.0
+    """Longest wait between two attempts."""

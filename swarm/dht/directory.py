@@ -1,0 +1,250 @@
+"""The directory of a run: who serves which stage, who trains, and what the run is.
+
+Peers and trainers announce themselves here and look each other up; routers are fed by `watch`. It works over any
+RecordStore: DhtNode, or MemoryStore, its twin for tests. Every record is signed and checked. Never talks to the peers
+it lists, and decides nothing about them.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated, Generic, Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swarm import config
+from swarm.clock import Clock
+from swarm.dht.records import open_record, seal
+from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.identity import Identity, peer_id_of
+from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+
+logger = logging.getLogger(__name__)
+
+RUNS_KEY = "swarm.runs"
+"""Where a joiner that knows nothing but an address finds the run."""
+LEAVING_SECONDS = 5.0
+"""For how long a peer that left is at least listed as leaving."""
+
+
+class RecordStore(Protocol):
+    """What a directory needs of the DHT."""
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        """False if the record was refused. Raises PeerUnavailable."""
+        ...
+
+    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+        """Subkey -> (value, expiration). Raises PeerUnavailable."""
+        ...
+
+    def remember(self, address: str) -> None:
+        """Another node's address, for when the known ones are gone."""
+        ...
+
+
+class MemoryStore:
+    """A DHT in one process: give it to several directories. Keeps the farthest expiry, as the DHT does."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._values: dict[str, dict[str, tuple[bytes, float]]] = {}
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        values = self._values.setdefault(key, {})
+        if expiration <= max(values.get(subkey, (b"", 0.0))[1], self._clock.time()):
+            return False
+        values[subkey] = (value, expiration)
+        return True
+
+    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+        now = self._clock.time()
+        return {subkey: found for subkey, found in self._values.get(key, {}).items() if found[1] > now}
+
+    def remember(self, address: str) -> None:
+        pass
+
+
+class RunRecord(BaseModel):
+    """A peer's statement of what its run is: key `swarm.runs`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer_id: str
+    protocol_version: int = PROTOCOL_VERSION
+    config_json: Annotated[str, Field(max_length=12_000)]
+
+
+Record = TypeVar("Record", PeerRecord, TrainerRecord, RunRecord)
+
+
+class _Key(Generic[Record]):
+    """One key of the DHT, as far as it has been read: a record holds until it expires, even if a reading misses it."""
+
+    def __init__(self, name: str, model: type[Record]) -> None:
+        self.name = name
+        self._model: type[Record] = model
+        self._known: dict[str, tuple[Record, float]] = {}
+
+    async def read(self, store: RecordStore, clock: Clock) -> list[Record]:
+        """All that hold now, of whatever protocol version. Raises PeerUnavailable."""
+        found = await store.get(self.name)
+        now = clock.time()
+        for subkey, (value, expiration) in found.items():
+            if subkey not in self._known or expiration > self._known[subkey][1]:
+                try:
+                    record = open_record(self._model, self.name, subkey, value, expiration, now)
+                    _require_own(record, subkey)
+                except (IntegrityError, MalformedMessage) as error:
+                    logger.debug("left out: %s", error)
+                else:
+                    self._known[subkey] = (record, expiration)
+        self._known = {subkey: known for subkey, known in self._known.items() if known[1] > now}
+        return [record for record, _ in self._known.values()]
+
+
+class Directory:
+    """One peer's view of the directory, and its own entries in it."""
+
+    def __init__(self, store: RecordStore, identity: Identity, run_id: str, clock: Clock) -> None:
+        self._store = store
+        self._identity = identity
+        self._run_id = run_id
+        self._clock = clock
+        self._stages: dict[int, _Key[PeerRecord]] = {}
+        self._trainers = _Key(f"{run_id}.trainers", TrainerRecord)
+        self._announced: PeerRecord | None = None
+        self._expirations: dict[str, float] = {}
+        self._num_incompatible: dict[str, int] = {}
+
+    @property
+    def num_incompatible(self) -> int:
+        """Peers and trainers left out of the latest answers because they speak another protocol version."""
+        return sum(self._num_incompatible.values())
+
+    async def announce_peer(self, record: PeerRecord, lifetime_seconds: float) -> None:
+        """List this peer under its stage, for at most `records.MAX_LIFETIME_SECONDS`.
+
+        Raises:
+            PeerUnavailable: the DHT cannot be reached, or refused the record.
+        """
+        await self._announce(self._stage(record.stage).name, record, lifetime_seconds)
+        self._announced = record
+
+    async def announce_trainer(self, record: TrainerRecord, lifetime_seconds: float) -> None:
+        """List this trainer. Raises PeerUnavailable as `announce_peer` does."""
+        await self._announce(self._trainers.name, record, lifetime_seconds)
+
+    async def publish_config(self, config_json: str, lifetime_seconds: float) -> None:
+        """State what the run is, for `discover_config`. Raises PeerUnavailable as `announce_peer` does."""
+        record = RunRecord(peer_id=self._identity.peer_id, config_json=config_json)
+        await self._announce(RUNS_KEY, record, lifetime_seconds)
+
+    async def withdraw(self) -> None:
+        """List this peer as leaving the stage it last announced, for as long as its last record would have held.
+
+        Raises:
+            PeerUnavailable: the DHT cannot be reached; the record expires by itself.
+        """
+        if self._announced is not None:
+            leaving = self._announced.model_copy(
+                update={"state": PeerState.LEAVING, "announced_at": self._clock.time()}
+            )
+            await self.announce_peer(leaving, LEAVING_SECONDS)
+            self._announced = None
+
+    async def peers(self, stage: int) -> list[PeerRecord]:
+        """The peers of a stage, in whatever state. Raises PeerUnavailable."""
+        key = self._stage(stage)
+        records = self._compatible(key, await key.read(self._store, self._clock))
+        for record in records:
+            if record.dht_address:
+                self._store.remember(record.dht_address)
+        return [record for record in records if record.stage == stage]
+
+    async def trainers(self) -> list[TrainerRecord]:
+        """The trainers of the run. Raises PeerUnavailable."""
+        return self._compatible(self._trainers, await self._trainers.read(self._store, self._clock))
+
+    async def watch(
+        self,
+        stages: Sequence[int],
+        on_update: Callable[[int, Sequence[PeerRecord]], None],
+        interval_seconds: float,
+    ) -> None:
+        """Read the stages again and again, and tell `on_update`; while the DHT is gone it is told nothing.
+
+        Runs until it is cancelled.
+        """
+        lost = False
+        while True:
+            try:
+                for stage in stages:
+                    on_update(stage, await self.peers(stage))
+                if lost:
+                    logger.info("the DHT answers again")
+                lost = False
+            except PeerUnavailable as error:
+                if not lost:
+                    logger.warning("going on with the peers known so far: %s", error)
+                lost = True
+            await self._clock.sleep(interval_seconds)
+
+    def _stage(self, stage: int) -> _Key[PeerRecord]:
+        return self._stages.setdefault(stage, _Key(f"{self._run_id}.stage.{stage}", PeerRecord))
+
+    def _compatible(self, key: _Key[Record], records: list[Record]) -> list[Record]:
+        compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
+        self._num_incompatible[key.name] = len(records) - len(compatible)
+        return compatible
+
+    async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
+        # The DHT keeps the farthest expiry, so no record may expire before the one it replaces.
+        expiration = max(self._clock.time() + lifetime_seconds, self._expirations.get(key, 0.0) + 0.001)
+        value = seal(self._identity, key, record, expiration)
+        stored = await self._store.store(key, self._identity.peer_id, value, expiration)
+        self._expirations[key] = expiration
+        if not stored:
+            raise PeerUnavailable("the DHT refused this peer's record: is this machine's clock right?")
+
+
+async def discover_config(store: RecordStore, clock: Clock, *, address: str) -> config.RunConfig:
+    """What run the peers at `address` (named in errors only) train.
+
+    Raises:
+        PeerUnavailable: no DHT, or nobody announces a run.
+        ValueError: there are several runs, or the run's configuration makes no sense to this version.
+        IncompatibleVersion: the run speaks another protocol version.
+    """
+    runs: dict[str, config.RunConfig] = {}
+    faults: list[Exception] = []
+    for record in await _Key(RUNS_KEY, RunRecord).read(store, clock):
+        if record.protocol_version != PROTOCOL_VERSION:
+            faults.append(
+                IncompatibleVersion(
+                    f"the run at {address} speaks protocol version {record.protocol_version} and this software "
+                    f"{PROTOCOL_VERSION}: install the version that the other peers have"
+                )
+            )
+            continue
+        try:
+            found = config.from_json(record.config_json, source=f"the configuration of the run at {address}")
+        except ValueError as error:
+            faults.append(error)
+        else:
+            # Named by its digest, which is computed here: a record cannot claim another run's name.
+            runs[found.run_id] = found
+    if len(runs) > 1:
+        names = ", ".join(sorted(runs))
+        raise ValueError(f"several runs share the DHT at {address}: {names}; start every run on a DHT of its own")
+    if runs:
+        return next(iter(runs.values()))
+    if faults:
+        raise faults[0]
+    raise PeerUnavailable(f"no run is announced at {address}: is a swarm-peer running there?")
+
+
+def _require_own(record: PeerRecord | TrainerRecord | RunRecord, subkey: str) -> None:
+    if record.peer_id != subkey:
+        raise IntegrityError(f"{subkey} announces {record.peer_id}")
+    if isinstance(record, PeerRecord) and record.certificate_pem and peer_id_of(record.certificate_pem) != subkey:
+        raise IntegrityError(f"{subkey} announces somebody else's certificate")

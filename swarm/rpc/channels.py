@@ -1,0 +1,166 @@
+"""Channels to peers, the ports of servers, and errors across them.
+
+Used by everything that calls a peer or serves peers: one channel a peer, kept alive by pings so that a frozen or
+unreachable neighbour is noticed in seconds, and the exceptions of swarm.errors carried over the wire. Never retries.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import grpc
+
+from swarm import errors
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.rpc import tls
+from swarm.types import PeerRecord
+
+Options = tuple[tuple[str, int | str], ...]
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Of one message; tensors travel in chunks of about 1 MiB."""
+
+CLIENT_OPTIONS: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A minute unless told otherwise, which overrides the keepalive timeout.
+    ("grpc.http2.ping_timeout_ms", 2000),
+    # A peer that restarts is reached again in seconds, not in minutes.
+    ("grpc.max_reconnect_backoff_ms", 5000),
+)
+SERVER_OPTIONS: Options = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Or two servers would share one port, and each other's calls.
+    ("grpc.so_reuseport", 0),
+)
+
+_ERROR_KEY = "swarm-error"
+_ARGUMENT_KEY = "swarm-error-argument"
+
+_CODES: dict[type[SwarmError], grpc.StatusCode] = {
+    errors.PeerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.NotReady: grpc.StatusCode.UNAVAILABLE,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.MalformedMessage: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.WrongStage: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WrongRun: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IncompatibleVersion: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ConfigMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CorpusMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RoundMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.StaleMicrobatch: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
+    errors.RetriesExhausted: grpc.StatusCode.ABORTED,
+}
+_CLASSES = {error_class.__name__: error_class for error_class in _CODES}
+
+
+class ChannelPool:
+    """One channel for each server and certificate; reused by all calls, which may run at the same time."""
+
+    def __init__(self, *, insecure: bool = False) -> None:
+        """`insecure` peers talk in the clear, and with nobody who does not."""
+        self._insecure = insecure
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+
+    def channel(self, record: PeerRecord) -> grpc.aio.Channel:
+        """The channel to a peer, opened on first use.
+
+        Raises:
+            PeerUnavailable: the peer announces TLS and this one does without, or the other way round.
+        """
+        if self._insecure == bool(record.certificate_pem):
+            secure, insecure = (record.endpoint, "this peer") if self._insecure else ("this peer", record.endpoint)
+            raise PeerUnavailable(
+                f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none"
+            )
+        key = _key(record)
+        if key not in self._channels:
+            self._channels[key] = self._open(record)
+        return self._channels[key]
+
+    async def retain(self, records: Iterable[PeerRecord], *, grace_seconds: float) -> None:
+        """Close the channels to all other peers, once their calls have ended or the grace is over."""
+        vanished = self._channels.keys() - {_key(record) for record in records}
+        await _close([self._channels.pop(key) for key in vanished], grace_seconds)
+
+    async def close(self) -> None:
+        """Close all channels, and cancel what calls they have."""
+        channels = list(self._channels.values())
+        self._channels.clear()
+        await _close(channels, None)
+
+    def _open(self, record: PeerRecord) -> grpc.aio.Channel:
+        if self._insecure:
+            return grpc.aio.insecure_channel(record.endpoint, options=CLIENT_OPTIONS)
+        credentials = tls.pinned_credentials(record.certificate_pem)
+        return grpc.aio.secure_channel(record.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
+
+
+def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    """Have a server, made with SERVER_OPTIONS, listen; port 0 takes a free one, no credentials means no TLS.
+
+    Returns:
+        The port.
+
+    Raises:
+        ValueError: the port is in use, or the host is no address of this machine.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise ValueError(
+            f"cannot listen on {address}: the port is in use, or the address is not this machine's; choose another"
+        ) from None
+
+
+def abort_code(error: SwarmError) -> grpc.StatusCode:
+    """The status a call ends with when its servicer raises `error`."""
+    return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
+
+
+async def abort(context: Any, error: SwarmError) -> NoReturn:
+    """End a call of which `context` is the ServicerContext, so that the caller's `translate` gives the same error."""
+    metadata = [(_ERROR_KEY, type(error).__name__)]
+    if isinstance(error, errors.Overloaded):
+        metadata.append((_ARGUMENT_KEY, repr(error.retry_after_seconds)))
+    elif isinstance(error, errors.RoundMismatch):
+        metadata.append((_ARGUMENT_KEY, str(error.peer_round)))
+    await context.abort(abort_code(error), str(error), tuple(metadata))
+    raise AssertionError("abort does not return")
+
+
+def translate(error: grpc.aio.AioRpcError) -> SwarmError:
+    """What a failed call means: what its servicer raised, or that the peer cannot be reached, or was too slow."""
+    metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
+    name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
+    details = error.details() or error.code().name
+    error_class = _CLASSES.get(str(name))
+    try:
+        if error_class is errors.Overloaded:
+            return errors.Overloaded(details, retry_after_seconds=float(argument))
+        if error_class is errors.RoundMismatch:
+            return errors.RoundMismatch(details, peer_round=int(argument))
+    except ValueError:
+        return errors.PeerUnavailable(f"a malformed error: {details}")
+    if error_class is not None:
+        return error_class(details)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(details)
+    return errors.PeerUnavailable(f"{error.code().name}: {details}")
+
+
+def _key(record: PeerRecord) -> tuple[str, str]:
+    return record.endpoint, record.certificate_pem
+
+
+async def _close(channels: Iterable[grpc.aio.Channel], grace_seconds: float | None) -> None:
+    await asyncio.gather(*(channel.close(grace_seconds) for channel in channels))

@@ -1,0 +1,229 @@
+"""The directory over its in-memory twin of the DHT, on manual time."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from swarm import identity
+from swarm.clock import ManualClock
+from swarm.config import ModelConfig, RunConfig, to_json
+from swarm.dht.directory import RUNS_KEY, Directory, MemoryStore, RunRecord, discover_config
+from swarm.dht.records import seal
+from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+
+OURS, THEIRS = identity.generate(), identity.generate()
+RUN = "run.0123"
+
+
+class Store(MemoryStore):
+    """A DHT that can be cut off."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.is_gone = False
+        self.remembered: list[str] = []
+
+    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+        if self.is_gone:
+            raise PeerUnavailable("gone")
+        return await super().get(key)
+
+    def remember(self, address: str) -> None:
+        self.remembered.append(address)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def store(clock: ManualClock) -> Store:
+    return Store(clock)
+
+
+def _record(who: identity.Identity, **fields: Any) -> PeerRecord:
+    values = {
+        "peer_id": who.peer_id,
+        "announced_at": 1000.0,
+        "stage": 1,
+        "endpoint": "192.0.2.1:50051",
+        "certificate_pem": who.certificate_pem,
+        "state": PeerState.SERVING,
+    }
+    return PeerRecord.model_validate({**values, **fields})
+
+
+async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
+    ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
+    await ours.announce_peer(_record(OURS), 30)
+    await theirs.announce_peer(_record(THEIRS, dht_address="/ip4/192.0.2.2/tcp/1/p2p/X"), 60)
+    assert {record.peer_id for record in await ours.peers(1)} == {OURS.peer_id, THEIRS.peer_id}
+    assert await ours.peers(0) == []
+    assert store.remembered == ["/ip4/192.0.2.2/tcp/1/p2p/X"]
+    clock.advance(31)
+    assert [record.peer_id for record in await ours.peers(1)] == [THEIRS.peer_id]
+
+
+async def test_runs_are_apart(store: Store, clock: ManualClock) -> None:
+    await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 30)
+    assert await Directory(store, OURS, "another.run", clock).peers(1) == []
+
+
+async def test_trainers_are_listed(store: Store, clock: ManualClock) -> None:
+    directory = Directory(store, OURS, RUN, clock)
+    record = TrainerRecord(peer_id=OURS.peer_id, announced_at=1000.0, step=3)
+    await directory.announce_trainer(record, 30)
+    assert await directory.trainers() == [record]
+
+
+async def test_a_shorter_life_replaces_a_longer_one(store: Store, clock: ManualClock) -> None:
+    """Though the DHT keeps the farthest expiry."""
+    directory = Directory(store, OURS, RUN, clock)
+    await directory.announce_peer(_record(OURS, queue_length=1), 60)
+    await directory.announce_peer(_record(OURS, queue_length=2), 10)
+    assert [record.queue_length for record in await directory.peers(1)] == [2]
+
+
+async def test_who_withdraws_is_leaving(store: Store, clock: ManualClock) -> None:
+    directory, reader = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
+    await directory.withdraw()
+    await directory.announce_peer(_record(OURS), 60)
+    assert [record.state for record in await reader.peers(1)] == [PeerState.SERVING]
+    await directory.withdraw()
+    assert [record.state for record in await reader.peers(1)] == [PeerState.LEAVING]
+    await directory.announce_peer(_record(OURS, stage=2), 60)
+    assert [record.state for record in await reader.peers(2)] == [PeerState.SERVING]
+
+
+async def test_a_refused_record_is_an_error(store: Store, clock: ManualClock) -> None:
+    await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 60)
+    with pytest.raises(PeerUnavailable, match="clock"):
+        await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 30)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"peer_id": OURS.peer_id, "certificate_pem": THEIRS.certificate_pem},
+        {"peer_id": THEIRS.peer_id, "certificate_pem": OURS.certificate_pem},
+        {"peer_id": THEIRS.peer_id, "certificate_pem": "none"},
+        {"stage": 0},
+    ],
+)
+async def test_what_a_signer_may_not_say_is_left_out(store: Store, clock: ManualClock, lie: dict[str, Any]) -> None:
+    """A valid signature gives nobody the right to speak for others."""
+    key = f"{RUN}.stage.1"
+    await store.store(key, THEIRS.peer_id, seal(THEIRS, key, _record(THEIRS, **lie), 1060.0), 1060.0)
+    directory = Directory(store, OURS, RUN, clock)
+    await directory.announce_peer(_record(OURS), 30)
+    assert [record.peer_id for record in await directory.peers(1)] == [OURS.peer_id]
+
+
+async def test_rubbish_is_left_out(store: Store, clock: ManualClock) -> None:
+    key = f"{RUN}.stage.1"
+    await store.store(key, THEIRS.peer_id, b"rubbish", 1060.0)
+    await store.store(key, "x", seal(THEIRS, key, _record(THEIRS), 1060.0), 1060.0)
+    assert await Directory(store, OURS, RUN, clock).peers(1) == []
+
+
+async def test_other_versions_are_left_out_and_counted(store: Store, clock: ManualClock) -> None:
+    ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
+    await theirs.announce_peer(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
+    assert await ours.peers(1) == []
+    assert ours.num_incompatible == 1
+    clock.advance(31)
+    assert await ours.peers(1) == []
+    assert ours.num_incompatible == 0
+
+
+async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock) -> None:
+    """A reading that misses some records, as after a neighbour's death, forgets nobody."""
+    directory = Directory(store, OURS, RUN, clock)
+    await directory.announce_peer(_record(OURS), 30)
+    assert len(await directory.peers(1)) == 1
+    store._values.clear()
+    assert len(await directory.peers(1)) == 1
+    clock.advance(31)
+    assert await directory.peers(1) == []
+
+
+async def _advance(clock: ManualClock, seconds: float) -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    clock.advance(seconds)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_watching_survives_the_loss_of_the_dht(
+    store: Store, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    seen: list[tuple[int, int]] = []
+
+    def on_update(stage: int, records: Sequence[PeerRecord]) -> None:
+        seen.append((stage, len(records)))
+
+    directory = Directory(store, OURS, RUN, clock)
+    await directory.announce_peer(_record(OURS), 60)
+    watching = asyncio.create_task(directory.watch([0, 1], on_update, 2.0))
+    await _advance(clock, 0)
+    assert seen == [(0, 0), (1, 1)]
+    store.is_gone = True
+    await _advance(clock, 2)
+    await _advance(clock, 2)
+    assert seen == [(0, 0), (1, 1)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    store.is_gone = False
+    await _advance(clock, 2)
+    assert seen == [(0, 0), (1, 1)] * 2
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watching
+    assert watching.cancelled()
+
+
+CONFIG = RunConfig()
+
+
+async def test_a_joiner_finds_the_run(store: Store, clock: ManualClock) -> None:
+    for who in (OURS, THEIRS):
+        await Directory(store, who, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    assert await discover_config(store, clock, address="/x") == CONFIG
+
+
+async def test_no_run(store: Store, clock: ManualClock) -> None:
+    with pytest.raises(PeerUnavailable, match=r"^no run is announced at /x: is a swarm-peer running there\?$"):
+        await discover_config(store, clock, address="/x")
+
+
+async def test_several_runs_are_listed(store: Store, clock: ManualClock) -> None:
+    other = dataclasses.replace(CONFIG, model=ModelConfig(num_layers=8))
+    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    await Directory(store, THEIRS, other.run_id, clock).publish_config(to_json(other), 60)
+    first, second = sorted([CONFIG.run_id, other.run_id])
+    with pytest.raises(ValueError, match=f"^several runs share the DHT at /x: {first}, {second};"):
+        await discover_config(store, clock, address="/x")
+
+
+async def test_nonsense_hides_no_run(store: Store, clock: ManualClock) -> None:
+    await Directory(store, THEIRS, RUN, clock).publish_config('{"model": {"num_heads": 0}}', 60)
+    with pytest.raises(ValueError, match="^the configuration of the run at /x: model"):
+        await discover_config(store, clock, address="/x")
+    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    assert await discover_config(store, clock, address="/x") == CONFIG
+
+
+async def test_a_run_of_another_version(store: Store, clock: ManualClock) -> None:
+    record = RunRecord(peer_id=THEIRS.peer_id, protocol_version=PROTOCOL_VERSION + 1, config_json="{}")
+    await store.store(RUNS_KEY, THEIRS.peer_id, seal(THEIRS, RUNS_KEY, record, 1060.0), 1060.0)
+    with pytest.raises(IncompatibleVersion, match="install the version that the other peers have"):
+        await discover_config(store, clock, address="/x")

@@ -1,0 +1,321 @@
+"""DHT nodes: real ones, with real p2pd processes."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from swarm import identity
+from swarm.clock import SystemClock
+from swarm.dht import node as dht_node
+from swarm.dht.node import DhtNode
+from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
+from swarm.errors import PeerUnavailable
+
+OWNER, THIEF = identity.generate(), identity.generate()
+NOBODY = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
+
+Start = Callable[..., DhtNode]
+
+
+class Note(BaseModel):
+    text: str = "hello"
+
+
+def _sealed(key: str, expiration: float, signer: identity.Identity = OWNER) -> bytes:
+    return seal(signer, key, Note(), expiration)
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts nodes on loopback, and ends them."""
+    nodes: list[DhtNode] = []
+
+    def start_one(initial_peers: list[str] | None = None, **options: object) -> DhtNode:
+        arguments = {"clock": SystemClock(), "host": "127.0.0.1", "initial_peers": initial_peers or [], **options}
+        nodes.append(dht_node.start(**arguments))  # type: ignore[arg-type]  # Only what the tests pass on.
+        return nodes[-1]
+
+    yield start_one
+    for node in nodes:
+        node.shutdown()
+
+
+@pytest.fixture(scope="module")
+def first(start: Start) -> DhtNode:
+    return start()
+
+
+@pytest.fixture(scope="module")
+def second(start: Start, first: DhtNode) -> DhtNode:
+    return start(first.addresses())
+
+
+@pytest.fixture(scope="module")
+def client(start: Start, first: DhtNode) -> DhtNode:
+    return start(first.addresses(), client_mode=True)
+
+
+@pytest.fixture(scope="module")
+def careless(start: Start, first: DhtNode) -> DhtNode:
+    """A node that sends anything."""
+    node = start(first.addresses(), client_mode=True)
+    node._node.protocol.record_validator = None
+    return node
+
+
+async def test_what_one_stores_all_can_read(first: DhtNode, second: DhtNode, client: DhtNode) -> None:
+    expiration = time.time() + 30
+    value = _sealed("notes", expiration)
+    by_client = _sealed("notes", expiration, THIEF)
+    assert await second.store("notes", OWNER.peer_id, value, expiration)
+    assert await client.store("notes", THIEF.peer_id, by_client, expiration)
+    for node in (first, second, client):
+        found = await node.get("notes")
+        assert found == {OWNER.peer_id: (value, expiration), THIEF.peer_id: (by_client, expiration)}
+    assert await first.get("nothing") == {}
+
+
+async def test_a_client_has_no_address(first: DhtNode, client: DhtNode) -> None:
+    assert client.addresses() == []
+    assert [address.startswith("/ip4/127.0.0.1/tcp/") for address in first.addresses()] == [True]
+
+
+@pytest.mark.parametrize(
+    ("key", "subkey", "signed_key", "lifetime_seconds"),
+    [
+        ("forged.1", THIEF.peer_id, "forged.1", 30),
+        ("forged.2", OWNER.peer_id, "another key", 30),
+        ("forged.3", OWNER.peer_id, "forged.3", MAX_LIFETIME_SECONDS + 60),
+    ],
+)
+async def test_storage_nodes_refuse_what_its_owner_did_not_seal(
+    first: DhtNode, second: DhtNode, careless: DhtNode, key: str, subkey: str, signed_key: str, lifetime_seconds: float
+) -> None:
+    expiration = time.time() + lifetime_seconds
+    value = _sealed(signed_key, expiration)
+    assert not await careless.store(key, subkey, value, expiration)
+    assert not await first.store(key, subkey, value, expiration)
+    assert await second.get(key) == {}
+
+
+async def test_storage_nodes_refuse_a_longer_life(first: DhtNode, careless: DhtNode) -> None:
+    expiration = time.time() + 30
+    value = _sealed("prolonged", expiration)
+    assert not await careless.store("prolonged", OWNER.peer_id, value, expiration + 60)
+    assert await first.get("prolonged") == {}
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"unsigned", b"x" * 300, b"\xc7\xff" * 200])
+async def test_storage_nodes_refuse_rubbish(first: DhtNode, careless: DhtNode, rubbish: bytes) -> None:
+    expiration = time.time() + 30
+    assert not await careless.store("rubbish", OWNER.peer_id, rubbish, expiration)
+    # As hivemind stores values that are no dictionary.
+    assert not await careless._call(careless._node.store("rubbish", rubbish, expiration, exclude_self=True), 5.0)
+    assert await first.get("rubbish") == {}
+
+
+async def test_a_liar_deceives_no_reader(start: Start, first: DhtNode) -> None:
+    """Nor can it hide what honest nodes know."""
+    expiration = time.time() + 30
+    liar = start(first.addresses())
+    liar._node.protocol.record_validator = None
+    honest = _sealed("lies", expiration)
+    assert await first.store("lies", OWNER.peer_id, honest, expiration)
+    forged = await liar._call(
+        liar._node.store("lies", b"a forged record", expiration + 1e6, subkey=THIEF.peer_id), 5.0
+    )
+    assert THIEF.peer_id in await liar.get("lies"), f"the lie was not stored: {forged}"
+    assert await first.get("lies") == {OWNER.peer_id: (honest, expiration)}
+    liar.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("/ip4/127.0.0.1/tcp/1/p2p/" + NOBODY, "check the address"),
+        ("{first}/p2p/" + NOBODY, "another peer answers there"),
+    ],
+)
+def test_who_cannot_join_is_told_why(
+    start: Start, first: DhtNode, capfd: pytest.CaptureFixture[str], address: str, reason: str
+) -> None:
+    address = address.format(first=first.addresses()[0].split("/p2p/")[0])
+    with pytest.raises(PeerUnavailable, match=rf"^cannot join the DHT at {address}: {reason}") as caught:
+        start([address])
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_one_address_of_several_suffices(start: Start, first: DhtNode) -> None:
+    node = start([f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}", *first.addresses()], client_mode=True)
+    node.shutdown()
+
+
+def test_clients_cannot_be_joined(start: Start, first: DhtNode, client: DhtNode) -> None:
+    nobody_listens = first.addresses()[0].split("/p2p/")[0] + f"/p2p/{client._p2p.peer_id}"
+    with pytest.raises(PeerUnavailable, match="another peer answers there"):
+        start([nobody_listens])
+
+
+def test_a_port_in_use_is_refused(start: Start, first: DhtNode) -> None:
+    port = int(first.addresses()[0].split("/")[4])
+    with pytest.raises(ValueError, match=f"^the DHT cannot listen on 127.0.0.1 port {port}: "):
+        start(port=port)
+
+
+def test_an_address_that_is_none_is_refused(start: Start) -> None:
+    with pytest.raises(ValueError, match="is no address of a DHT node"):
+        start(["127.0.0.1:4001"])
+
+
+def test_a_damaged_key_is_one_line(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    key = tmp_path / "libp2p.key"
+    key.write_bytes(b"no key")
+    with pytest.raises(OSError, match="^the DHT's process, p2pd, did not start: .+$"):
+        start(identity_path=key)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_slowness_is_one_line(start: Start) -> None:
+    with pytest.raises(PeerUnavailable, match="^the DHT node was not ready within 0 s"):
+        start(timeout_seconds=0.01)
+
+
+def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
+    options = {"identity_path": tmp_path / "state" / "libp2p.key", "announce_host": "peer.example"}
+    node = start(**options)
+    node.shutdown()
+    again = start(**options, port=int(node.addresses()[0].split("/")[4]))
+    assert again.addresses() == node.addresses()
+    assert node.addresses()[0].startswith("/dns/peer.example/tcp/")
+    again.shutdown()
+
+
+async def test_after_the_end_calls_fail_at_once(start: Start, first: DhtNode) -> None:
+    node = start(first.addresses())
+    node.shutdown()
+    node.shutdown()
+    node.remember("/x")
+    with pytest.raises(PeerUnavailable, match="has left the DHT"):
+        await node.get("notes")
+
+
+async def test_without_p2pd_calls_fail_at_once(start: Start, first: DhtNode) -> None:
+    node = start(first.addresses())
+    node._process._process.kill()
+    await asyncio.sleep(0.2)
+    begin = time.monotonic()
+    with pytest.raises(PeerUnavailable, match="p2pd, has died"):
+        await node.get("notes")
+    assert time.monotonic() - begin < 0.5
+    node.shutdown()
+
+
+async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
+    node = start(first.addresses())
+    node._process._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(PeerUnavailable, match="did not answer within 0 s"):
+        await node.get("notes", timeout_seconds=0.3)
+    node.shutdown()
+
+
+async def test_a_client_without_neighbours_knows_nothing(start: Start) -> None:
+    """It must not take silence for an empty DHT."""
+    server = start()
+    client = start(server.addresses(), client_mode=True)
+    assert await client.get("notes") == {}
+    server.shutdown()
+    with pytest.raises(PeerUnavailable, match="no node of the DHT answers"):
+        await client.get("notes")
+    client.shutdown()
+
+
+async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_node, "RECONNECT_SECONDS", 0.1)
+    one, two = start(), start()
+    one.remember("no address")
+    one.remember(two.addresses()[0])
+    expiration = time.time() + 30
+    value = _sealed("parted", expiration)
+    assert await two.store("parted", OWNER.peer_id, value, expiration)
+    deadline = time.monotonic() + 5
+    while not await one.get("parted"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    for node in (one, two):
+        node.shutdown()
+
+
+def test_a_port_is_not_shared_in_silence(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ValueError, match="cannot listen"):
+        start(port=server.getsockname()[1])
+
+
+PROGRAM = """
+import sys, time
+from swarm.clock import SystemClock
+from swarm.dht import node
+running = node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=sys.argv[1:])
+print(running._process._process.pid, flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.2)
+    print("p2pd is", "dead" if running._process.ended.done() else "alive", flush=True)
+    running.shutdown()
+"""
+
+
+def _program(first: DhtNode) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *first.addresses()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def _await_end(pid: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while _is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_kill_9_leaves_nothing(first: DhtNode) -> None:
+    with _program(first) as program:
+        assert program.stdout is not None
+        p2pd = int(program.stdout.readline())
+        assert _is_running(p2pd)
+        os.kill(program.pid, signal.SIGKILL)
+        _await_end(p2pd, 2.0)
+        assert program.stdout.read() == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_ctrl_c_spares_p2pd_until_the_peer_has_said_goodbye(first: DhtNode) -> None:
+    with _program(first) as program:
+        assert program.stdout is not None
+        p2pd = int(program.stdout.readline())
+        os.killpg(program.pid, signal.SIGINT)
+        assert program.stdout.read() == "p2pd is alive\n"
+        assert program.wait(5) == 0
+        assert not _is_running(p2pd)

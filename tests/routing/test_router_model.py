@@ -1,0 +1,148 @@
+"""The router against a model of who may be chosen, in any order of events."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from swarm.clock import ManualClock
+from swarm.routing.router import Router
+from swarm.types import PeerId, PeerRecord, PeerState
+
+
+def _id(number: int) -> PeerId:
+    return PeerId(f"{number:040x}")
+
+
+def _record(number: int, **changes: Any) -> PeerRecord:
+    values = {
+        "peer_id": _id(number), "announced_at": 0.0, "stage": 0, "endpoint": f"host:{number}",
+        "state": PeerState.SERVING, "samples_per_second": 1.0,
+    }  # fmt: skip
+    return PeerRecord.model_validate(values | changes)
+
+
+class _Model(RuleBasedStateMachine):
+    """Compares the router with a list of who may be chosen."""
+
+    peers = st.integers(0, 5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.records: dict[int, PeerRecord] = {}
+        self.ban_ends: dict[int, float] = {}
+        """Latest time at which each peer's ban is over."""
+        self.ban_holds: dict[int, float] = {}
+        """Time before which no announcement ends it."""
+        self.busy_until: dict[int, float] = {}
+
+    @initialize(seed=st.integers(0, 100))
+    def build(self, seed: int) -> None:
+        self.router = Router(self.clock, random.Random(seed))
+
+    def serving(self) -> set[int]:
+        return {number for number, record in self.records.items() if record.state is PeerState.SERVING}
+
+    def is_banned(self, number: int) -> bool:
+        return {reading.peer_id: reading.banned for reading in self.router.statistics()}[_id(number)]
+
+    def certainly_banned(self) -> set[int]:
+        return {number for number, until in self.ban_holds.items() if self.clock.monotonic() < until}
+
+    @rule(
+        changes=st.dictionaries(peers, st.sampled_from([*PeerState, None]), max_size=6),
+        rate=st.sampled_from([0.0, 0.5, 4.0]),
+    )
+    def announce(self, changes: dict[int, PeerState | None], rate: float) -> None:
+        for number, state in changes.items():
+            if state is None:
+                self.records.pop(number, None)
+            else:
+                self.records[number] = _record(
+                    number, announced_at=self.clock.time(), state=state, samples_per_second=rate
+                )
+        self.router.update(0, list(self.records.values()))
+        self.busy_until = {number: until for number, until in self.busy_until.items() if number in self.serving()}
+
+    @rule(exclude=st.sets(peers), prefer=st.lists(peers, max_size=3), num_samples=st.integers(1, 4))
+    def choose(self, exclude: set[int], prefer: list[int], num_samples: int) -> None:
+        record = self.router.choose(
+            0, num_samples, exclude={_id(number) for number in exclude}, prefer=[_id(number) for number in prefer]
+        )
+        now = self.clock.monotonic()
+        if record is None:
+            certain = {
+                number for number in self.serving() - exclude
+                if self.ban_ends.get(number, 0.0) <= now and self.busy_until.get(number, 0.0) <= now
+            }  # fmt: skip
+            assert not certain
+            return
+        number = int(record.peer_id, 16)
+        assert number in self.serving() - exclude - self.certainly_banned()
+        assert record == self.records[number]
+        if number not in prefer:
+            assert self.busy_until.get(number, 0.0) <= now
+
+    @rule(number=peers, busy=st.floats(0.2, 4.0), link=st.none() | st.floats(0.0, 1.0), queue_length=st.integers(0, 3))
+    def succeed(self, number: int, busy: float, link: float | None, queue_length: int) -> None:
+        self.router.succeeded(
+            _id(number), num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length
+        )
+        if number in self.serving():
+            self.ban_ends.pop(number, None)
+            self.ban_holds.pop(number, None)
+
+    @rule(number=peers)
+    def fail(self, number: int) -> None:
+        if number not in self.serving():
+            self.router.failed(_id(number))
+            return
+        was_banned = self.is_banned(number)
+        self.router.failed(_id(number))
+        assert self.is_banned(number)
+        if not was_banned:
+            self.ban_holds[number] = self.clock.monotonic() + 5.0
+            self.ban_ends[number] = self.clock.monotonic() + 300.0
+
+    @rule(number=peers, retry_after=st.floats(0, 20))
+    def busy(self, number: int, retry_after: float) -> None:
+        self.router.busy(_id(number), retry_after)
+        if number in self.serving():
+            self.busy_until[number] = max(self.busy_until.get(number, 0.0), self.clock.monotonic() + retry_after)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 30.0, 400.0]))
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def everybody_gets_a_turn(self) -> None:
+        self.clock.advance(400.0)
+        waiting = self.serving()
+        for _ in range(20_000):
+            if not waiting:
+                break
+            record = self.router.choose(0, 1)
+            assert record is not None
+            waiting.discard(int(record.peer_id, 16))
+        assert not waiting
+
+    @invariant()
+    def statistics_are_of_the_serving(self) -> None:
+        if not hasattr(self, "router"):
+            return
+        readings = self.router.statistics()
+        assert {reading.peer_id for reading in readings} == {_id(number) for number in self.serving()}
+        assert all(reading.expected_seconds_per_sample > 0 for reading in readings)
+        assert sum(reading.share for reading in readings) == pytest.approx(1.0) or not any(
+            reading.num_chosen for reading in readings
+        )
+        assert self.router.is_empty(0) == (not self.serving())
+        assert (self.router.next_available_seconds(0) is None) == self.router.is_empty(0)
+
+
+TestModel = _Model.TestCase
+TestModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)

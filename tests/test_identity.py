@@ -1,0 +1,79 @@
+"""Identities: made once, kept private, and impossible to mix up."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from swarm import identity
+from swarm.errors import IntegrityError
+
+
+def test_an_identity_survives_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "identity.pem"
+    made = identity.load_or_create(path)
+    assert identity.load_or_create(path) == made
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_peer_id_belongs_to_the_certificate() -> None:
+    made = identity.generate()
+    assert identity.peer_id_of(made.certificate_pem) == made.peer_id
+    assert identity.generate().peer_id != made.peer_id
+
+
+def test_the_private_key_is_not_shown() -> None:
+    made = identity.generate()
+    assert "PRIVATE" not in repr(made)
+
+
+def test_a_signature_fits_one_key_and_one_message() -> None:
+    ours, theirs = identity.generate(), identity.generate()
+    signature = ours.sign(b"message")
+    identity.verify(ours.certificate_pem, b"message", signature)
+    for certificate, message, forged in [
+        (theirs.certificate_pem, b"message", signature),
+        (ours.certificate_pem, b"another", signature),
+        (ours.certificate_pem, b"message", b"no DER"),
+    ]:
+        with pytest.raises(IntegrityError):
+            identity.verify(certificate, message, forged)
+
+
+def _encrypted(made: identity.Identity) -> str:
+    key = serialization.load_pem_private_key(made.key_pem.encode(), password=None)
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    ).decode()
+
+
+def _rsa_key() -> str:
+    key = rsa.generate_private_key(65537, 2048)
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+
+
+@pytest.mark.parametrize("fault", ["text", "binary", "no certificate", "another's certificate", "encrypted", "RSA"])
+def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, fault: str) -> None:
+    made = identity.generate()
+    content = {
+        "text": b"hello",
+        "binary": b"\xff\xfe\x00",
+        "no certificate": made.key_pem.encode(),
+        "another's certificate": (made.key_pem + identity.generate().certificate_pem).encode(),
+        "encrypted": (_encrypted(made) + made.certificate_pem).encode(),
+        "RSA": (_rsa_key() + made.certificate_pem).encode(),
+    }[fault]
+    path = tmp_path / "identity.pem"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=r"^\S+identity\.pem is not a peer's identity: delete it to start .*$"):
+        identity.load_or_create(path)
+
+
+@pytest.mark.parametrize("text", ["", "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
+def test_only_certificates_have_a_peer_id(text: str) -> None:
+    with pytest.raises(IntegrityError):
+        identity.peer_id_of(text)
