@@ -183,20 +183,19 @@ async def run(
             config=config, stage=options.stage, identity=identity, known=known, router=router, directory=directory,
             clock=clock, tasks=tasks, options=local,
         )  # fmt: skip
-        async with server.listening(options.host, options.port, options.announce or own_host(node)) as endpoint:
-            background = [
-                tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
-                tasks.create_task(republish(directory, config)),
-            ]
-            await server.enter(node.addresses()[0])
+        background = [
+            tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
+            tasks.create_task(republish(directory, config)),
+        ]
+        host = options.announce or own_host(node)
+        async with server.serving(options.host, options.port, host, node.addresses()[0]) as endpoint:
             announce_to_people(options, config, node, known)
             write_ready_file(options, identity, endpoint, node)
-            background.append(tasks.create_task(server.serve()))
             await stop.wait()
             logger.info("leaving: finishing what is in flight")
             await server.leave()
-            for task in background:
-                task.cancel()
+        for task in background:
+            task.cancel()
 
 
 async def republish(directory: Directory, config: RunConfig) -> None:

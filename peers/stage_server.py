@@ -1,7 +1,7 @@
 """A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
 
-Used by swarm-peer. Each step of its life is a method, so that nothing is announced before it is served:
-listen -> enter (get the state) -> serve (announce, average) -> leave.
+Used by swarm-peer. Nothing is announced before it is served, and nothing is served before the stage's state is
+here: bind -> get the state -> announce, average -> leave.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import torch
@@ -38,7 +39,7 @@ from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
-from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub, add_StageServiceServicer_to_server
 from swarm.stage.backend import GraphBudget, StageBackend, reply_specs
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
+ANSWER_SECONDS = 3.0
+"""Longest wait for a sign of life from a peer that is announced."""
 LEAVE_SECONDS = 30.0
 """How long a leaving peer waits for its microbatches, and then for its round."""
 QUIET_SECONDS = 5.0
@@ -105,58 +108,56 @@ class StageServer:
             config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
             limits=StageLimits(max_in_flight=options.max_in_flight or 2 * num_later + 2),
         )  # fmt: skip
+        self._hop = hop
         self._member = StageMember(self._stage, num_alive=lambda: len(known.others(stage)) + 1)
-        self._averager = Averager(
-            config=config, stage=stage, own_id=identity.peer_id, member=self._member, peers=known.peers,
-            transport=GrpcTransport(self._channels), clock=clock,
-        )  # fmt: skip
-        self._stage.on_change = self._averager.notify
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._averager: Averager
         self._health = HealthServicer()
-        stage_servicer = StageServicer(config=config, stage=self._stage, hop=hop, describe=self._describe)
-        lease_servicer = LeaseServicer(config=config, stage=stage, clock=clock, lead=self._lead)
-        add_StageServiceServicer_to_server(stage_servicer, self._server)
-        add_LeaseServiceServicer_to_server(lease_servicer, self._server)
-        add_AveragingServiceServicer_to_server(AveragingServicer(self._averager), self._server)
-        add_HealthServicer_to_server(self._health, self._server)
 
     @asynccontextmanager
-    async def listening(self, host: str, port: int, announced_host: str) -> AsyncIterator[str]:
-        """Serve gRPC inside the block; gives the endpoint that others are told.
+    async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:
+        """Have the stage's state and serve it inside the block; gives the endpoint that others are told.
 
         Raises:
             ValueError: the port is in use.
         """
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         credentials = None if self._options.insecure else tls.server_credentials(self._identity)
-        bound = bind_server(self._server, host, port, credentials)
-        self._endpoint = f"{announced_host}:{bound}"
-        await self._server.start()
+        self._endpoint = f"{announced_host}:{bind_server(server, host, port, credentials)}"
+        self._dht_address = dht_address
         self._runtime.start()
         try:
-            yield self._endpoint
+            await self._start_over_if_late()
+            self._averager = Averager(
+                config=self._config, own=self._record(), member=self._member, peers=self._known.peers,
+                transport=GrpcTransport(self._channels), clock=self._clock,
+            )  # fmt: skip
+            self._stage.on_change = self._averager.notify
+            self._add_services(server)
+            await server.start()
+            async with asyncio.TaskGroup() as tasks:
+                averaging = tasks.create_task(self._averager.run())
+                await asyncio.sleep(0)
+                await self._averager.join()
+                self._stage.serving = True
+                self._state = PeerState.SERVING
+                announcing = tasks.create_task(self._keep_announced())
+                await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+                yield self._endpoint
+                averaging.cancel()
+                announcing.cancel()
         finally:
-            await self._server.stop(grace=1.0)
+            await server.stop(grace=1.0)
             await self._channels.close()
             self._runtime.stop(timeout_seconds=2.0)
 
-    async def enter(self, dht_address: str) -> None:
-        """Get the stage's state: from a holder if there is one, from the start if there never was any."""
-        self._dht_address = dht_address
-        others = self._known.others(self._number)
-        if any(record.round > 0 for record in others):
-            await self._averager.catch_up()
-        elif not others:
-            await self._start_over_if_late()
-        self._stage.serving = True
-        self._state = PeerState.SERVING
-        await self._announce()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-
-    async def serve(self) -> None:
-        """Announce and average until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._averager.run())
-            tasks.create_task(self._keep_announced())
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        stage_servicer = StageServicer(config=self._config, stage=self._stage, hop=self._hop, describe=self._describe)
+        lease_servicer = LeaseServicer(config=self._config, stage=self._number, clock=self._clock, lead=self._lead)
+        averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
+        add_StageServiceServicer_to_server(stage_servicer, server)
+        add_LeaseServiceServicer_to_server(lease_servicer, server)
+        add_AveragingServiceServicer_to_server(averaging_servicer, server)
+        add_HealthServicer_to_server(self._health, server)
 
     async def leave(self) -> None:
         """Take no more microbatches, finish those in flight, and wait for the round that needs our gradients."""
@@ -183,19 +184,29 @@ class StageServer:
         )
 
     async def _start_over_if_late(self) -> None:
+        """Where the run has moved on and nobody holds this stage any more, there is nothing to download."""
+        answers = await asyncio.gather(*(self._answers(record) for record in self._known.others(self._number)))
         rounds = [
             (record.round, record.samples)
             for stage in range(self._config.stages.num_stages)
             for record in self._known.others(stage)
         ]
         latest, samples = max(rounds, default=(0, 0))
-        if latest > 0:
+        if latest > 0 and not any(answers):
             logger.warning(
                 "nobody holds stage %d any more: it starts again from its initial weights at round %d",
                 self._number, latest,
             )  # fmt: skip
             lineage = hashlib.sha256(f"{genesis(self._config, self._number)} again at {latest}".encode()).hexdigest()
             await self._member.start_over(latest, samples, lineage)
+
+    async def _answers(self, record: PeerRecord) -> bool:
+        call: Any = StageServiceStub(self._channels.channel(record)).Describe
+        try:
+            await asyncio.wait_for(call(pb.DescribeRequest(run_id=self._config.run_id)), ANSWER_SECONDS)
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return False
+        return True
 
     # -- what others are told ----------------------------------------------------------------------------------------
 
@@ -209,8 +220,8 @@ class StageServer:
                     announced_round = self._stage.round
                     break
 
-    async def _announce(self) -> None:
-        record = PeerRecord(
+    def _record(self) -> PeerRecord:
+        return PeerRecord(
             peer_id=self._identity.peer_id, name=self._options.name, software_version=swarm.__version__,
             announced_at=self._clock.time(), stage=self._number, endpoint=self._endpoint,
             certificate_pem="" if self._options.insecure else self._identity.certificate_pem, state=self._state,
@@ -218,8 +229,10 @@ class StageServer:
             round=self._stage.round, samples=self._member.run_samples, lineage=self._member.progress().lineage,
             dht_address=self._dht_address,
         )  # fmt: skip
+
+    async def _announce(self) -> None:
         try:
-            await self._directory.announce_peer(record, RECORD_SECONDS)
+            await self._directory.announce_peer(self._record(), RECORD_SECONDS)
         except PeerUnavailable as error:
             logger.warning("not announced: %s", error)
 

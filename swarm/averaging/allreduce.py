@@ -9,6 +9,7 @@ Shapes: D elements of the vector, P of a part.
 
 import asyncio
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -83,16 +84,19 @@ def flatten(tensors: Tensors) -> torch.Tensor:
 
 def unflatten(vector_D: torch.Tensor, like: Tensors) -> dict[str, torch.Tensor]:
     """The inverse of `flatten`: views of the vector, with the shapes of `like`."""
-    names = sorted(like)
-    pieces = vector_D.split([like[name].numel() for name in names])
-    return {name: piece.view(like[name].shape) for name, piece in zip(names, pieces, strict=True)}
+    tensors, start = {}, 0
+    for name in sorted(like):
+        end = start + like[name].numel()
+        tensors[name] = vector_D[start:end].view(like[name].shape)
+        start = end
+    return tensors
 
 
 def split(num_elements: int, num_parts: int) -> list[slice]:
     """Parts as equal as possible, the longer ones first."""
     size, longer = divmod(num_elements, num_parts)
     starts = [i * size + min(i, longer) for i in range(num_parts + 1)]
-    return [slice(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [slice(start, end) for start, end in itertools.pairwise(starts)]
 
 
 @dataclass(eq=False)

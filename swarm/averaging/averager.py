@@ -382,11 +382,10 @@ class Averager:
             # Its answer to a report of ours will say how to get there.
             self._nudges.add(PeerId(request.sender.peer_id))
             self._progressed.set()
-        reply = pb.ReportReply(
+        return pb.ReportReply(
             standing=messages.pack_standing(standing), active=messages.pack_ballot(self._leader.active),
             outcome=self._participant.outcomes.get(theirs.round), leader=self._leader_contact(),
         )  # fmt: skip
-        return reply
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)

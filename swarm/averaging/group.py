@@ -114,12 +114,12 @@ class Group:
         self.install(round_number + 1)
         self.last_digest = digest
 
-    def abort(self, round_number: int, ballot: Ballot) -> None:
-        """The leader gives its attempt up, and with it whatever it prepared. A member that took no part just agrees."""
+    def abort(self, round_number: int, ballot: Ballot, *, void: bool) -> None:
+        """The leader gives its attempt up, and with it what it prepared; if `void`, what earlier ones did, too."""
         self._require_round(round_number)
         if self.promised is not None and ballot < self.promised:
             raise Refused(f"attempt {self.promised.attempt} of {self.promised.leader_id} is promised")
-        if self.prepared is not None and self.prepared.ballot == ballot:
+        if self.prepared is not None and (self.prepared.ballot == ballot or (void and self.prepared.ballot < ballot)):
             self.prepared = None
         if ballot == self.active:
             self.step_back()

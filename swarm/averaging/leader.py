@@ -53,6 +53,8 @@ class AttemptFailed(Exception):
         """Alive, yet the exchange fails because of them."""
         self.refused: set[PeerId] = set()
         self.promised_attempt = 0
+        self.void = False
+        """Results of earlier attempts were not decided and never will be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ class Leader:
                 await self._commit({peer: members[peer] for peer in holders}, self.decision, total_squared_norm)
         except AttemptFailed as failed:
             reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
-            await self._abort(reachable, standing.round, self.active, str(failed))
+            await self._abort(reachable, standing.round, self.active, failed)
             raise
         finally:
             self.active = self.decision = None
@@ -164,7 +166,9 @@ class Leader:
             committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
             num_samples = sum(reply.num_samples for reply in begun.values())
             if not is_complete(self.config, standing.round, committed, num_samples):
-                raise _failure("the round is not complete any more", unreached)
+                failed = _failure("the round is not complete any more", unreached)
+                failed.void = True
+                raise failed
         self.times.begin_seconds = self.clock.monotonic() - started_at
         return begun
 
@@ -214,10 +218,10 @@ class Leader:
         failed.excluded = {accuser for accuser, _ in accusers} if is_cut_off else {blamed}
         return failed
 
-    async def _abort(self, members: Members, round_number: int, ballot: Ballot, reason: str) -> None:
+    async def _abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
         request = pb.AbortRequest(
             address=self.address, peer_id=self.own_id, round=round_number, ballot=messages.pack_ballot(ballot),
-            reason=reason,
+            reason=str(failed), void=failed.void,
         )  # fmt: skip
         await self._all(members, ABORT, dict.fromkeys(members, request), self.timing.begin_seconds)
 
@@ -240,7 +244,8 @@ class Leader:
         self.times.total_barrier_seconds += self.clock.monotonic() - started_at
         # In the order of the stages, so that all of them come to the same bits.
         in_order = [norms[stage] for stage in sorted(norms)]
-        return None if None in in_order else sum(norm for norm in in_order if norm is not None)
+        known = [norm for norm in in_order if norm is not None]
+        return sum(known) if len(known) == len(in_order) else None
 
     async def _stage_norm(self, stage: int, round_number: int) -> float | None:
         request = pb.BarrierRequest(
@@ -262,7 +267,7 @@ class Leader:
                         timeout_seconds=self.timing.barrier_seconds + self.timing.report_seconds,
                     )
                     if reply.ready:
-                        return reply.squared_norm
+                        return float(reply.squared_norm)
                     if reply.leader.peer_id != target.peer_id:
                         hint = record_of(reply.leader, stage)
                         continue

@@ -251,7 +251,7 @@ class Participant:
         async with self._lock:
             try:
                 was_active = self.group.active
-                self.group.abort(request.round, ballot)
+                self.group.abort(request.round, ballot, void=request.void)
             except Refused as refused:
                 return pb.AbortReply(refusal=self._refusal(refused))
             if was_active == ballot:

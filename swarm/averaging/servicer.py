@@ -9,8 +9,6 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
-
 from swarm.averaging.allreduce import MemberFailed
 from swarm.averaging.transport import (
     ABORT,
@@ -64,27 +62,27 @@ class AveragingServicer(AveragingServiceServicer):
     async def Barrier(self, request: pb.BarrierRequest, context: Context) -> pb.BarrierReply:
         return await self._answer(BARRIER, request, context)
 
-    async def Exchange(self, request_iterator: Any, context: Context) -> None:
+    async def Exchange(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.ExchangeReply]:
         try:
-            first = await _read(context)
+            first = await _next(request_iterator)
             if first is None or first.WhichOneof("message") != "open":
                 raise MalformedMessage("an exchange begins with its open message")
-            reduced = await self._averager.exchange(first.open, _pieces(context))
+            reduced = await self._averager.exchange(first.open, _pieces(request_iterator))
         except Retryable as error:
             # Whose fault it is must reach the caller, so it travels as an answer.
             blamed = error.peer_id if isinstance(error, MemberFailed) else self._own_id
-            await context.write(pb.ExchangeReply(failure=pb.Failure(blamed_id=blamed, reason=str(error))))
+            yield pb.ExchangeReply(failure=pb.Failure(blamed_id=blamed, reason=str(error)))
             return
         except SwarmError as error:
             await abort(context, error)
-        await context.write(pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm)))
+        yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm))
         for piece in pieces_of(reduced.encoded):
-            await context.write(pb.ExchangeReply(data=piece))
+            yield pb.ExchangeReply(data=piece)
 
-    async def Download(self, request: pb.DownloadRequest, context: Context) -> None:
+    async def Download(self, request: pb.DownloadRequest, context: Context) -> AsyncIterator[pb.DownloadReply]:
         try:
             async for reply in self._averager.download(request):
-                await context.write(reply)
+                yield reply
         except SwarmError as error:
             await abort(context, error)
 
@@ -98,16 +96,15 @@ class AveragingServicer(AveragingServiceServicer):
             await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
 
 
-async def _pieces(context: Context) -> AsyncIterator[bytes]:
-    while (message := await _read(context)) is not None:
+async def _pieces(requests: AsyncIterator[pb.ExchangeRequest]) -> AsyncIterator[bytes]:
+    while (message := await _next(requests)) is not None:
         yield message.data
 
 
-async def _read(context: Context) -> Any:
+async def _next(requests: AsyncIterator[pb.ExchangeRequest]) -> pb.ExchangeRequest | None:
     """The next message, or None at the end of the stream."""
     try:
         async with asyncio.timeout(MESSAGE_SECONDS):
-            message = await context.read()
+            return await anext(requests, None)
     except TimeoutError:
         raise DeadlineExceeded(f"no message for {MESSAGE_SECONDS} s") from None
-    return None if message is grpc.aio.EOF else message

@@ -98,7 +98,8 @@ class GrpcTransport:
 
         squared_norm: float | None = None
         encoded = bytearray()
-        call: Any = self._stub(peer).Exchange(requests(), timeout=timeout_seconds)
+        stub: Any = self._stub(peer)
+        call = stub.Exchange(requests(), timeout=timeout_seconds)
         try:
             async for reply in call:
                 match reply.WhichOneof("message"):

@@ -52,7 +52,7 @@ class _Cast:
             # Larger numbers would become infinite and be refused by every receiver.
             limit = torch.finfo(self._dtype).max
             vector_N = vector_N.clamp(-limit, limit).to(self._dtype)
-        return memoryview(vector_N.detach().contiguous().view(torch.uint8).numpy())
+        return vector_N.detach().contiguous().view(torch.uint8).numpy().data
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
         if len(buffer) != self.num_bytes(num_elements):

@@ -76,9 +76,7 @@ class ChannelPool:
         """
         if self._insecure == bool(record.certificate_pem):
             secure, insecure = (record.endpoint, "this peer") if self._insecure else ("this peer", record.endpoint)
-            raise PeerUnavailable(
-                f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none"
-            )
+            raise PeerUnavailable(f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none")
         key = _key(record)
         if key not in self._channels:
             self._channels[key] = self._open(record)

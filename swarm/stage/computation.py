@@ -129,14 +129,18 @@ class Computation(HopListener):
             reply, self._reply = self._reply, None
             await reply.ack()
 
+    def close_downstream(self) -> None:
+        """Give up what downstream did for this computation; whatever another one adopted there stays."""
+        if self._reply is not None:
+            self._reply.close()
+            self._reply = None
+
     async def undo(self) -> None:
         """Stop if still running, and take out of the sum whatever is in it. Downstream does the same."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._reply is not None:
-            self._reply.close()
-            self._reply = None
+        self.close_downstream()
         # After whatever the compute thread is still doing for us: there is only one thread.
         await self._runtime.control(self._undo_on_thread)
 

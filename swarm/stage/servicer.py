@@ -7,7 +7,7 @@ retry that will join it. Never touches weights.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -115,7 +115,7 @@ class StageServicer(StageServiceServicer):
             self._stage.leave()
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
-        route = computation.route
+        route: Mapping[int, PeerId] = {}
         while not computation.done:
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)

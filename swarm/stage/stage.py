@@ -219,6 +219,8 @@ class Stage:
             self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
             await holder.settle()
             self.on_change()
+        if computation.adopts is not None:
+            computation.adopts.close_downstream()
         await computation.acknowledge_downstream()
 
     def abandon(self, computation: Computation, subscriber: object) -> None:

@@ -9,7 +9,9 @@ from swarm.dht import addresses
 PEER_ID = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
 
 
-@pytest.mark.parametrize("endpoint", ["/ip4/192.0.2.1/tcp/4001", "/ip6/2001:db8::1/tcp/1", "/dns/a-b.example/tcp/65535"])
+@pytest.mark.parametrize(
+    "endpoint", ["/ip4/192.0.2.1/tcp/4001", "/ip6/2001:db8::1/tcp/1", "/dns/a-b.example/tcp/65535"]
+)
 def test_an_address_is_a_place_and_an_id(endpoint: str) -> None:
     assert addresses.split(f"{endpoint}/p2p/{PEER_ID}") == (endpoint, PEER_ID)
 
@@ -45,7 +47,7 @@ def test_hosts_may_be_names(host: str, address: str) -> None:
 def test_a_port_is_free_or_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"^the DHT cannot listen on 127.0.0.1 port {port}: .* choose another port$"):
+        with pytest.raises(ValueError, match=rf"^the DHT cannot listen on 127.0.0.1 port {port}: .* another port$"):
             addresses.require_free_port("127.0.0.1", port)
     assert addresses.require_free_port("127.0.0.1", port) == port
     assert addresses.require_free_port("127.0.0.1", 0) > 0

@@ -216,7 +216,7 @@ async def test_several_runs_are_listed(store: Store, clock: ManualClock) -> None
 
 async def test_nonsense_hides_no_run(store: Store, clock: ManualClock) -> None:
     await Directory(store, THEIRS, RUN, clock).publish_config('{"model": {"num_heads": 0}}', 60)
-    with pytest.raises(ValueError, match="^the configuration of the run at /x: model"):
+    with pytest.raises(ValueError, match=r"^the configuration of the run at /x: model"):
         await discover_config(store, clock, address="/x")
     await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
     assert await discover_config(store, clock, address="/x") == CONFIG

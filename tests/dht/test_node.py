@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -130,10 +129,8 @@ async def test_a_liar_deceives_no_reader(start: Start, first: DhtNode) -> None:
     liar._node.protocol.record_validator = None
     honest = _sealed("lies", expiration)
     assert await first.store("lies", OWNER.peer_id, honest, expiration)
-    forged = await liar._call(
-        liar._node.store("lies", b"a forged record", expiration + 1e6, subkey=THIEF.peer_id), 5.0
-    )
-    assert THIEF.peer_id in await liar.get("lies"), f"the lie was not stored: {forged}"
+    await liar._call(liar._node.store("lies", b"forged", expiration + 1e6, subkey=THIEF.peer_id), 5.0)
+    assert THIEF.peer_id in await liar.get("lies")
     assert await first.get("lies") == {OWNER.peer_id: (honest, expiration)}
     liar.shutdown()
 
@@ -180,13 +177,13 @@ def test_an_address_that_is_none_is_refused(start: Start) -> None:
 def test_a_damaged_key_is_one_line(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     key = tmp_path / "libp2p.key"
     key.write_bytes(b"no key")
-    with pytest.raises(OSError, match="^the DHT's process, p2pd, did not start: .+$"):
+    with pytest.raises(OSError, match=r"^the DHT's process, p2pd, did not start: .+$"):
         start(identity_path=key)
     assert capfd.readouterr() == ("", "")
 
 
 def test_slowness_is_one_line(start: Start) -> None:
-    with pytest.raises(PeerUnavailable, match="^the DHT node was not ready within 0 s"):
+    with pytest.raises(PeerUnavailable, match=r"^the DHT node was not ready within 0 s"):
         start(timeout_seconds=0.01)
 
 
@@ -255,18 +252,13 @@ async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pyt
         node.shutdown()
 
 
-def test_a_port_is_not_shared_in_silence(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ValueError, match="cannot listen"):
-        start(port=server.getsockname()[1])
-
-
 PROGRAM = """
 import sys, time
 from swarm.clock import SystemClock
 from swarm.dht import node
 running = node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=sys.argv[1:])
-print(running._process._process.pid, flush=True)
 try:
+    print(running._process._process.pid, flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.2)

@@ -546,9 +546,12 @@ class AbortRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     BALLOT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    VOID_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     reason: _builtins.str
+    void: _builtins.bool
+    """Results of earlier attempts come to nothing as well: none was decided."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -561,10 +564,11 @@ class AbortRequest(_message.Message):
         round: _builtins.int = ...,
         ballot: Global___Ballot | None = ...,
         reason: _builtins.str = ...,
+        void: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "peer_id", b"peer_id", "reason", b"reason", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "peer_id", b"peer_id", "reason", b"reason", "round", b"round", "void", b"void"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

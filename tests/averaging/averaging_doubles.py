@@ -1,0 +1,302 @@
+"""A stage, and a network with scripted faults, for the tests of averaging."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+
+import numpy as np
+import torch
+
+from swarm.averaging.allreduce import ReducedPart
+from swarm.averaging.averager import Averager
+from swarm.averaging.member import Contribution, Progress, RoundResult, Snapshot
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import Method, Reply, Request
+from swarm.clock import SystemClock
+from swarm.compression.codec import Buffer
+from swarm.config import RunConfig, from_dict
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerRecord, PeerState
+
+QUICK = Timing(
+    report_gap_seconds=0.005, heartbeat_seconds=0.05, report_seconds=0.3, fresh_seconds=0.4, probe_seconds=0.2,
+    begin_seconds=0.5, average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05, barrier_seconds=0.2,
+    retry_seconds=0.02, max_retry_seconds=0.2,
+)  # fmt: skip
+"""Patience for peers in one process."""
+
+MICROBATCH = 2
+
+
+def make_config(
+    setting: str = "synchronous", *, microbatches: int = 6, stages: int = 1, codec: str = "fp32", quorum: str = "available"
+) -> RunConfig:
+    """A run whose rounds have so many microbatches of two samples."""
+    return from_dict(
+        {
+            "model": {"num_layers": 4}, "stages": {"num_stages": stages}, "data": {"microbatch_size": MICROBATCH},
+            "rounds": {"setting": setting, "round_samples": microbatches * MICROBATCH, "inner_batch_samples": MICROBATCH},
+            "averaging": {"codec": codec, "quorum": quorum},
+        },
+        source="test",
+    )  # fmt: skip
+
+
+def gradient(index: int) -> torch.Tensor:
+    """What one microbatch teaches, as one vector; the same wherever it is computed."""
+    return torch.from_numpy(np.random.default_rng(index).standard_normal(17).astype(np.float32))
+
+
+def peer_id(number: int) -> str:
+    """Ids in the order of their numbers."""
+    return f"{number:040x}"
+
+
+def record(number: int, stage: int = 0, endpoint: str = "memory:1") -> PeerRecord:
+    """A serving peer's announcement."""
+    return PeerRecord(
+        peer_id=peer_id(number), stage=stage, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0
+    )
+
+
+class FakeStage:
+    """A RoundMember whose contribution is the mean gradient of the microbatches it was given."""
+
+    def __init__(self) -> None:
+        self.round, self.run_samples, self.lineage = 0, 0, "00"
+        self.anchor = torch.zeros(17)
+        self.indices: set[int] = set()
+        self.results: list[RoundResult] = []
+        self.digests: list[str] = []
+        self.closed = False
+        self.num_installs = 0
+        self.poison = False
+        """Contribute NaN."""
+        self.averager: Averager | None = None
+
+    def learn(self, *indices: int) -> None:
+        """Commit microbatches."""
+        self.indices.update(indices)
+        if self.averager is not None:
+            self.averager.notify()
+
+    def progress(self) -> Progress:
+        return Progress(
+            round=self.round, lineage=self.lineage, run_samples=self.run_samples,
+            num_samples=MICROBATCH * len(self.indices), committed=frozenset(self.indices),
+            highest_microbatch=max(self.indices, default=-1),
+        )  # fmt: skip
+
+    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        assert round_number == self.round
+        self.closed = True
+        kept = sorted(self.indices - set(drop))
+        total = sum((gradient(i) for i in kept), torch.zeros(17))
+        mean = total / max(1, len(kept))
+        if self.poison:
+            mean = mean * torch.nan
+        return Contribution(
+            tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept), committed=frozenset(kept)
+        )  # fmt: skip
+
+    async def reopen(self, round_number: int) -> None:
+        assert round_number == self.round
+        self.closed = False
+
+    async def apply(self, result: RoundResult) -> str:
+        assert result.round == self.round, "a round is applied once"
+        await asyncio.sleep(0)
+        self.anchor = self.anchor - torch.cat([result.tensors["b"], result.tensors["a"].reshape(-1)])
+        self.run_samples += result.num_samples
+        self.lineage, self.round = result.lineage, self.round + 1
+        self.indices, self.closed = set(), False
+        self.results.append(result)
+        self.digests.append(self.digest)
+        return self.digest
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.anchor.numpy().tobytes()).hexdigest()
+
+    async def snapshot(self) -> Snapshot:
+        tensors = {"anchor": self.anchor, "step": torch.tensor(float(self.round))}
+        return Snapshot(
+            round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors, digest=self.digest
+        )  # fmt: skip
+
+    async def install(self, snapshot: Snapshot) -> None:
+        self.round, self.run_samples, self.lineage = snapshot.round, snapshot.run_samples, snapshot.lineage
+        self.anchor = snapshot.tensors["anchor"]
+        self.indices, self.closed = set(), False
+        self.num_installs += 1
+
+
+Hook = Callable[[str, int, int], Awaitable[None]]
+
+
+class Peer:
+    """One peer of a network: stage, averager, and the task that runs it."""
+
+    def __init__(self, number: int, stage_number: int, network: "Network") -> None:
+        self.number = number
+        self.record = record(number, stage_number)
+        self.stage = FakeStage()
+        self.dead = asyncio.Event()
+        self.thawed = asyncio.Event()
+        self.thawed.set()
+        self.averager = Averager(
+            config=network.config, own=self.record, member=self.stage, peers=network.directory,
+            transport=MemoryTransport(network, self), clock=SystemClock(), timing=QUICK,
+        )  # fmt: skip
+        self.stage.averager = self.averager
+        self.task: asyncio.Task[None] | None = None
+
+
+class Network:
+    """Peers in one process, and what goes wrong between them.
+
+    Attributes:
+        before: awaited before a call reaches its handler; may kill, delay or raise.
+        after: awaited when the handler has answered, before the caller sees it.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.peers: dict[str, Peer] = {}
+        self.calls: list[tuple[str, int, int]] = []
+        self.cut: set[frozenset[int]] = set()
+        self.before: Hook = _nothing
+        self.after: Hook = _nothing
+
+    def directory(self, stage: int) -> list[PeerRecord]:
+        """All peers ever announced; the dead too, as in a DHT."""
+        return [peer.record for peer in self.peers.values() if peer.record.stage == stage]
+
+    def add(self, number: int, stage_number: int = 0) -> Peer:
+        """A new peer, running."""
+        peer = self.peers[peer_id(number)] = Peer(number, stage_number, self)
+        peer.task = asyncio.create_task(peer.averager.run())
+        return peer
+
+    def kill(self, number: int) -> None:
+        """As kill -9 does: no farewell, and every call to it fails."""
+        peer = self.peers[peer_id(number)]
+        peer.dead.set()
+        assert peer.task is not None
+        peer.task.cancel()
+
+    def freeze(self, number: int) -> None:
+        """As SIGSTOP does to the network: nothing comes in or goes out."""
+        self.peers[peer_id(number)].thawed.clear()
+
+    def thaw(self, number: int) -> None:
+        """As SIGCONT does."""
+        self.peers[peer_id(number)].thawed.set()
+
+    async def stop(self) -> None:
+        """End all peers; raises what any of them died of."""
+        for peer in self.peers.values():
+            assert peer.task is not None
+            peer.task.cancel()
+        for peer in self.peers.values():
+            assert peer.task is not None
+            try:
+                await peer.task
+            except asyncio.CancelledError:
+                pass
+
+
+class MemoryTransport:
+    """One peer's calls to the others."""
+
+    def __init__(self, network: Network, own: Peer) -> None:
+        self._network = network
+        self._own = own
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        target = self._target(peer)
+        copy = type(request).FromString(request.SerializeToString())  # type: ignore[attr-defined]  # a message
+        return await self._reach(target, method.name, lambda: target.averager.handle(method, copy), timeout_seconds)
+
+    async def exchange(
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
+    ) -> ReducedPart:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield bytes(part)
+
+        target = self._target(peer)
+        reduced = await self._reach(
+            target, "Exchange", lambda: target.averager.exchange(opening, pieces()), timeout_seconds
+        )
+        assert len(reduced.encoded) == reply_bytes
+        return ReducedPart(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
+
+    async def download(
+        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
+    ) -> AsyncIterator[pb.DownloadReply]:
+        target = self._target(peer)
+
+        async def collect() -> list[pb.DownloadReply]:
+            return [reply async for reply in target.averager.download(request)]
+
+        for reply in await self._reach(target, "Download", collect, silence_seconds):
+            yield reply
+
+    def _target(self, peer: PeerRecord) -> Peer:
+        return self._network.peers[peer.peer_id]
+
+    async def _reach(self, target: Peer, name: str, work: Callable[[], Awaitable[Reply]], seconds: float) -> Reply:
+        async def deliver() -> Reply:
+            await self._own.thawed.wait()
+            self._network.calls.append((name, self._own.number, target.number))
+            await self._network.before(name, self._own.number, target.number)
+            if target.dead.is_set() or frozenset((self._own.number, target.number)) in self._network.cut:
+                raise PeerUnavailable(f"{target.number} is unreachable")
+            await target.thawed.wait()
+            reply = await work()
+            await self._network.after(name, self._own.number, target.number)
+            await target.thawed.wait()
+            await self._own.thawed.wait()
+            return reply
+
+        async def die() -> None:
+            await target.dead.wait()
+
+        delivery, death = asyncio.ensure_future(deliver()), asyncio.ensure_future(die())
+        try:
+            await asyncio.wait([delivery, death], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if delivery.done():
+                return delivery.result()
+            if target.dead.is_set():
+                raise PeerUnavailable(f"{target.number} died")
+            raise DeadlineExceeded(f"{name} to {target.number}")
+        finally:
+            delivery.cancel()
+            death.cancel()
+
+
+async def _nothing(name: str, source: int, target: int) -> None:
+    pass
+
+
+@asynccontextmanager
+async def network_of(config: RunConfig, *numbers: int) -> AsyncIterator[Network]:
+    """A running network of one stage with these peers."""
+    network = Network(config)
+    for number in numbers:
+        network.add(number)
+    try:
+        yield network
+    finally:
+        await network.stop()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+    """Wait for a condition; fails after a while."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,432 @@
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from averaging_doubles import FakeStage, Network, gradient, make_config, network_of, until
+
+
+def stages(network: Network, *numbers: int) -> list[FakeStage]:
+    return [peer.stage for peer in network.peers.values() if peer.number in numbers]
+
+
+def expected_mean(*indices: int) -> np.ndarray:
+    return np.mean([gradient(i).double().numpy() for i in indices], axis=0)
+
+
+def result_vector(stage: FakeStage, nth: int = 0) -> np.ndarray:
+    tensors = stage.results[nth].tensors
+    return torch.cat([tensors["b"], tensors["a"].reshape(-1)]).numpy()
+
+
+def assert_equal_and_once(members: list[FakeStage], rounds: int = 1) -> None:
+    """All at the same round, by commits and not by downloads, with the same bits and the same lineage."""
+    assert {stage.round for stage in members} == {rounds}
+    assert len({stage.digest for stage in members}) == 1
+    assert len({stage.lineage for stage in members}) == 1
+    assert all(len(stage.results) <= rounds for stage in members)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+async def test_members_commit_the_weighted_mean_bit_identically(size: int, setting: str) -> None:
+    async with network_of(make_config(setting), *range(size)) as network:
+        members = stages(network, *range(size))
+        # Uneven shares: the weights matter.
+        for index in range(6):
+            members[min(index // 2, size - 1) if size > 1 else 0].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert_equal_and_once(members)
+        assert all(len(stage.results) == 1 for stage in members)
+        np.testing.assert_allclose(result_vector(members[0]), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+        result = members[0].results[0]
+        assert result.num_samples == 12
+        assert result.squared_norm == pytest.approx(float((expected_mean(*range(6)) ** 2).sum()), rel=1e-5)
+        assert len(set(stage.results[0].squared_norm for stage in members)) == 1
+        assert all(peer.averager.statistics().num_alive == size for peer in network.peers.values())
+
+
+async def test_rounds_follow_one_another() -> None:
+    async with network_of(make_config(), 1, 2) as network:
+        members = stages(network, 1, 2)
+        for round_number in range(3):
+            for offset in range(6):
+                members[offset % 2].learn(6 * round_number + offset)
+            await until(lambda r=round_number: all(stage.round == r + 1 for stage in members))
+        assert_equal_and_once(members, rounds=3)
+        assert members[0].run_samples == 36
+        assert members[0].results[2].members == tuple(peer.record.peer_id for peer in network.peers.values())
+
+
+async def test_fp16_members_apply_what_went_over_the_wire() -> None:
+    async with network_of(make_config(codec="fp16"), 1, 2) as network:
+        members = stages(network, 1, 2)
+        members[0].learn(0, 1, 2, 3)
+        members[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert_equal_and_once(members)
+        vector = result_vector(members[0])
+        np.testing.assert_array_equal(vector, vector.astype(np.float16).astype(np.float32))
+        assert members[0].results[0].compression_ratio == 2.0
+
+
+async def test_single_member_in_fp32_gets_its_contribution_bit_for_bit() -> None:
+    async with network_of(make_config(), 1) as network:
+        stage = stages(network, 1)[0]
+        stage.indices.update(range(6))
+        contribution = await stage.close(0, drop=())
+        stage.learn()
+        await until(lambda: stage.round == 1)
+        assert all(torch.equal(stage.results[0].tensors[n], t) for n, t in contribution.tensors.items())
+
+
+async def test_round_waits_for_what_is_missing() -> None:
+    async with network_of(make_config(), 1, 2) as network:
+        members = stages(network, 1, 2)
+        members[0].learn(0, 1, 2)
+        members[1].learn(3, 4)
+        view = network.peers[members[0].averager._own_id].averager.view  # type: ignore[union-attr]
+        await until(lambda: view().committed == frozenset(range(5)))
+        await asyncio.sleep(0.2)
+        assert view().is_leader
+        assert not view().complete
+        assert all(stage.round == 0 for stage in members)
+        members[1].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in members))
+
+
+async def test_duplicates_count_once() -> None:
+    async with network_of(make_config(), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        members[0].learn(0, 1, 2)
+        members[1].learn(2, 3)
+        members[2].learn(0, 3, 4)
+        await asyncio.sleep(0.15)
+        members[0].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert members[0].results[0].num_samples == 12
+        np.testing.assert_allclose(result_vector(members[2]), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+
+
+# -- leaders that die ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moment", "survives"),
+    [
+        ("before begin", "nothing"), ("after begin", "nothing"), ("in exchange", "nothing"),
+        ("after all prepared", "result"), ("in the middle of commit", "result"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("setting", ["diloco", "synchronous"])
+async def test_leader_killed(moment: str, survives: str, setting: str) -> None:
+    """Survivors end equal; what had been prepared by all is what they commit."""
+    config = make_config(setting, microbatches=6)
+    async with network_of(config, 1, 2, 3) as network:
+        leader, *others = stages(network, 1, 2, 3)
+        committed = 0
+
+        async def before(name: str, source: int, target: int) -> None:
+            nonlocal committed
+            fatal = {"before begin": "Begin", "after begin": "Average", "in exchange": "Exchange", "after all prepared": "Commit"}
+            if fatal.get(moment) == name and 1 in (source, target) and not network.peers[leader_id].dead.is_set():
+                network.kill(1)
+            if name == "Commit" and moment == "in the middle of commit" and source == 1:
+                committed += 1
+                if committed == 2:
+                    network.kill(1)
+
+        leader_id = next(iter(network.peers))
+        network.before = before
+        leader.learn(0, 1)
+        others[0].learn(2, 3, 4)
+        others[1].learn(5)
+        await until(lambda: network.peers[leader_id].dead.is_set())
+        if survives == "nothing":
+            await asyncio.sleep(0.7)
+            assert all(stage.round == 0 and not stage.closed for stage in others)
+            others[0].learn(0, 1)
+        await until(lambda: all(stage.round == 1 for stage in others))
+        await asyncio.sleep(0.3)
+        assert_equal_and_once(others)
+        for stage in others:
+            np.testing.assert_allclose(result_vector(stage), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+            assert len(stage.results[0].members) == (2 if survives == "nothing" else 3)
+
+
+async def test_member_killed_in_exchange_is_not_counted() -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+
+        async def before(name: str, source: int, target: int) -> None:
+            if name == "Exchange" and source == 2:
+                network.kill(2)
+
+        network.before = before
+        members[1].learn(4, 5)
+        members[2].learn(2, 3)
+        await asyncio.sleep(0.1)
+        members[0].learn(0, 1)
+        survivors = [members[0], members[2]]
+        await until(lambda: all(stage.round == 1 for stage in survivors))
+        assert_equal_and_once(survivors)
+        assert survivors[0].results[0].num_samples == 8
+        assert survivors[0].results[0].attempts > 1
+        np.testing.assert_allclose(result_vector(survivors[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
+
+
+async def test_poisoned_contribution_is_left_out() -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        members[1].poison = True
+        members[1].learn(4, 5)
+        members[2].learn(2, 3)
+        await asyncio.sleep(0.1)
+        members[0].learn(0, 1)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        await until(lambda: len({stage.digest for stage in members}) == 1)
+        assert members[1].num_installs == 1
+        np.testing.assert_allclose(result_vector(members[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
+
+
+async def test_two_members_that_cannot_reach_each_other_do_not_stop_the_round() -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        network.cut.add(frozenset((2, 3)))
+        members[0].learn(0, 1, 2, 3)
+        members[1].learn(4)
+        members[2].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        await until(lambda: len({stage.digest for stage in members}) == 1)
+
+
+# -- lost and late messages ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["Begin", "Average", "Commit", "Abort", "Report"])
+@pytest.mark.parametrize("lost", ["request", "reply"])
+async def test_lost_message(method: str, lost: str) -> None:
+    """Each kind of message is lost once: the members still commit the same thing, once."""
+    async with network_of(make_config(), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        num_lost = 0
+
+        async def lose(name: str, source: int, target: int) -> None:
+            nonlocal num_lost
+            if name == method and target == 3 and not num_lost:
+                num_lost += 1
+                await asyncio.sleep(60)
+            elif method == "Abort" and name == "Average" and target == 2 and network.calls.count(("Average", 1, 2)) < 2:
+                # Something has to fail for an abort to be sent.
+                await asyncio.sleep(60)
+
+        setattr(network, "before" if lost == "request" else "after", lose)
+        for index in range(6):
+            members[index % 3].learn(index)
+        await until(lambda: all(stage.round >= 1 for stage in members))
+        assert_equal_and_once(members)
+        np.testing.assert_allclose(result_vector(members[0]), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+
+
+async def test_every_message_may_be_late() -> None:
+    generator = np.random.default_rng(5)
+    async with network_of(make_config(), 1, 2, 3, 4) as network:
+
+        async def delay(name: str, source: int, target: int) -> None:
+            await asyncio.sleep(float(generator.exponential(0.03)))
+
+        network.before = network.after = delay
+        members = stages(network, 1, 2, 3, 4)
+        for round_number in range(3):
+            for offset in range(6):
+                members[offset % 4].learn(6 * round_number + offset)
+            await until(lambda r=round_number: all(stage.round == r + 1 for stage in members))
+        assert_equal_and_once(members, rounds=3)
+
+
+# -- stale leaders and branches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["Average", "Commit"])
+async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
+    async with network_of(make_config(), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        froze = False
+
+        async def before(name: str, source: int, target: int) -> None:
+            nonlocal froze
+            if name == moment and source == 1 and not froze:
+                froze = True
+                network.freeze(1)
+                await asyncio.sleep(0)
+
+        network.before = before
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        members[2].learn(4, 5)
+        await until(lambda: froze)
+        await asyncio.sleep(1.0)
+        members[1].learn(0, 1)
+        await until(lambda: members[1].round == members[2].round == 1)
+        members[1].learn(*range(6, 12))
+        await until(lambda: members[1].round == members[2].round == 2)
+        network.thaw(1)
+        await until(lambda: members[0].round == 2)
+        await asyncio.sleep(0.3)
+        assert len({stage.digest for stage in members}) == 1
+        assert [len(stage.results) for stage in members[1:]] == [2, 2]
+        assert network.peers[members[0].averager._own_id].averager.view().is_leader  # type: ignore[union-attr]
+
+
+async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
+    """Cut off from each other, both go on; then the one with fewer samples downloads, and nothing is mixed."""
+    async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
+        members = stages(network, 1, 2)
+        network.cut.add(frozenset((1, 2)))
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        members[1].learn(4, 5)
+        await until(lambda: members[1].round == 2)
+        richer = members[1].digest
+        network.cut.clear()
+        await until(lambda: members[0].round == 2)
+        assert members[0].digest == members[1].digest == richer
+        assert (members[0].num_installs, members[1].num_installs) == (1, 0)
+
+
+async def test_majority_does_not_fork_and_never_mixes_branches() -> None:
+    async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        members[0].learn(0)
+        members[1].learn(1)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        network.cut |= {frozenset((1, 2)), frozenset((1, 3))}
+        await asyncio.sleep(0.6)
+        members[0].learn(2, 3)
+        members[1].learn(4, 5)
+        await until(lambda: members[1].round == members[2].round == 2)
+        await asyncio.sleep(0.5)
+        assert members[0].round == 1
+        network.cut.clear()
+        await until(lambda: members[0].round == 2)
+        assert len({stage.digest for stage in members}) == 1
+
+
+async def test_foreign_branch_at_the_same_round_is_never_averaged(caplog: pytest.LogCaptureFixture) -> None:
+    async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1) as network:
+        stranger = network.add(2).stage
+        stranger.lineage = "ff"
+        network.peers[stranger.averager._own_id].averager._participant.standing = None  # type: ignore
+        network.kill(2)
+        network.peers.popitem()
+        stage = stages(network, 1)[0]
+        stage.learn(0)
+        await asyncio.sleep(0.1)
+        assert stage.round == 0
+
+
+# -- newcomers -------------------------------------------------------------------------------------------------------
+
+
+async def test_joiner_catches_up_and_takes_part() -> None:
+    async with network_of(make_config("diloco", microbatches=4), 2, 3) as network:
+        members = stages(network, 2, 3)
+        for stage in members:
+            stage.learn(0, 1)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        # The lowest id of all: it must not lead while it is behind.
+        joiner = network.add(1)
+        await joiner.averager.join()
+        assert (joiner.stage.round, joiner.stage.digest) == (1, members[0].digest)
+        assert joiner.averager._participant.outcomes.keys() == {0}
+        joiner.stage.learn(4, 5)
+        members[0].learn(6)
+        members[1].learn(7)
+        await until(lambda: all(stage.round == 2 for stage in [*members, joiner.stage]))
+        assert len({stage.digest for stage in [*members, joiner.stage]}) == 1
+        assert len(members[0].results[1].members) == 3
+
+
+async def test_joiner_takes_the_next_donor_when_one_sends_rubbish() -> None:
+    async with network_of(make_config("diloco", microbatches=2), 2, 3) as network:
+        members = stages(network, 2, 3)
+        for number, stage in enumerate(members):
+            stage.learn(number)
+        await until(lambda: all(stage.round == 1 for stage in members))
+
+        async def corrupt(name: str, source: int, target: int) -> None:
+            if name == "Download" and target == 3:
+                members[1].anchor[0] += 1.0
+
+        real = members[1].snapshot
+
+        async def torn_snapshot() -> object:
+            snapshot = await real()
+            snapshot.tensors["extra"] = torch.zeros(0)  # type: ignore[index]
+            snapshot.tensors["anchor"] = _Lying(snapshot.tensors["anchor"])  # type: ignore[index]
+            return snapshot
+
+        del torn_snapshot, corrupt
+        joiner = network.add(4)
+        await until(lambda: joiner.stage.round == 1)
+        assert joiner.stage.digest == members[0].digest
+
+
+# -- several stages --------------------------------------------------------------------------------------------------
+
+
+def two_stages() -> Network:
+    network = Network(make_config(stages=2))
+    for number, stage in ((1, 0), (2, 0), (3, 1), (4, 1)):
+        network.add(number, stage)
+    return network
+
+
+async def test_no_stage_commits_before_all_are_prepared() -> None:
+    network = two_stages()
+    try:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        first[0].learn(0, 1, 2)
+        first[1].learn(3, 4, 5)
+        second[0].learn(0, 1, 2, 3)
+        await asyncio.sleep(0.8)
+        assert all(stage.closed for stage in first)
+        assert all(stage.round == 0 for stage in [*first, *second])
+        second[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        norms = [stage.results[0].squared_norm for stage in (first[0], second[0])]
+        totals = {stage.results[0].total_squared_norm for stage in [*first, *second]}
+        assert totals == {norms[0] + norms[1]}
+        assert_equal_and_once(first)
+        assert_equal_and_once(second)
+    finally:
+        await network.stop()
+
+
+async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
+    """Stage 1 commits on the strength of stage 0's answer; stage 0's survivor must then commit that very result."""
+    network = two_stages()
+    try:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+
+        async def before(name: str, source: int, target: int) -> None:
+            if name == "Commit" and source == 1:
+                network.kill(1)
+            if name == "Barrier" and source == 1:
+                # Stage 1 gets its answer first.
+                await asyncio.sleep(0.3)
+
+        network.before = before
+        for index in range(6):
+            first[index % 2].learn(index)
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in second))
+        network.kill(1)
+        assert first[1].round == 0
+        await until(lambda: first[1].round == 1)
+        result = first[1].results[0]
+        assert len(result.members) == 2
+        assert result.total_squared_norm == second[0].results[0].total_squared_norm
+    finally:
+        await network.stop()

@@ -1,0 +1,279 @@
+"""Channels, ports and errors, over real servers."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from swarm import errors, identity
+from swarm.rpc import tls
+from swarm.rpc.channels import (
+    MAX_MESSAGE_BYTES,
+    SERVER_OPTIONS,
+    ChannelPool,
+    abort,
+    abort_code,
+    bind_server,
+    translate,
+)
+from swarm.types import PeerRecord, PeerState
+
+SERVER, OTHER = identity.generate(), identity.generate()
+
+Handler = Callable[[bytes, Any], Awaitable[bytes]]
+Serve = Callable[..., Awaitable[int]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Starts servers on loopback and returns their ports."""
+    servers: list[grpc.aio.Server] = []
+
+    async def start(handler: Handler, *, credentials: grpc.ServerCredentials | None = None, port: int = 0) -> int:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        handlers: Any = {"Call": grpc.unary_unary_rpc_method_handler(handler)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+        bound = bind_server(server, "127.0.0.1", port, credentials)
+        await server.start()
+        servers.append(server)
+        return bound
+
+    yield start
+    for server in servers:
+        await server.stop(None)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[ChannelPool]:
+    pool = ChannelPool()
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+async def insecure_pool() -> AsyncIterator[ChannelPool]:
+    pool = ChannelPool(insecure=True)
+    yield pool
+    await pool.close()
+
+
+def _record(port: int, certificate_pem: str = "") -> PeerRecord:
+    return PeerRecord(
+        peer_id=SERVER.peer_id,
+        announced_at=0.0,
+        stage=0,
+        endpoint=f"127.0.0.1:{port}",
+        certificate_pem=certificate_pem,
+        state=PeerState.SERVING,
+    )
+
+
+async def _call(channel: grpc.aio.Channel, request: bytes = b"hello", *, seconds: float = 10.0) -> Any:
+    call: Any = channel.unary_unary("/test/Call")
+    return await call(request, timeout=seconds)
+
+
+async def _echo(request: bytes, context: Any) -> bytes:
+    return request
+
+
+# -- channels --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_channel_is_pinned_to_the_record(serve: Serve, pool: ChannelPool) -> None:
+    port = await serve(_echo, credentials=tls.server_credentials(SERVER))
+    assert await _call(pool.channel(_record(port, SERVER.certificate_pem))) == b"hello"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _call(pool.channel(_record(port, OTHER.certificate_pem)))
+    assert isinstance(translate(caught.value), errors.PeerUnavailable)
+
+
+async def test_a_channel_is_reused(pool: ChannelPool) -> None:
+    record = _record(1, SERVER.certificate_pem)
+    again = record.model_copy(update={"queue_length": 5})
+    restarted = record.model_copy(update={"certificate_pem": OTHER.certificate_pem})
+    assert pool.channel(record) is pool.channel(again)
+    assert pool.channel(record) is not pool.channel(restarted)
+
+
+async def test_tls_is_for_all_or_none(pool: ChannelPool, insecure_pool: ChannelPool) -> None:
+    with pytest.raises(errors.PeerUnavailable, match=r"^this peer uses TLS and 127.0.0.1:1 does not: use --insecure"):
+        pool.channel(_record(1))
+    with pytest.raises(errors.PeerUnavailable, match=r"^127.0.0.1:1 uses TLS and this peer does not: use --insecure"):
+        insecure_pool.channel(_record(1, SERVER.certificate_pem))
+
+
+async def test_channels_of_vanished_peers_are_closed_once_their_calls_are_done(
+    serve: Serve, insecure_pool: ChannelPool
+) -> None:
+    async def slow(request: bytes, context: Any) -> bytes:
+        await asyncio.sleep(0.3)
+        return request
+
+    vanishing, staying = _record(await serve(slow)), _record(await serve(_echo))
+    kept = insecure_pool.channel(staying)
+    call = asyncio.create_task(_call(insecure_pool.channel(vanishing)))
+    await asyncio.sleep(0.1)
+    old = insecure_pool.channel(vanishing)
+    await insecure_pool.retain([staying], grace_seconds=5.0)
+    assert await call == b"hello"
+    assert old.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    assert insecure_pool.channel(staying) is kept
+    assert await _call(insecure_pool.channel(vanishing)) == b"hello"
+
+
+async def test_messages_may_be_large(serve: Serve, insecure_pool: ChannelPool) -> None:
+    channel = insecure_pool.channel(_record(await serve(_echo)))
+    large = bytes(MAX_MESSAGE_BYTES - 1024)
+    assert await _call(channel, large) == large
+    with pytest.raises(grpc.aio.AioRpcError):
+        await _call(channel, bytes(MAX_MESSAGE_BYTES + 1))
+
+
+FROZEN = """
+import asyncio, sys, grpc
+from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+
+async def sleep(request, context):
+    await asyncio.sleep(60)
+
+async def main():
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    handlers = {"Call": grpc.unary_unary_rpc_method_handler(sleep)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    print(bind_server(server, "127.0.0.1", 0, None), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_frozen_server_is_noticed_and_a_slow_one_left_alone(insecure_pool: ChannelPool) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", FROZEN), stdout=asyncio.subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        channel = insecure_pool.channel(_record(int(await process.stdout.readline())))
+        call = asyncio.create_task(_call(channel, seconds=30.0))
+        await asyncio.sleep(5.0)
+        assert not call.done()
+        process.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert isinstance(translate(caught.value), errors.PeerUnavailable)
+        assert time.monotonic() - begin < 5.0
+    finally:
+        process.kill()
+        await process.wait()
+
+
+# -- servers ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
+    port = await serve(_echo)
+    with pytest.raises(ValueError, match=rf"^cannot listen on 127.0.0.1:{port}: the port is in use, .*$"):
+        await serve(_echo, port=port)
+
+
+async def test_an_address_of_another_machine_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^cannot listen on \[2001:db8::1\]:0: "):
+        bind_server(grpc.aio.server(), "2001:db8::1", 0, None)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+ERRORS: list[errors.SwarmError] = [
+    errors.PeerUnavailable("gone"),
+    errors.Overloaded("full", retry_after_seconds=0.25),
+    errors.DeadlineExceeded("slow"),
+    errors.RoundMismatch("too late", peer_round=12),
+    errors.NotReady("joining"),
+    errors.MalformedMessage("NaN in ä tensor"),
+    errors.WrongStage("stage 9"),
+    errors.WrongRun("another run"),
+    errors.IncompatibleVersion("version 2"),
+    errors.ConfigMismatch("model.d_model"),
+    errors.CorpusMismatch("other text"),
+    errors.StaleMicrobatch("round 1 is over"),
+    errors.IntegrityError("no digest"),
+    errors.RetriesExhausted("12 attempts"),
+]
+
+
+def _failing(error: errors.SwarmError) -> Handler:
+    async def fail(request: bytes, context: Any) -> bytes:
+        await abort(context, error)
+
+    return fail
+
+
+async def _received(serve: Serve, pool: ChannelPool, handler: Handler, seconds: float = 10.0) -> errors.SwarmError:
+    channel = pool.channel(_record(await serve(handler)))
+    try:
+        await _call(channel, seconds=seconds)
+    except grpc.aio.AioRpcError as error:
+        return translate(error)
+    raise AssertionError("the call did not fail")
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_an_error_arrives_as_it_was_raised(
+    serve: Serve, insecure_pool: ChannelPool, error: errors.SwarmError
+) -> None:
+    received = await _received(serve, insecure_pool, _failing(error))
+    assert type(received) is type(error)
+    assert str(received) == str(error)
+    assert vars(received) == vars(error)
+    assert abort_code(error) is not grpc.StatusCode.UNKNOWN
+
+
+def test_every_error_can_travel() -> None:
+    def leaves(kind: type[errors.SwarmError]) -> set[type[errors.SwarmError]]:
+        below = kind.__subclasses__()
+        return set().union(*map(leaves, below)) if below else {kind}
+
+    assert {type(error) for error in ERRORS} == leaves(errors.SwarmError)
+
+
+async def test_a_missed_deadline_is_slowness(serve: Serve, insecure_pool: ChannelPool) -> None:
+    async def slow(request: bytes, context: Any) -> bytes:
+        await asyncio.sleep(5)
+        return request
+
+    assert isinstance(await _received(serve, insecure_pool, slow, seconds=0.1), errors.DeadlineExceeded)
+
+
+async def test_a_bug_in_a_servicer_makes_its_peer_unavailable(serve: Serve, insecure_pool: ChannelPool) -> None:
+    async def broken(request: bytes, context: Any) -> bytes:
+        raise KeyError("bug")
+
+    assert isinstance(await _received(serve, insecure_pool, broken), errors.PeerUnavailable)
+
+
+async def test_nobody_there(insecure_pool: ChannelPool) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await _call(insecure_pool.channel(_record(1)))
+    assert isinstance(translate(caught.value), errors.PeerUnavailable)
+
+
+@pytest.mark.parametrize(("name", "argument"), [("Overloaded", "soon"), ("RoundMismatch", "1.5"), ("SystemExit", "0")])
+async def test_nonsense_for_an_error_is_an_unavailable_peer(
+    serve: Serve, insecure_pool: ChannelPool, name: str, argument: str
+) -> None:
+    async def fail(request: bytes, context: Any) -> bytes:
+        metadata = (("swarm-error", name), ("swarm-error-argument", argument))
+        with contextlib.suppress(grpc.aio.AbortError):
+            await context.abort(grpc.StatusCode.INTERNAL, "nonsense", metadata)
+        return b""
+
+    assert type(await _received(serve, insecure_pool, fail)) is errors.PeerUnavailable

@@ -1,0 +1,104 @@
+"""Tensors survive the wire bit by bit, and nothing else is let in."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from swarm.errors import MalformedMessage
+from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+from swarm.rpc.wire import CHUNK_BYTES, DTYPES, TensorReader, TensorSpec, chunks, require_finite
+
+_SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
+_HEADER = TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=24)
+
+
+def _read(messages: Iterable[TensorChunk], **expected: TensorSpec) -> dict[str, torch.Tensor]:
+    reader = TensorReader(expected)
+    for message in messages:
+        assert not reader.complete
+        reader.feed(TensorChunk.FromString(message.SerializeToString()))
+    assert reader.complete
+    return reader.tensors
+
+
+@pytest.mark.parametrize(("encoding", "dtype"), DTYPES.items())
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4), (CHUNK_BYTES // 4 + 7,)])
+def test_round_trip_is_exact(encoding: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1000).to(dtype)
+    received = _read(chunks("x", tensor), x=TensorSpec(shape=shape, encoding=encoding))["x"]
+    assert received.dtype == dtype
+    assert torch.equal(received, tensor)
+
+
+def test_large_tensors_travel_in_bounded_messages() -> None:
+    tensor = torch.arange(CHUNK_BYTES // 4 * 2 + 1, dtype=torch.int32)
+    messages = list(chunks("x", tensor))
+    assert [len(message.data) for message in messages] == [CHUNK_BYTES, CHUNK_BYTES, 4]
+    assert [message.HasField("header") for message in messages] == [True, False, False]
+
+
+def test_non_contiguous_tensors_travel_in_c_order() -> None:
+    tensor = torch.arange(6, dtype=torch.float32).reshape(3, 2).T
+    assert torch.equal(_read(chunks("hidden", tensor), hidden=_SPEC)["hidden"], tensor)
+
+
+def test_several_tensors_in_any_order() -> None:
+    first, second = torch.zeros(2, 3), torch.ones(4, dtype=torch.int32)
+    messages = [*chunks("tokens", second), *chunks("hidden", first)]
+    received = _read(messages, hidden=_SPEC, tokens=TensorSpec(shape=(4,), encoding="int32"))
+    assert torch.equal(received["hidden"], first)
+    assert torch.equal(received["tokens"], second)
+
+
+def test_a_received_tensor_can_be_written_to() -> None:
+    received = _read(chunks("hidden", torch.zeros(2, 3)), hidden=_SPEC)["hidden"]
+    received += 1
+    assert received.sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ([TensorChunk(data=b"1234")], "before its header"),
+        ([*chunks("other", torch.zeros(2, 3))], "not expected"),
+        ([*chunks("hidden", torch.zeros(3, 2))], r"\[3, 2\], expected"),
+        ([*chunks("hidden", torch.zeros(2, 3, dtype=torch.bfloat16))], "'bf16'"),
+        ([TensorChunk(header=TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=2**60))], "bytes"),
+        ([TensorChunk(header=_HEADER, data=bytes(25))], "longer than its header says"),
+        ([TensorChunk(header=_HEADER, data=bytes(8)), TensorChunk(header=_HEADER)], "before 'hidden' is complete"),
+        ([*chunks("hidden", torch.zeros(2, 3)), *chunks("hidden", torch.zeros(2, 3))], "not expected"),
+        ([*chunks("hidden", torch.zeros(2, 3)), TensorChunk(data=b"1234")], "before its header"),
+    ],
+)
+def test_what_breaks_the_protocol_is_refused(messages: list[TensorChunk], fault: str) -> None:
+    reader = TensorReader({"hidden": _SPEC})
+    with pytest.raises(MalformedMessage, match=fault):
+        for message in messages:
+            reader.feed(message)
+
+
+def test_error_messages_quote_little_of_what_a_stranger_sent() -> None:
+    reader = TensorReader({"hidden": _SPEC})
+    header = TensorHeader(name="hidden", encoding="e" * 10_000, shape=[1] * 10_000)
+    with pytest.raises(MalformedMessage) as refusal:
+        reader.feed(TensorChunk(header=header))
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_numbers_are_refused(bad: float) -> None:
+    tensor = torch.zeros(4, 4)
+    tensor[2, 1] = bad
+    with pytest.raises(MalformedMessage, match="'hidden' holds NaN or infinity"):
+        require_finite("hidden", tensor)
+
+
+def test_infinities_that_cancel_are_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        require_finite("hidden", torch.tensor([float("inf"), -float("inf")]))
+
+
+def test_large_finite_numbers_whose_sum_overflows_are_accepted() -> None:
+    require_finite("hidden", torch.full((8,), 3e38))
+    require_finite("hidden", torch.full((8,), 60_000.0, dtype=torch.float16))

@@ -1,0 +1,148 @@
+"""The compute thread runs one task at a time, in order of priority, and survives what tasks raise."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+import pytest
+
+from swarm.errors import Overloaded
+from swarm.stage.runtime import Runtime
+from swarm.stage.task_queue import Priority
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[Runtime]:
+    runtime = Runtime(queue_capacity=3)
+    runtime.start()
+    yield runtime
+    runtime.stop(5.0)
+
+
+class _Blocked:
+    """Keeps the thread busy until it is released."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._started, self._release = threading.Event(), threading.Event()
+        self.task = asyncio.create_task(runtime.control(self._wait))
+
+    def _wait(self) -> None:
+        self._started.set()
+        assert self._release.wait(10)
+
+    async def __aenter__(self) -> "_Blocked":
+        await asyncio.to_thread(self._started.wait, 10)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+    def release(self) -> None:
+        self._release.set()
+
+
+async def test_run_gives_result_and_seconds(runtime: Runtime) -> None:
+    name, seconds = await runtime.run(lambda: threading.current_thread().name, priority=Priority.FORWARD)
+    assert name == "compute" != threading.current_thread().name
+    assert 0 <= seconds < 5
+
+
+async def test_an_error_reaches_its_caller_and_nobody_else(runtime: Runtime) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await runtime.control(lambda: 1 // 0)
+    assert await runtime.control(lambda: 1) == 1
+
+
+async def test_waiting_tasks_run_by_priority_and_age(runtime: Runtime) -> None:
+    order: list[str] = []
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: order.append(name)
+
+    async with _Blocked(runtime) as blocked, asyncio.TaskGroup() as tasks:
+        tasks.create_task(runtime.run(note("forward"), priority=Priority.FORWARD, age=0))
+        tasks.create_task(runtime.run(note("backward 2"), priority=Priority.BACKWARD, age=2))
+        tasks.create_task(runtime.run(note("backward 1"), priority=Priority.BACKWARD, age=1))
+        tasks.create_task(runtime.control(note("control")))
+        await asyncio.sleep(0)
+        assert runtime.queue_length == 5, "four that wait and one that runs"
+        blocked.release()
+    assert order == ["control", "backward 1", "backward 2", "forward"]
+    assert runtime.queue_length == 0
+
+
+async def test_full_queue_raises_overloaded(runtime: Runtime) -> None:
+    async with _Blocked(runtime), asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(runtime.run(int, priority=Priority.FORWARD)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await runtime.run(int, priority=Priority.FORWARD)
+        for task in waiting:
+            task.cancel()
+
+
+async def test_cancelled_work_that_waits_never_runs(runtime: Runtime) -> None:
+    ran = False
+
+    def work() -> None:
+        nonlocal ran
+        ran = True
+
+    async with _Blocked(runtime):
+        task = asyncio.create_task(runtime.run(work, priority=Priority.FORWARD))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await runtime.control(lambda: None)
+    assert not ran
+    assert runtime.statistics().num_dropped == 1
+
+
+async def test_cancelled_work_that_runs_comes_to_its_end(runtime: Runtime) -> None:
+    started, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        release.wait(10)
+        ended.set()
+
+    task = asyncio.create_task(runtime.run(work, priority=Priority.FORWARD))
+    await asyncio.to_thread(started.wait, 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
+    await runtime.control(lambda: None)
+    assert ended.is_set()
+
+
+async def test_stop_cancels_what_waits_and_refuses_what_comes_later(runtime: Runtime) -> None:
+    async with _Blocked(runtime) as blocked:
+        task = asyncio.create_task(runtime.run(int, priority=Priority.FORWARD))
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(asyncio.to_thread(runtime.stop, 10))
+        await asyncio.sleep(0.05)
+        blocked.release()
+        await stopping
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(asyncio.CancelledError):
+            await runtime.control(int)
+
+
+async def test_an_idle_thread_keeps_no_result_alive(runtime: Runtime) -> None:
+    class Large:
+        pass
+
+    result, _ = await runtime.run(Large, priority=Priority.FORWARD)
+    alive = weakref.ref(result)
+    del result
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,75 @@
+"""The queue gives the most urgent wanted task, and refuses new work when full."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import Overloaded
+from swarm.stage.task_queue import Priority, TaskQueue
+
+_ORDERS = st.lists(st.tuples(st.sampled_from(Priority), st.integers(0, 5)), max_size=20)
+
+
+def _popped(queue: TaskQueue) -> list[Any]:
+    results = []
+    while (task := queue.pop()) is not None:
+        results.append(task.work())
+    return results
+
+
+@given(_ORDERS)
+def test_order_is_priority_then_age_then_submission(order: list[tuple[Priority, int]]) -> None:
+    queue = TaskQueue(100)
+    for number, (priority, age) in enumerate(order):
+        queue.push(partial(int, number), priority=priority, age=age)
+    expected = sorted(range(len(order)), key=lambda number: (*order[number], number))
+    assert _popped(queue) == expected
+
+
+def test_backward_of_a_newer_microbatch_precedes_an_older_forward() -> None:
+    queue = TaskQueue(10)
+    queue.push(lambda: "forward 0", priority=Priority.FORWARD, age=0)
+    queue.push(lambda: "backward 3", priority=Priority.BACKWARD, age=3)
+    queue.push(lambda: "evaluate", priority=Priority.EVALUATE, age=0)
+    queue.push(lambda: "backward 1", priority=Priority.BACKWARD, age=1)
+    queue.push(lambda: "control", priority=Priority.CONTROL, age=0)
+    assert _popped(queue) == ["control", "backward 1", "backward 3", "forward 0", "evaluate"]
+
+
+def test_a_cancelled_task_is_dropped_and_counted() -> None:
+    queue = TaskQueue(10)
+    unwanted = queue.push(lambda: "unwanted", priority=Priority.BACKWARD, age=0)
+    queue.push(lambda: "wanted", priority=Priority.FORWARD, age=1)
+    assert unwanted.cancel()
+    assert _popped(queue) == ["wanted"]
+    statistics = queue.statistics()
+    assert (statistics.num_submitted, statistics.num_dropped, statistics.length) == (2, 1, 0)
+
+
+def test_a_task_that_was_popped_cannot_be_cancelled() -> None:
+    queue = TaskQueue(1)
+    future = queue.push(lambda: None, priority=Priority.FORWARD, age=0)
+    assert queue.pop() is not None
+    assert not future.cancel()
+
+
+@pytest.mark.parametrize("priority", [Priority.FORWARD, Priority.EVALUATE])
+def test_a_full_queue_refuses_new_work(priority: Priority) -> None:
+    queue = TaskQueue(2)
+    for age in range(2):
+        queue.push(lambda: None, priority=Priority.FORWARD, age=age)
+    with pytest.raises(Overloaded) as refusal:
+        queue.push(lambda: None, priority=priority, age=2)
+    assert refusal.value.retry_after_seconds > 0
+    assert len(queue) == queue.statistics().capacity == 2
+
+
+@pytest.mark.parametrize("priority", [Priority.CONTROL, Priority.BACKWARD])
+def test_a_full_queue_still_takes_what_ends_work(priority: Priority) -> None:
+    queue = TaskQueue(1)
+    queue.push(lambda: "forward", priority=Priority.FORWARD, age=0)
+    queue.push(lambda: "ends", priority=priority, age=0)
+    assert _popped(queue) == ["ends", "forward"]

@@ -1,0 +1,166 @@
+"""Optimizers take the steps that their papers and torch say."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from swarm import optim
+from swarm.config import OptimizerConfig, OuterConfig
+
+
+def _parameters(seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "matrix": nn.Parameter(torch.randn(4, 3, generator=generator)),
+        "vector": nn.Parameter(torch.randn(3, generator=generator)),
+    }
+
+
+def _gradients(step: int) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in _parameters(100 + step).items()}
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+def test_warmup_rises_linearly_and_is_never_zero() -> None:
+    config = OptimizerConfig(learning_rate=0.1, warmup_samples=9)
+    rates = [optim.learning_rate(config, samples) for samples in range(12)]
+    assert rates[:10] == pytest.approx([0.01 * (samples + 1) for samples in range(10)])
+    assert rates[10:] == [0.1, 0.1]
+
+
+def test_cosine_falls_to_its_floor_and_stays_there() -> None:
+    config = OptimizerConfig(
+        learning_rate=1.0, schedule="cosine", warmup_samples=100, total_samples=300, final_fraction=0.2
+    )
+    assert optim.learning_rate(config, 100) == pytest.approx(1.0)
+    assert optim.learning_rate(config, 200) == pytest.approx(0.6)
+    assert optim.learning_rate(config, 300) == optim.learning_rate(config, 10**9) == pytest.approx(0.2)
+    rates = [optim.learning_rate(config, samples) for samples in range(100, 301)]
+    assert rates == sorted(rates, reverse=True)
+
+
+# -- AdamW -------------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
+    """Loshchilov and Hutter, arXiv 1711.05101, by hand in float64."""
+    config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
+    parameters = _parameters()
+    expected = {name: parameter.detach().double() for name, parameter in parameters.items()}
+    first = {name: torch.zeros_like(value) for name, value in expected.items()}
+    second = {name: torch.zeros_like(value) for name, value in expected.items()}
+    optimizer = optim.build_adamw(parameters, config)
+    for step, rate in enumerate([0.1, 0.05, 0.02], start=1):
+        optim.step(optimizer, parameters, _gradients(step), rate)
+        for name, gradient in _gradients(step).items():
+            decay = config.weight_decay if name == "matrix" else 0.0
+            expected[name] *= 1 - rate * decay
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.9 * second[name] + 0.1 * gradient.double() ** 2
+            unbiased_first, unbiased_second = first[name] / (1 - 0.8**step), second[name] / (1 - 0.9**step)
+            expected[name] -= rate * unbiased_first / (unbiased_second.sqrt() + 1e-6)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-6)
+
+
+def test_a_step_leaves_no_gradient_behind_and_its_arguments_alone() -> None:
+    parameters, gradients = _parameters(), _gradients(0)
+    optim.step(optim.build_outer_sgd(parameters, OuterConfig()), parameters, gradients, 0.7)
+    assert all(parameter.grad is None for parameter in parameters.values())
+    assert all(torch.equal(gradients[name], value) for name, value in _gradients(0).items())
+
+
+def test_adamw_without_matrices_or_without_vectors() -> None:
+    for name, parameter in _parameters().items():
+        before = parameter.detach().clone()
+        optim.step(optim.build_adamw({name: parameter}, OptimizerConfig()), {name: parameter}, _gradients(0), 0.1)
+        assert not torch.equal(parameter.detach(), before)
+
+
+# -- Nesterov ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_outer_sgd_follows_the_formula(momentum: float) -> None:
+    """DiLoCo's outer step: v <- mu v + g; theta <- theta - lr (g + mu v)."""
+    parameters = _parameters()
+    expected = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    velocity = {name: torch.zeros_like(value) for name, value in expected.items()}
+    optimizer = optim.build_outer_sgd(parameters, OuterConfig(learning_rate=0.7, momentum=momentum))
+    for step in range(4):
+        optim.step(optimizer, parameters, _gradients(step), 0.7)
+        for name, gradient in _gradients(step).items():
+            velocity[name] = momentum * velocity[name] + gradient
+            expected[name] -= 0.7 * (gradient + momentum * velocity[name])
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.detach(), expected[name])
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def test_squared_norm_is_over_everything_and_in_double_precision() -> None:
+    assert optim.squared_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]) == pytest.approx(25.0)
+    assert optim.squared_norm([torch.full((4,), 1e25)]) == pytest.approx(4e50)
+    assert optim.squared_norm([]) == 0.0
+
+
+@pytest.mark.parametrize(("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (9.0, 0.0, 1.0), (0.0, 1.0, 1.0)])
+def test_clip_factor(norm: float, limit: float, factor: float) -> None:
+    assert optim.clip_factor(norm**2, limit) == pytest.approx(factor)
+
+
+def test_clipped_gradients_have_the_largest_norm() -> None:
+    gradients = _gradients(0)
+    factor = optim.clip_factor(optim.squared_norm(gradients.values()), 0.25)
+    assert math.sqrt(optim.squared_norm(g * factor for g in gradients.values())) == pytest.approx(0.25)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw", "outer"])
+def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
+    """Who loads the state takes the same steps as who gave it, to the bit."""
+
+    def build(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+        if kind == "adamw":
+            return optim.build_adamw(parameters, OptimizerConfig(weight_decay=0.1))
+        return optim.build_outer_sgd(parameters, OuterConfig())
+
+    giver = _parameters()
+    optimizer = build(giver)
+    for step in range(3):
+        optim.step(optimizer, giver, _gradients(step), 0.1)
+    state = {name: value.clone() for name, value in optim.state_tensors(optimizer, giver).items()}
+
+    taker = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in giver.items()}
+    other = build(taker)
+    optim.step(other, {name: nn.Parameter(p.detach().clone()) for name, p in taker.items()}, _gradients(9), 0.1)
+    optim.load_state_tensors(other, taker, state)
+    for step in range(3, 5):
+        optim.step(optimizer, giver, _gradients(step), 0.1)
+        optim.step(other, taker, _gradients(step), 0.1)
+    for name in giver:
+        assert torch.equal(giver[name], taker[name])
+
+
+def test_loading_copies_and_replaces() -> None:
+    parameters = _parameters()
+    optimizer = optim.build_outer_sgd(parameters, OuterConfig())
+    optim.step(optimizer, parameters, _gradients(0), 0.1)
+    given = {"matrix/momentum_buffer": torch.ones(4, 3)}
+    optim.load_state_tensors(optimizer, parameters, given)
+    loaded = optim.state_tensors(optimizer, parameters)
+    assert loaded.keys() == given.keys(), "the vector's old momentum is gone"
+    loaded["matrix/momentum_buffer"] += 1
+    assert torch.equal(given["matrix/momentum_buffer"], torch.ones(4, 3))
+
+
+def test_there_is_no_state_before_the_first_step() -> None:
+    parameters = _parameters()
+    assert optim.state_tensors(optim.build_adamw(parameters, OptimizerConfig()), parameters) == {}
