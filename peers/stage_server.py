@@ -106,7 +106,7 @@ class StageServer:
             )  # fmt: skip
         self._stage = Stage(
             config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
-            limits=StageLimits(max_in_flight=options.max_in_flight or 2 * num_later + 2),
+            limits=StageLimits(max_in_flight=options.max_in_flight or num_later + 1),
         )  # fmt: skip
         self._hop = hop
         self._member = StageMember(self._stage, num_alive=lambda: len(known.others(stage)) + 1)

@@ -236,19 +236,19 @@ class Hop:
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=attempt.forward_passed and attempt.route.get(self.stage) != peer_id,
+            eager=self._take_credit(peer_id),
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             opened_at = self._clock.monotonic()
             await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
-            eager = self._take_credit(peer_id)
-            if not eager:
+            if not request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
             accepted_at = self._clock.monotonic()
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):
                     await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
             sent_at = self._clock.monotonic()
-            if eager:
+            if request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
             attempt.route = {**attempt.route, self.stage: peer_id}
             listener.routed(attempt.route)
@@ -283,7 +283,7 @@ class Hop:
             self._credits[peer_id] = done.credits
             self._router.succeeded(
                 peer_id, num_samples=microbatch.num_samples, busy_seconds=done.busy_seconds,
-                link_seconds=None if eager else accepted_at - opened_at, queue_length=done.queue_length,
+                link_seconds=None if request.eager else accepted_at - opened_at, queue_length=done.queue_length,
             )  # fmt: skip
             route = {entry.stage: PeerId(entry.peer_id) for entry in done.route}
             return HopReply(

@@ -109,7 +109,9 @@ def test_squared_norm_is_over_everything_and_in_double_precision() -> None:
     assert optim.squared_norm([]) == 0.0
 
 
-@pytest.mark.parametrize(("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (9.0, 0.0, 1.0), (0.0, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"), [(2.0, 1.0, 0.5), (0.5, 1.0, 1.0), (9.0, 0.0, 1.0), (0.0, 1.0, 1.0)]
+)
 def test_clip_factor(norm: float, limit: float, factor: float) -> None:
     assert optim.clip_factor(norm**2, limit) == pytest.approx(factor)
 

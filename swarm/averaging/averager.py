@@ -8,18 +8,20 @@ itself behind, it downloads. Never touches weights: the stage does, when it is t
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swarm.averaging import messages, state_transfer
 from swarm.averaging.allreduce import ReducedPart
+from swarm.averaging.barrier import Barrier
 from swarm.averaging.leader import AttemptFailed, Leader, is_complete
 from swarm.averaging.member import Progress, RoundMember
 from swarm.averaging.participant import Participant
+from swarm.averaging.reporter import Reporter, wait
 from swarm.averaging.roster import Roster
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import REPORT, Method, Reply, Request, Transport, contact_of
+from swarm.averaging.transport import Method, Reply, Request, Transport, contact_of
 from swarm.clock import Clock
 from swarm.compression.codec import get_codec
 from swarm.config import RunConfig
@@ -28,7 +30,6 @@ from swarm.errors import (
     IncompatibleVersion,
     NotReady,
     PeerUnavailable,
-    SwarmError,
     WrongRun,
     WrongStage,
 )
@@ -37,9 +38,6 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
-
-SNAPSHOT_FACTOR = 4
-"""A snapshot may be so many times as large as the own one, which may lack the outer optimizer's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,30 +96,31 @@ class Averager:
         self._timing = timing = timing or Timing()
         self._address = Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=own.stage)
         self._tasks: asyncio.TaskGroup | None = None
-        self._progressed = asyncio.Event()
         self._changed = asyncio.Event()
         self._changed_at = clock.monotonic()
-        self._version = 0
-        self._reporting: set[PeerId] = set()
-        self._nudges: set[PeerId] = set()
-        self._catching_up = False
-        self._last_progress: Progress | None = None
-        self._branches: set[str] = set()
         self._waits_for_quorum = False
         self._attempts: Counter[int] = Counter()
         self._aborted: Counter[str] = Counter()
-        self._num_attempts = self._num_downloads = 0
+        self._num_attempts = 0
         self._roster = Roster(
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
         )  # fmt: skip
         self._participant = Participant(
             own_id=self._own_id, address=self._address, member=member, codec=get_codec(config.averaging.codec),
-            transport=transport, clock=clock, spawn=lambda work: self._running().create_task(work),
+            transport=transport, clock=clock, spawn=self._spawn, moved=self._moved,
+        )  # fmt: skip
+        self._reporter = Reporter(
+            own=own, address=self._address, member=member, roster=self._roster, participant=self._participant,
+            transport=transport, call=self._call, clock=clock, timing=timing, spawn=self._spawn,
+            changed=self._progress_changed,
+        )  # fmt: skip
+        barrier = Barrier(
+            num_stages=config.stages.num_stages, own_id=self._own_id, address=self._address, call=self._call,
+            peers=peers, current_round=lambda: self._participant.standing.round, clock=clock, timing=timing,
         )  # fmt: skip
         self._leader = Leader(
-            config=config, own_id=self._own_id, address=self._address, call=self._call, peers=peers,
-            current_round=lambda: self._participant.standing.round,
+            config=config, own_id=self._own_id, address=self._address, call=self._call, barrier=barrier,
             contribution_bytes=lambda: self._participant.contribution_bytes, has_quorum=self._has_quorum,
             decided=self._signal, clock=clock, timing=timing,
         )  # fmt: skip
@@ -136,26 +135,24 @@ class Averager:
         """Take part until cancelled. Leaving needs no farewell: the others go on without this peer."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            tasks.create_task(self._report_loop())
+            tasks.create_task(self._reporter.run())
             tasks.create_task(self._lead_loop())
 
     def notify(self) -> None:
         """The stage's progress changed."""
-        self._version += 1
-        self._progressed.set()
+        self._reporter.notify()
 
     async def join(self) -> None:
         """Ask every known peer where the run is, and download its state if this peer is behind; needs `run`."""
-        async with asyncio.TaskGroup() as calls:
-            for peer_id in self._roster.strangers(self._participant.standing):
-                calls.create_task(self._report(peer_id))
+        await self._reporter.ask_all()
 
     def view(self) -> GroupView:
         """The round as this peer knows it."""
         own = self._member.progress()
         standing = self._participant.standing
         leader_id = self._own_id if self._leader.active else self._roster.leader(standing)
-        progress = {} if self._roster.excludes_self else {self._own_id: own}
+        counts = own.round == standing.round and not self._roster.excludes_self
+        progress = {self._own_id: own} if counts else {}
         progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         num_samples = sum(p.num_samples for p in progress.values())
@@ -176,105 +173,17 @@ class Averager:
         return AveragingStatistics(
             num_attempts=self._num_attempts, aborted=dict(self._aborted),
             exchange_seconds=self._leader.times.total_exchange_seconds,
-            barrier_seconds=self._leader.times.total_barrier_seconds, num_downloads=self._num_downloads,
-            num_members=len(last.prepared.member_ids) if last else 0, num_alive=len(self._roster.alive()),
+            barrier_seconds=self._leader.times.total_barrier_seconds, num_downloads=self._reporter.num_downloads,
+            num_members=len(last.prepared.member_ids) if last else 0,
+            num_alive=max(self._reporter.num_alive, len(self._roster.alive())),
         )  # fmt: skip
-
-    # -- reporting ---------------------------------------------------------------------------------------------------
-
-    async def _report_loop(self) -> None:
-        last_heartbeat = float("-inf")
-        while True:
-            now = self._clock.monotonic()
-            standing = self._participant.standing
-            self._notice(standing)
-            targets, self._nudges = self._nudges, set()
-            leader_id = self._roster.leader(standing)
-            if active := self._participant.group.active:
-                leader_id = PeerId(active.leader_id)
-            targets.add(leader_id)
-            if now - last_heartbeat >= self._timing.heartbeat_seconds:
-                last_heartbeat = now
-                targets.update(self._roster.due_suspects())
-                if leader_id == self._own_id:
-                    targets.update(self._roster.strangers(standing))
-            for peer_id in targets - {self._own_id} - self._reporting:
-                self._running().create_task(self._report(peer_id))
-            await self._clock.sleep(self._timing.report_gap_seconds)
-            await _wait(self._progressed, self._timing.heartbeat_seconds - self._timing.report_gap_seconds)
-            self._progressed.clear()
-
-    def _notice(self, standing: messages.Standing) -> None:
-        progress = self._member.progress()
-        if progress != self._last_progress:
-            if self._last_progress is None or progress.lineage != self._last_progress.lineage:
-                self._roster.moved(standing)
-            self._last_progress = progress
-            self._signal()
-
-    async def _report(self, peer_id: PeerId) -> None:
-        """Tell a peer where this one is, and act on what it answers."""
-        peer = self._roster.record(peer_id)
-        if peer is None or peer_id in self._reporting:
-            return
-        group, progress, version = self._participant.group, self._member.progress(), self._version
-        active, standing = group.active, self._participant.standing
-        request = pb.ReportRequest(
-            address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
-            num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
-            highest_microbatch=progress.highest_microbatch, begun=messages.pack_ballot(active),
-            prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
-        )  # fmt: skip
-        self._reporting.add(peer_id)
-        try:
-            reply = await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
-            await self._act_on(peer_id, standing, active, reply)
-        except SwarmError as error:
-            logger.debug("report to %s: %s", peer_id, error)
-            self._roster.suspect(peer_id)
-            self._progressed.set()
-            if active is not None and active == group.active and active.leader_id == peer_id:
-                logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)
-                await self._participant.step_back("the leader is gone")
-        finally:
-            self._reporting.discard(peer_id)
-            if version != self._version:
-                self._progressed.set()
-
-    async def _act_on(self, peer_id: PeerId, standing: messages.Standing, active: Any, reply: pb.ReportReply) -> None:
-        theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
-        # A leader in the middle of a commit stands where its members no longer do.
-        self._roster.answered(peer_id, None if leading else theirs)
-        group = self._participant.group
-        if active is not None and active == group.active and active.leader_id == peer_id and leading != active:
-            await self._participant.step_back("the leader has given the attempt up")
-        if standing != self._participant.standing:
-            return
-        outcome = reply.outcome
-        if outcome.prepared.digest and group.prepared and group.prepared.digest == outcome.prepared.digest:
-            await self._participant.apply(outcome.round, outcome.prepared.digest, outcome.total_squared_norm)
-            self.notify()
-        elif self._roster.is_ahead(theirs, standing):
-            await self._catch_up()
-        elif theirs.round == standing.round and theirs.lineage != standing.lineage:
-            self._warn_of_branch(peer_id, theirs)
-        elif reply.leader.peer_id not in (self._own_id, peer_id):
-            self._roster.learn(reply.leader)
-
-    def _warn_of_branch(self, peer_id: PeerId, theirs: messages.Standing) -> None:
-        if theirs.lineage not in self._branches:
-            self._branches.add(theirs.lineage)
-            logger.warning(
-                "%s is at round %d of another branch (lineage %s): never averaged with this one",
-                peer_id, theirs.round, theirs.lineage[:12],
-            )  # fmt: skip
 
     # -- leading -----------------------------------------------------------------------------------------------------
 
     async def _lead_loop(self) -> None:
         num_failures = 0
         while True:
-            await _wait(self._changed, self._timing.heartbeat_seconds)
+            await wait(self._changed, self._timing.heartbeat_seconds)
             while self._should_attempt():
                 if await self._attempt():
                     num_failures = 0
@@ -286,11 +195,11 @@ class Averager:
     def _should_attempt(self) -> bool:
         view = self.view()
         group = self._participant.group
-        if not view.is_leader or self._catching_up or group.active is not None:
+        if not view.is_leader or self._reporter.is_catching_up or group.active is not None:
             return False
         members = self._roster.members(self._participant.standing)
         unfinished = group.prepared is not None or any(report.prepared for report in members.values())
-        if not (view.complete or unfinished):
+        if not (unfinished or (view.complete and not self._roster.awaits_members(self._participant.standing))):
             return False
         present = self._has_quorum(view.progress.keys())
         if not present and not self._waits_for_quorum:
@@ -324,33 +233,12 @@ class Averager:
         return True
 
     def _has_quorum(self, present: Collection[str]) -> bool:
-        last = self._participant.outcomes.get(self._participant.standing.round - 1)
-        if self._config.averaging.quorum == "available" or last is None:
+        if self._config.averaging.quorum == "available":
             return True
-        return 2 * len(set(present) & set(last.prepared.member_ids)) > len(last.prepared.member_ids)
-
-    # -- catching up -------------------------------------------------------------------------------------------------
-
-    async def _catch_up(self) -> None:
-        if self._catching_up:
-            return
-        self._catching_up = True
-        try:
-            max_bytes = SNAPSHOT_FACTOR * sum(t.nbytes for t in (await self._member.snapshot()).tensors.values())
-            snapshot, outcomes = await state_transfer.download(
-                self._transport, self._roster.donors(self._participant.standing), address=self._address,
-                own_id=self._own_id, max_bytes=max_bytes,
-            )  # fmt: skip
-            theirs = messages.Standing(round=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
-            if self._roster.is_ahead(theirs, self._participant.standing):
-                await self._participant.install(snapshot, outcomes)
-                self._num_downloads += 1
-                logger.info("caught up with round %d by download", snapshot.round)
-        except SwarmError as error:
-            logger.warning("cannot catch up: %s", error)
-        finally:
-            self._catching_up = False
-            self.notify()
+        last = self._participant.outcomes.get(self._participant.standing.round - 1)
+        # Before the first commit that this peer knows of, all that are announced count.
+        electorate = set(last.prepared.member_ids) if last else {self._own_id, *self._roster.announced()}
+        return 2 * len(electorate & set(present)) > len(electorate)
 
     # -- for other peers ---------------------------------------------------------------------------------------------
 
@@ -376,15 +264,14 @@ class Averager:
 
     async def _report_handler(self, request: pb.ReportRequest) -> pb.ReportReply:
         if self._roster.hear(request):
-            self._changed_at = self._clock.monotonic()
+            self._progress_changed()
         standing, theirs = self._participant.standing, messages.unpack_standing(request.standing)
         if self._roster.is_ahead(theirs, standing) and self._leader.active is None:
-            # Its answer to a report of ours will say how to get there.
-            self._nudges.add(PeerId(request.sender.peer_id))
-            self._progressed.set()
+            self._reporter.nudge(PeerId(request.sender.peer_id))
         return pb.ReportReply(
             standing=messages.pack_standing(standing), active=messages.pack_ballot(self._leader.active),
             outcome=self._participant.outcomes.get(theirs.round), leader=self._leader_contact(),
+            num_alive=len(self._roster.alive()),
         )  # fmt: skip
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
@@ -398,7 +285,7 @@ class Averager:
             leader, remaining = self._leader_contact(), deadline - self._clock.monotonic()
             if leader.peer_id != self._own_id or remaining <= 0:
                 return pb.BarrierReply(leader=leader)
-            await _wait(self._changed, remaining)
+            await wait(self._changed, remaining)
 
     def _leader_contact(self) -> pb.Contact:
         leader = None if self._leader.active else self._roster.record(self._roster.leader(self._participant.standing))
@@ -423,6 +310,18 @@ class Averager:
                 self._roster.suspect(PeerId(peer.peer_id))
             raise
 
+    def _moved(self) -> None:
+        self._roster.moved(self._participant.standing)
+        self._progress_changed()
+        self._reporter.notify()
+
+    def _progress_changed(self) -> None:
+        self._changed_at = self._clock.monotonic()
+        self._signal()
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        return self._running().create_task(work)
+
     def _signal(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -443,11 +342,3 @@ class Averager:
         if address.stage != self._own.stage:
             raise WrongStage(f"this peer serves stage {self._own.stage}, not {address.stage}")
         self._running()
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -10,37 +10,28 @@ has prepared it; from then on it is never aborted, by no leader. Never touches t
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
+from swarm.averaging.barrier import Barrier
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, Method, contact_of, record_of
+from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Caller, Method, Reply, Request, contact_of
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
-Request = TypeVar("Request")
-Reply = TypeVar("Reply")
 Members = Mapping[PeerId, PeerRecord]
 Begun = Mapping[PeerId, pb.BeginReply]
-
-
-class Caller(Protocol):
-    """Calls a peer, or this peer itself without a network."""
-
-    async def __call__(
-        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
-    ) -> Reply: ...
 
 
 class AttemptFailed(Exception):
@@ -86,8 +77,7 @@ class Leader:
     own_id: PeerId
     address: Address
     call: Caller
-    peers: Callable[[int], Sequence[PeerRecord]]
-    current_round: Callable[[], int]
+    barrier: Barrier
     contribution_bytes: Callable[[], int]
     has_quorum: Callable[[Collection[str]], bool]
     clock: Clock
@@ -119,7 +109,7 @@ class Leader:
                 holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
             self.decision = Decision(round=standing.round, prepared=prepared)
             self.decided()
-            total_squared_norm = await self._barrier(standing.round, prepared.squared_norm)
+            total_squared_norm = await self._total_squared_norm(standing.round, prepared.squared_norm)
             if total_squared_norm is not None:
                 await self._commit({peer: members[peer] for peer in holders}, self.decision, total_squared_norm)
         except AttemptFailed as failed:
@@ -227,55 +217,13 @@ class Leader:
 
     # -- second phase ------------------------------------------------------------------------------------------------
 
-    async def _barrier(self, round_number: int, own_squared_norm: float) -> float | None:
-        """The whole model's squared norm, once every stage is ready; None if another leader committed meanwhile."""
+    async def _total_squared_norm(self, round_number: int, own_squared_norm: float) -> float | None:
         if not self.config.rounds.synchronous:
             return own_squared_norm
         started_at = self.clock.monotonic()
-        norms: dict[int, float | None] = {self.address.stage: own_squared_norm}
-
-        async def ask(stage: int) -> None:
-            norms[stage] = await self._stage_norm(stage, round_number)
-
-        async with asyncio.TaskGroup() as tasks:
-            for stage in range(self.config.stages.num_stages):
-                if stage != self.address.stage:
-                    tasks.create_task(ask(stage))
+        total: float | None = await self.barrier.total_squared_norm(round_number, own_squared_norm)
         self.times.total_barrier_seconds += self.clock.monotonic() - started_at
-        # In the order of the stages, so that all of them come to the same bits.
-        in_order = [norms[stage] for stage in sorted(norms)]
-        known = [norm for norm in in_order if norm is not None]
-        return sum(known) if len(known) == len(in_order) else None
-
-    async def _stage_norm(self, stage: int, round_number: int) -> float | None:
-        request = pb.BarrierRequest(
-            address=Address(run_id=self.address.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
-            peer_id=self.own_id, round=round_number, wait_seconds=self.timing.barrier_seconds,
-        )  # fmt: skip
-        turn, hint = 0, None
-        while self.current_round() == round_number:
-            peers = sorted(
-                (record for record in self.peers(stage) if record.state is PeerState.SERVING), key=lambda r: r.peer_id
-            )
-            target, hint = hint or (peers[turn % len(peers)] if peers else None), None
-            if target is not None:
-                try:
-                    reply = await self.call(
-                        target,
-                        BARRIER,
-                        request,
-                        timeout_seconds=self.timing.barrier_seconds + self.timing.report_seconds,
-                    )
-                    if reply.ready:
-                        return float(reply.squared_norm)
-                    if reply.leader.peer_id != target.peer_id:
-                        hint = record_of(reply.leader, stage)
-                        continue
-                except SwarmError as error:
-                    logger.debug("stage %d: %s", stage, error)
-                    turn += 1
-            await self.clock.sleep(self.timing.retry_seconds)
-        return None
+        return total
 
     async def _commit(self, holders: Members, decision: Decision, total_squared_norm: float) -> None:
         request = pb.CommitRequest(
@@ -304,7 +252,7 @@ class Leader:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, floor: float, measured: float) -> float:
-        return (floor + 3 * measured) * 2 ** min(3, self.times.num_timeouts)
+        return (floor + 3 * measured) * float(2 ** min(3, self.times.num_timeouts))
 
     async def _all(
         self, members: Members, method: Method[Request, Reply], requests: Mapping[PeerId, Request],

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from swarm.averaging.group import Ballot
-from swarm.averaging.member import Progress
+from swarm.averaging.member import Progress, Snapshot
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 
@@ -18,9 +18,9 @@ class Standing:
     lineage: str
 
 
-def standing_of(progress: Progress) -> Standing:
-    """Where a member is."""
-    return Standing(run_samples=progress.run_samples, round=progress.round, lineage=progress.lineage)
+def standing_of(state: Progress | Snapshot) -> Standing:
+    """Where a member is, or what a snapshot would make it."""
+    return Standing(run_samples=state.run_samples, round=state.round, lineage=state.lineage)
 
 
 def pack_standing(standing: Standing) -> pb.Standing:

@@ -59,8 +59,13 @@ class Participant:
 
     def __init__(
         self, *, own_id: PeerId, address: Address, member: RoundMember, codec: Codec, transport: Transport,
-        clock: Clock, spawn: Spawn,
+        clock: Clock, spawn: Spawn, moved: Callable[[], None],
     ) -> None:  # fmt: skip
+        """
+        Args:
+            spawn: starts a task that outlives the call that asked for it.
+            moved: called when `standing` has changed.
+        """
         self._own_id = own_id
         self._address = address
         self._member = member
@@ -68,6 +73,7 @@ class Participant:
         self._transport = transport
         self._clock = clock
         self._spawn = spawn
+        self._moved = moved
         self._lock = asyncio.Lock()
         """Held by whatever calls the stage."""
         self._attempt: _Attempt | None = None
@@ -295,6 +301,7 @@ class Participant:
             del self.outcomes[round_number]
         self._attempt = self._result = self.prepared = None
         self.standing = messages.standing_of(self._member.progress())
+        self._moved()
 
     async def _reopen(self, reason: str) -> None:
         self._end_exchange(reason)
@@ -306,6 +313,7 @@ class Participant:
     def _end_exchange(self, reason: str) -> None:
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
+            self._scope = None
         if self._attempt is not None and not self._attempt.reduction.done():
             self._attempt.reduction.set_exception(Refused(reason))
             self._attempt.reduction.exception()  # Retrieved: it may be that nobody waits.

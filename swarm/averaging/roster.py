@@ -4,7 +4,7 @@ Used by averaging/averager. Draws on the directory's last view and on what peers
 goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -50,6 +50,7 @@ class Roster:
         self._suspects: dict[PeerId, float] = {}
         """By the time of the last attempt to reach them."""
         self._excluded: set[PeerId] = set()
+        self._moved_at = clock.monotonic()
 
     # -- news --------------------------------------------------------------------------------------------------------
 
@@ -96,6 +97,7 @@ class Roster:
 
     def moved(self, own: Standing) -> None:
         """This peer is at a new round: what is known of others at earlier ones is out of date."""
+        self._moved_at = self._clock.monotonic()
         self._excluded.clear()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
 
@@ -126,6 +128,15 @@ class Roster:
             if report.heard_at >= oldest and report.standing == own and peer_id not in self._excluded
         }
 
+    def awaits_members(self, own: Standing) -> bool:
+        """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
+
+        Without it, its contribution would be lost to a round that is complete at once.
+        """
+        if self._clock.monotonic() - self._moved_at >= self._timing.fresh_seconds:
+            return False
+        return bool(self.alive() - self.members(own).keys() - self._excluded - {PeerId(self.own.peer_id)})
+
     @property
     def excludes_self(self) -> bool:
         """Whether this peer's own contribution is left out of this round."""
@@ -136,11 +147,12 @@ class Roster:
         return self._peers(serving=False).get(peer_id)
 
     def donors(self, own: Standing) -> list[PeerRecord]:
-        """Peers known to be ahead, the farthest first."""
-        ahead = [peer for peer, standing in self._standings.items() if self.is_ahead(standing, own)]
+        """Peers that may be ahead: first those that said so, the farthest first, then those one knows nothing of."""
+        known = {peer: record for peer, record in self._peers(serving=False).items() if peer not in self._suspects}
+        ahead = [p for p in known if p in self._standings and self.is_ahead(self._standings[p], own)]
         ahead.sort(key=lambda peer: self._standings[peer], reverse=True)
-        known = self._peers(serving=False)
-        return [known[peer] for peer in ahead if peer in known]
+        silent = sorted(known.keys() - self._standings.keys(), key=lambda peer: known[peer].samples, reverse=True)
+        return [known[peer] for peer in (*ahead, *silent)]
 
     def strangers(self, own: Standing) -> list[PeerId]:
         """Serving peers that should be members and have not reported: a leader makes itself known to them."""
@@ -153,7 +165,11 @@ class Roster:
         known = self._peers(serving=False)
         return [peer for peer, called_at in self._suspects.items() if called_at <= latest and peer in known]
 
-    def alive(self) -> Collection[PeerId]:
+    def announced(self) -> Set[PeerId]:
+        """Other peers that serve or were heard of lately, whether they can be reached or not."""
+        return self._peers(serving=True).keys()
+
+    def alive(self) -> Set[PeerId]:
         """Peers, this one included, that gave a sign of life lately."""
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         recent = {peer for peer, (_, heard_at) in self._contacts.items() if heard_at >= oldest}

@@ -6,14 +6,14 @@ averaging/averager. A snapshot is held for as long as it is being sent, whatever
 
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import torch
 
 from swarm.averaging import messages
 from swarm.averaging.member import Snapshot
 from swarm.averaging.transport import Transport
-from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
@@ -29,9 +29,8 @@ SILENCE_SECONDS = 30.0
 async def send(snapshot: Snapshot, outcomes: Sequence[pb.Outcome]) -> AsyncIterator[pb.DownloadReply]:
     """The messages that carry a snapshot and how its last rounds were committed."""
     names = sorted(snapshot.tensors)
-    standing = messages.Standing(round=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
     header = pb.SnapshotHeader(
-        standing=messages.pack_standing(standing), state_digest=snapshot.digest,
+        standing=messages.pack_standing(messages.standing_of(snapshot)), state_digest=snapshot.digest,
         tensors=[next(chunks(name, snapshot.tensors[name])).header for name in names],
         outcomes=[outcome for outcome in outcomes if outcome.round < snapshot.round],
     )  # fmt: skip
@@ -45,28 +44,33 @@ async def send(snapshot: Snapshot, outcomes: Sequence[pb.Outcome]) -> AsyncItera
 
 
 async def download(
-    transport: Transport, donors: Sequence[PeerRecord], *, address: Address, own_id: str, max_bytes: int
-) -> tuple[Snapshot, list[pb.Outcome]]:
+    transport: Transport, donors: Sequence[PeerRecord], *, address: Address, own_id: str, max_bytes: int,
+    wanted: Callable[[messages.Standing], bool],
+) -> tuple[Snapshot, list[pb.Outcome]]:  # fmt: skip
     """Fetch a snapshot from the first donor that delivers a sound one.
 
     Args:
         donors: the best first.
         max_bytes: a larger snapshot is refused.
+        wanted: whether a snapshot of that standing is of any use.
 
     Raises:
         PeerUnavailable: no donor delivered.
     """
     for donor in donors:
         try:
-            return await _download_from(transport, donor, address, own_id, max_bytes)
+            return await _download_from(
+                transport, donor, address=address, own_id=own_id, max_bytes=max_bytes, wanted=wanted
+            )
         except SwarmError as error:
             logger.warning("no snapshot from %s: %s", donor.peer_id, error)
     raise PeerUnavailable(f"none of {len(donors)} donors delivered a snapshot")
 
 
 async def _download_from(
-    transport: Transport, donor: PeerRecord, address: Address, own_id: str, max_bytes: int
-) -> tuple[Snapshot, list[pb.Outcome]]:
+    transport: Transport, donor: PeerRecord, *, address: Address, own_id: str, max_bytes: int,
+    wanted: Callable[[messages.Standing], bool],
+) -> tuple[Snapshot, list[pb.Outcome]]:  # fmt: skip
     request = pb.DownloadRequest(address=address, peer_id=own_id)
     header: pb.SnapshotHeader | None = None
     reader = TensorReader({})
@@ -75,6 +79,8 @@ async def _download_from(
         match reply.WhichOneof("message"):
             case "header" if header is None:
                 header = reply.header
+                if not wanted(messages.unpack_standing(header.standing)):
+                    raise NotReady("it is not ahead")
                 digest.update(header.SerializeToString(deterministic=True))
                 reader = TensorReader(_specs(header, max_bytes))
             case "chunk":

@@ -62,6 +62,14 @@ class Transport(Protocol):
         ...
 
 
+class Caller(Protocol):
+    """Calls a peer, or this peer itself without a network."""
+
+    async def __call__(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply: ...
+
+
 class AveragingHandlers(Protocol):
     """The other end: what a peer answers. Implemented by the averager, wrapped by the servicer."""
 

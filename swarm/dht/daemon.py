@@ -4,9 +4,11 @@ Used by node alone, on the node's own event loop. Knows nothing about the DHT.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -55,14 +57,17 @@ class Daemon:
     async def stop(self) -> None:
         """End the process, by force if it must be, and remove its socket."""
         try:
-            if not self.ended.done():
-                self._process.terminate()
-                await asyncio.wait({self.ended}, timeout=_STOP_SECONDS)
+            self._signal(signal.SIGTERM)
+            await asyncio.wait({self.ended}, timeout=_STOP_SECONDS)
         finally:
-            if self._process.returncode is None:
-                self._process.kill()
-                await self._process.wait()
+            self._signal(signal.SIGKILL)
+            await self._process.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # It may have ended by itself.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
 
 async def launch(program: Path, options: Sequence[str]) -> Daemon:

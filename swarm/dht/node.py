@@ -8,6 +8,7 @@ Never looks into them.
 import asyncio
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Coroutine, Sequence
 from importlib import resources
@@ -143,7 +144,7 @@ class DhtNode:
 
     async def _reach_again(self, address: str) -> None:
         # To the end of the queue, whatever comes of it.
-        del self._known[address]
+        self._known.pop(address, None)
         try:
             _, peer_id = _parse(address)
         except ValueError:
@@ -201,7 +202,7 @@ async def _open(
 ) -> DhtNode:  # fmt: skip
     try:
         async with asyncio.timeout(timeout_seconds), contextlib.AsyncExitStack() as undo:
-            process = await daemon.launch(_p2pd(), options)
+            process = await daemon.launch(Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd", options)
             undo.push_async_callback(process.stop)
             p2p, node = await _join(process.control_address, initial_peers, client_mode, clock)
             undo.push_async_callback(p2p.shutdown)
@@ -210,14 +211,9 @@ async def _open(
     except TimeoutError:
         raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
     return DhtNode(
-        thread=thread,
-        process=process,
-        p2p=p2p,
-        node=node,
-        visible=visible,
-        known=initial_peers,
+        thread=thread, process=process, p2p=p2p, node=node, visible=visible, known=initial_peers,
         client_mode=client_mode,
-    )
+    )  # fmt: skip
 
 
 async def _join(control_address: str, initial_peers: Sequence[str], client_mode: bool, clock: Clock) -> Any:
@@ -280,16 +276,14 @@ def _parse(address: str) -> tuple[Any, Any]:
     return Multiaddr(endpoint), PeerID.from_base58(peer_id)
 
 
-def _p2pd() -> Path:
-    return Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd"
-
-
 def _libp2p_key(path: Path) -> Path:
     from hivemind.p2p import P2P
 
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        P2P.generate_identity(str(path))
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        P2P.generate_identity(str(temporary))
+        temporary.rename(path)
     return path
 
 

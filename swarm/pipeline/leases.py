@@ -6,7 +6,7 @@ trainer's microbatches go to another. `LeaseTable` decides and is pure; lease_se
 carries its answers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
 from swarm.clock import Clock
@@ -26,7 +26,7 @@ class RoundView:
     """What a leader knows of its stage's round."""
 
     round: int
-    committed: Collection[int]
+    committed: Set[int]
     """Microbatches that some member has committed."""
     highest_microbatch: int
     """Highest id that any member has seen; -1 for none."""
@@ -72,10 +72,17 @@ class LeaseTable:
             holding: microbatches of the current round that the trainer still works on.
             released: microbatches that it gives back without having run them.
         """
+        self._note_committed(view)
         self._renew(trainer_id, holding, released)
         if self._config.rounds.synchronous:
             return self._grant_of_round(view, trainer_id, count)
         return self._grant_endless(view, trainer_id, count)
+
+    def _note_committed(self, view: RoundView) -> None:
+        # At once: by the time a dead trainer's lease expires, the members may have forgotten what they committed.
+        for microbatch in self._leases.keys() & view.committed:
+            del self._leases[microbatch]
+            self._finished[microbatch] = self._clock.monotonic()
 
     def _renew(self, trainer_id: str, holding: Collection[int], released: Collection[int]) -> None:
         now = self._clock.monotonic()
@@ -138,4 +145,3 @@ class LeaseTable:
         for microbatch in microbatches:
             self._leases[microbatch] = _Lease(trainer_id, expires_at)
         return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at if microbatches else None)
-

@@ -52,8 +52,8 @@ class Runtime:
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
         """Have the thread do `work`; gives its result and the seconds it took.
 
-        Raises whatever `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops work that has not started; work that
-        has runs to its end and its result is lost.
+        Raises whatever `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops
+        work that has not started; work that has runs to its end and its result is lost.
         """
 
         def timed() -> tuple[_Result, float]:

@@ -44,6 +44,9 @@ PROGRESS_SECONDS = 1.0
 MESSAGE_SECONDS = 30.0
 """Longest wait for the next message of a request."""
 
+DRAIN_SECONDS = 5.0
+"""Longest wait for a refused caller to finish sending."""
+
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
 
@@ -65,34 +68,34 @@ class StageServicer(StageServiceServicer):
 
     # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
     async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
+        incoming = _Incoming(context)
         try:
-            await self._train(context)
+            await self._train(context, incoming)
         except Overloaded as busy:
             self._stage.counters.busy_replies += 1
-            await context.write(
-                pb.TrainReply(
-                    busy=pb.Busy(
-                        retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round
-                    )
-                )
+            reason = pb.Busy(
+                retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round
             )
-        except SwarmError as error:
-            await abort(context, error)
-        except Exception as error:
-            logger.exception("a microbatch failed")
-            await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
+            await context.write(pb.TrainReply(busy=reason))
+            await incoming.drain()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await incoming.drain()
+            await _refuse(context, error)
 
-    async def _train(self, context: Context) -> None:
-        request = await _read(context)
+    async def _train(self, context: Context, incoming: "_Incoming") -> None:
+        request = await incoming.read()
         if request is None or request.WhichOneof("message") != "open":
             raise MalformedMessage("a microbatch begins with Open")
         opening: pb.Open = request.open
+        if opening.eager:
+            incoming.expect(self._specs)
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
         self._stage.admit(microbatch)
         try:
+            incoming.expect(self._specs)
             await context.write(pb.TrainReply(accepted=pb.Accepted()))
-            tensors = await self._read_tensors(context, self._specs)
+            tensors = await incoming.tensors()
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
             computation = await self._stage.begin(microbatch, tensors, hints, context)
             try:
@@ -100,7 +103,7 @@ class StageServicer(StageServiceServicer):
                 await self._answer(context, computation)
                 if opening.rerouted_backward:
                     self._stage.counters.rerouted_backwards += 1
-                acknowledged = await _read(context, seconds=None)
+                acknowledged = await incoming.read(seconds=None)
                 if acknowledged is None:
                     return
                 if acknowledged.WhichOneof("message") != "ack":
@@ -158,26 +161,19 @@ class StageServicer(StageServiceServicer):
 
     # As with Train.
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
+        incoming = _Incoming(context)
         try:
-            await self._evaluate(context)
-        except SwarmError as error:
-            await abort(context, error)
-        except Exception as error:
-            logger.exception("an evaluation failed")
-            await abort(context, PeerUnavailable(f"internal error: {type(error).__name__}"))
+            await self._evaluate(context, incoming)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
+            await incoming.drain()
+            await _refuse(context, error)
 
-    async def _evaluate(self, context: Context) -> None:
-        request = await _read(context)
+    async def _evaluate(self, context: Context, incoming: "_Incoming") -> None:
+        request = await incoming.read()
         if request is None or request.WhichOneof("message") != "open":
             raise MalformedMessage("an evaluation begins with its open message")
         opening: pb.EvaluateOpen = request.open
         self._check_address(opening.address)
-        parameters = self._stage.backend.weights.anchor(opening.round)
-        if parameters is None:
-            raise RoundMismatch(
-                f"round {opening.round} is not kept, this peer is at {self._stage.round}",
-                peer_round=self._stage.round,
-            )
         data = self._config.data
         if not (0 < opening.num_samples <= data.microbatch_size and 0 < opening.sequence_length <= data.sequence_length):
             raise MalformedMessage(
@@ -185,7 +181,14 @@ class StageServicer(StageServiceServicer):
                 f"{opening.num_samples} of {opening.sequence_length}"
             )
         specs = request_specs(self._config, self._stage.number, opening.num_samples, opening.sequence_length)
-        tensors = await self._read_tensors(context, specs)
+        incoming.expect(specs)
+        parameters = self._stage.backend.weights.anchor(opening.round)
+        if parameters is None:
+            raise RoundMismatch(
+                f"round {opening.round} is not kept, this peer is at {self._stage.round}",
+                peer_round=self._stage.round,
+            )
+        tensors = await incoming.tensors()
         work = asyncio.ensure_future(
             self._stage.runtime.run(
                 lambda: self._stage.backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
@@ -230,25 +233,64 @@ class StageServicer(StageServiceServicer):
         if address.stage != self._stage.number:
             raise WrongStage(f"this peer serves stage {self._stage.number}, not {address.stage}")
 
-    async def _read_tensors(self, context: Context, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
-        reader = TensorReader(specs)
-        while not reader.complete:
-            request = await _read(context)
+
+class _Incoming:
+    """The messages of one request."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._reader: TensorReader | None = None
+        self._expected_bytes = 0
+
+    async def read(self, seconds: float | None = MESSAGE_SECONDS) -> Any:
+        """The next message, or None at the end of the stream."""
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no message for {seconds} s") from None
+        if message is grpc.aio.EOF:
+            self._expected_bytes = 0
+            return None
+        if message.WhichOneof("message") == "chunk":
+            self._expected_bytes -= len(message.chunk.data)
+        return message
+
+    def expect(self, specs: Mapping[str, TensorSpec]) -> None:
+        """The caller has begun to send these tensors."""
+        if self._reader is None:
+            self._reader = TensorReader(specs)
+            self._expected_bytes = sum(spec.num_bytes for spec in specs.values())
+
+    async def tensors(self) -> dict[str, torch.Tensor]:
+        """The expected tensors, once they are whole."""
+        assert self._reader is not None
+        while not self._reader.complete:
+            request = await self.read()
             if request is None:
                 raise MalformedMessage("the request ended before its tensors")
             if request.WhichOneof("message") != "chunk":
                 raise MalformedMessage("a tensor chunk is expected")
-            reader.feed(request.chunk)
-        return reader.tensors
+            self._reader.feed(request.chunk)
+        return self._reader.tensors
+
+    async def drain(self) -> None:
+        """Read away what the caller is still sending.
+
+        A call that ends while its caller writes ends for the caller with an internal error of gRPC's, not with
+        what we have to say.
+        """
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._expected_bytes > 0:
+                    await self.read()
+        except TimeoutError:
+            pass
 
 
-async def _read(context: Context, seconds: float | None = MESSAGE_SECONDS) -> Any:
-    """The next message, or None at the end of the stream."""
-    try:
-        async with asyncio.timeout(seconds):
-            message = await context.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"no message for {seconds} s") from None
-    return None if message is grpc.aio.EOF else message
-
-
+async def _refuse(context: Context, error: Exception) -> None:
+    """End a call with an error; one that is not ours is a bug, and this peer's fault."""
+    if not isinstance(error, SwarmError):
+        logger.exception("a call failed", exc_info=error)
+        error = PeerUnavailable(f"internal error: {type(error).__name__}")
+    await abort(context, error)

@@ -146,7 +146,7 @@ class StageWeights:
         if self._config.rounds.synchronous:
             return {name: value.cpu() for name, value in self.open_bucket.mean().items()}
         anchor = self._anchors[self.round.number]
-        return {name: (anchor[name] - master.detach()).cpu() for name, master in self.masters.items()}
+        return {name: (anchor[name] - master).detach().cpu() for name, master in self.masters.items()}
 
     def reopen(self) -> None:
         """Go on in the same round: its attempt to average was aborted."""

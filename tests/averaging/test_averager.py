@@ -3,7 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from averaging_doubles import FakeStage, Network, gradient, make_config, network_of, until
+from swarm.rpc.v1 import averaging_pb2 as pb
+from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
 
 
 def stages(network: Network, *numbers: int) -> list[FakeStage]:
@@ -43,7 +44,7 @@ async def test_members_commit_the_weighted_mean_bit_identically(size: int, setti
         assert result.num_samples == 12
         assert result.squared_norm == pytest.approx(float((expected_mean(*range(6)) ** 2).sum()), rel=1e-5)
         assert len(set(stage.results[0].squared_norm for stage in members)) == 1
-        assert all(peer.averager.statistics().num_alive == size for peer in network.peers.values())
+        await until(lambda: all(p.averager.statistics().num_alive == size for p in network.peers.values()))
 
 
 async def test_rounds_follow_one_another() -> None:
@@ -85,7 +86,7 @@ async def test_round_waits_for_what_is_missing() -> None:
         members = stages(network, 1, 2)
         members[0].learn(0, 1, 2)
         members[1].learn(3, 4)
-        view = network.peers[members[0].averager._own_id].averager.view  # type: ignore[union-attr]
+        view = network.peers[peer_id(1)].averager.view
         await until(lambda: view().committed == frozenset(range(5)))
         await asyncio.sleep(0.2)
         assert view().is_leader
@@ -129,19 +130,18 @@ async def test_leader_killed(moment: str, survives: str, setting: str) -> None:
         async def before(name: str, source: int, target: int) -> None:
             nonlocal committed
             fatal = {"before begin": "Begin", "after begin": "Average", "in exchange": "Exchange", "after all prepared": "Commit"}
-            if fatal.get(moment) == name and 1 in (source, target) and not network.peers[leader_id].dead.is_set():
+            if fatal.get(moment) == name and 1 in (source, target) and not network.peers[peer_id(1)].dead.is_set():
                 network.kill(1)
             if name == "Commit" and moment == "in the middle of commit" and source == 1:
                 committed += 1
                 if committed == 2:
                     network.kill(1)
 
-        leader_id = next(iter(network.peers))
         network.before = before
         leader.learn(0, 1)
         others[0].learn(2, 3, 4)
         others[1].learn(5)
-        await until(lambda: network.peers[leader_id].dead.is_set())
+        await until(lambda: network.peers[peer_id(1)].dead.is_set())
         if survives == "nothing":
             await asyncio.sleep(0.7)
             assert all(stage.round == 0 and not stage.closed for stage in others)
@@ -275,7 +275,7 @@ async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
         await asyncio.sleep(0.3)
         assert len({stage.digest for stage in members}) == 1
         assert [len(stage.results) for stage in members[1:]] == [2, 2]
-        assert network.peers[members[0].averager._own_id].averager.view().is_leader  # type: ignore[union-attr]
+        assert network.peers[peer_id(1)].averager.view().is_leader
 
 
 async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
@@ -315,15 +315,15 @@ async def test_majority_does_not_fork_and_never_mixes_branches() -> None:
 
 async def test_foreign_branch_at_the_same_round_is_never_averaged(caplog: pytest.LogCaptureFixture) -> None:
     async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1) as network:
-        stranger = network.add(2).stage
-        stranger.lineage = "ff"
-        network.peers[stranger.averager._own_id].averager._participant.standing = None  # type: ignore
-        network.kill(2)
-        network.peers.popitem()
-        stage = stages(network, 1)[0]
+        stage, stranger = stages(network, 1)[0], network.add(2, lineage="ff").stage
         stage.learn(0)
-        await asyncio.sleep(0.1)
-        assert stage.round == 0
+        stranger.learn(1)
+        await until(lambda: "another branch" in caplog.text)
+        await asyncio.sleep(0.2)
+        assert stage.round == stranger.round == 0
+        stage.learn(2)
+        await until(lambda: stage.round == 1)
+        assert stage.results[0].members == (peer_id(1),)
 
 
 # -- newcomers -------------------------------------------------------------------------------------------------------
@@ -348,29 +348,24 @@ async def test_joiner_catches_up_and_takes_part() -> None:
         assert len(members[0].results[1].members) == 3
 
 
-async def test_joiner_takes_the_next_donor_when_one_sends_rubbish() -> None:
+async def test_joiner_takes_the_next_donor_when_one_sends_rubbish(caplog: pytest.LogCaptureFixture) -> None:
     async with network_of(make_config("diloco", microbatches=2), 2, 3) as network:
         members = stages(network, 2, 3)
         for number, stage in enumerate(members):
             stage.learn(number)
         await until(lambda: all(stage.round == 1 for stage in members))
+        first: list[int] = []
 
-        async def corrupt(name: str, source: int, target: int) -> None:
-            if name == "Download" and target == 3:
-                members[1].anchor[0] += 1.0
+        def corrupt(target: int, reply: pb.DownloadReply) -> None:
+            first[:] = first or [target]
+            if target == first[0] and reply.chunk.data:
+                reply.chunk.data = bytes(len(reply.chunk.data))
 
-        real = members[1].snapshot
-
-        async def torn_snapshot() -> object:
-            snapshot = await real()
-            snapshot.tensors["extra"] = torch.zeros(0)  # type: ignore[index]
-            snapshot.tensors["anchor"] = _Lying(snapshot.tensors["anchor"])  # type: ignore[index]
-            return snapshot
-
-        del torn_snapshot, corrupt
+        network.tamper = corrupt
         joiner = network.add(4)
         await until(lambda: joiner.stage.round == 1)
         assert joiner.stage.digest == members[0].digest
+        assert "does not match its digest" in caplog.text
 
 
 # -- several stages --------------------------------------------------------------------------------------------------

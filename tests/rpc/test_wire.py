@@ -13,11 +13,14 @@ _SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
 _HEADER = TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=24)
 
 
+def _feed(reader: TensorReader, messages: Iterable[TensorChunk]) -> None:
+    for message in messages:
+        reader.feed(TensorChunk.FromString(message.SerializeToString()))
+
+
 def _read(messages: Iterable[TensorChunk], **expected: TensorSpec) -> dict[str, torch.Tensor]:
     reader = TensorReader(expected)
-    for message in messages:
-        assert not reader.complete
-        reader.feed(TensorChunk.FromString(message.SerializeToString()))
+    _feed(reader, messages)
     assert reader.complete
     return reader.tensors
 
@@ -72,10 +75,8 @@ def test_a_received_tensor_can_be_written_to() -> None:
     ],
 )
 def test_what_breaks_the_protocol_is_refused(messages: list[TensorChunk], fault: str) -> None:
-    reader = TensorReader({"hidden": _SPEC})
     with pytest.raises(MalformedMessage, match=fault):
-        for message in messages:
-            reader.feed(message)
+        _feed(TensorReader({"hidden": _SPEC}), messages)
 
 
 def test_error_messages_quote_little_of_what_a_stranger_sent() -> None:

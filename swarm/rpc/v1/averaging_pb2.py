@@ -26,7 +26,7 @@ from swarm.rpc.v1 import stage_pb2 as swarm_dot_rpc_dot_v1_dot_stage__pb2
 from swarm.rpc.v1 import tensor_pb2 as swarm_dot_rpc_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cswarm/rpc/v1/averaging.proto\x12\x0cswarm.rpc.v1\x1a\x18swarm/rpc/v1/stage.proto\x1a\x19swarm/rpc/v1/tensor.proto\"E\n\x07\x43ontact\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x03 \x01(\t\"?\n\x08Standing\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0brun_samples\x18\x02 \x01(\x04\x12\x0f\n\x07lineage\x18\x03 \x01(\t\",\n\x06\x42\x61llot\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x11\n\tleader_id\x18\x02 \x01(\t\"\x7f\n\x08Prepared\x12$\n\x06\x62\x61llot\x18\x01 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0csquared_norm\x18\x03 \x01(\x01\x12\x12\n\nmember_ids\x18\x04 \x03(\t\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x04\"^\n\x07Outcome\x12\r\n\x05round\x18\x01 \x01(\x04\x12(\n\x08prepared\x18\x02 \x01(\x0b\x32\x16.swarm.rpc.v1.Prepared\x12\x1a\n\x12total_squared_norm\x18\x03 \x01(\x01\"P\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12&\n\x08promised\x18\x02 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\r\n\x05round\x18\x03 \x01(\x04\"\x9e\x02\n\rReportRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\x12(\n\x08standing\x18\x03 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ommitted_gaps\x18\x05 \x03(\x04\x12\x1a\n\x12highest_microbatch\x18\x06 \x01(\x12\x12#\n\x05\x62\x65gun\x18\x07 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12&\n\x08prepared\x18\x08 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\"\xac\x01\n\x0bReportReply\x12(\n\x08standing\x18\x01 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12%\n\x06leader\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\x12$\n\x06\x61\x63tive\x18\x03 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12&\n\x07outcome\x18\x04 \x01(\x0b\x32\x15.swarm.rpc.v1.Outcome\"\xaa\x01\n\x0c\x42\x65ginRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12$\n\x06\x62\x61llot\x18\x03 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12(\n\x08standing\x18\x04 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12\x11\n\tdrop_gaps\x18\x05 \x03(\x04\"\xb0\x01\n\nBeginReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x16\n\x0e\x63ommitted_gaps\x18\x03 \x03(\x04\x12(\n\x08prepared\x18\x04 \x01(\x0b\x32\x16.swarm.rpc.v1.Prepared\x12#\n\x05since\x18\x05 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\"D\n\x05Share\x12&\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\"\xbc\x01\n\x0e\x41verageRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12$\n\x06\x62\x61llot\x18\x04 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12#\n\x06shares\x18\x05 \x03(\x0b\x32\x13.swarm.rpc.v1.Share\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"\x88\x01\n\x0c\x41verageReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Failure\x12(\n\x08prepared\x18\x03 \x01(\x0b\x32\x16.swarm.rpc.v1.Prepared\",\n\x07\x46\x61ilure\x12\x11\n\tblamed_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x83\x01\n\rCommitRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x1a\n\x12total_squared_norm\x18\x05 \x01(\x01\"K\n\x0b\x43ommitReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\x12\x14\n\x0cstate_digest\x18\x02 \x01(\t\"\x9a\x01\n\x0c\x41\x62ortRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12$\n\x06\x62\x61llot\x18\x04 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0c\n\x04void\x18\x06 \x01(\x08\"4\n\nAbortReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\"n\n\x0e\x42\x61rrierRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\"Z\n\x0c\x42\x61rrierReply\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x14\n\x0csquared_norm\x18\x02 \x01(\x01\x12%\n\x06leader\x18\x03 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\"X\n\x0f\x45xchangeRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.swarm.rpc.v1.ExchangeOpenH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07message\"\x93\x01\n\x0c\x45xchangeOpen\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12$\n\x06\x62\x61llot\x18\x04 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\x15\n\rshares_digest\x18\x05 \x01(\t\"~\n\rExchangeReply\x12(\n\x07reduced\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.ReducedH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12(\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.swarm.rpc.v1.FailureH\x00\x42\t\n\x07message\"\x1f\n\x07Reduced\x12\x14\n\x0csquared_norm\x18\x01 \x01(\x01\"J\n\x0f\x44ownloadRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\"\xa0\x01\n\rDownloadReply\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.swarm.rpc.v1.SnapshotHeaderH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.swarm.rpc.v1.TensorChunkH\x00\x12(\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x19.swarm.rpc.v1.SnapshotEndH\x00\x42\t\n\x07message\"\xa6\x01\n\x0eSnapshotHeader\x12(\n\x08standing\x18\x01 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12\x14\n\x0cstate_digest\x18\x02 \x01(\t\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.swarm.rpc.v1.TensorHeader\x12\'\n\x08outcomes\x18\x04 \x03(\x0b\x32\x15.swarm.rpc.v1.Outcome\"\x1d\n\x0bSnapshotEnd\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\x32\xb4\x04\n\x10\x41veragingService\x12@\n\x06Report\x12\x1b.swarm.rpc.v1.ReportRequest\x1a\x19.swarm.rpc.v1.ReportReply\x12=\n\x05\x42\x65gin\x12\x1a.swarm.rpc.v1.BeginRequest\x1a\x18.swarm.rpc.v1.BeginReply\x12\x43\n\x07\x41verage\x12\x1c.swarm.rpc.v1.AverageRequest\x1a\x1a.swarm.rpc.v1.AverageReply\x12@\n\x06\x43ommit\x12\x1b.swarm.rpc.v1.CommitRequest\x1a\x19.swarm.rpc.v1.CommitReply\x12=\n\x05\x41\x62ort\x12\x1a.swarm.rpc.v1.AbortRequest\x1a\x18.swarm.rpc.v1.AbortReply\x12\x43\n\x07\x42\x61rrier\x12\x1c.swarm.rpc.v1.BarrierRequest\x1a\x1a.swarm.rpc.v1.BarrierReply\x12J\n\x08\x45xchange\x12\x1d.swarm.rpc.v1.ExchangeRequest\x1a\x1b.swarm.rpc.v1.ExchangeReply(\x01\x30\x01\x12H\n\x08\x44ownload\x12\x1d.swarm.rpc.v1.DownloadRequest\x1a\x1b.swarm.rpc.v1.DownloadReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cswarm/rpc/v1/averaging.proto\x12\x0cswarm.rpc.v1\x1a\x18swarm/rpc/v1/stage.proto\x1a\x19swarm/rpc/v1/tensor.proto\"E\n\x07\x43ontact\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x03 \x01(\t\"?\n\x08Standing\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x13\n\x0brun_samples\x18\x02 \x01(\x04\x12\x0f\n\x07lineage\x18\x03 \x01(\t\",\n\x06\x42\x61llot\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x11\n\tleader_id\x18\x02 \x01(\t\"\x7f\n\x08Prepared\x12$\n\x06\x62\x61llot\x18\x01 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0csquared_norm\x18\x03 \x01(\x01\x12\x12\n\nmember_ids\x18\x04 \x03(\t\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x04\"^\n\x07Outcome\x12\r\n\x05round\x18\x01 \x01(\x04\x12(\n\x08prepared\x18\x02 \x01(\x0b\x32\x16.swarm.rpc.v1.Prepared\x12\x1a\n\x12total_squared_norm\x18\x03 \x01(\x01\"P\n\x07Refusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12&\n\x08promised\x18\x02 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\r\n\x05round\x18\x03 \x01(\x04\"\x9e\x02\n\rReportRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12%\n\x06sender\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\x12(\n\x08standing\x18\x03 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12\x13\n\x0bnum_samples\x18\x04 \x01(\x04\x12\x16\n\x0e\x63ommitted_gaps\x18\x05 \x03(\x04\x12\x1a\n\x12highest_microbatch\x18\x06 \x01(\x12\x12#\n\x05\x62\x65gun\x18\x07 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12&\n\x08prepared\x18\x08 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\"\xbf\x01\n\x0bReportReply\x12(\n\x08standing\x18\x01 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12%\n\x06leader\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\x12$\n\x06\x61\x63tive\x18\x03 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12&\n\x07outcome\x18\x04 \x01(\x0b\x32\x15.swarm.rpc.v1.Outcome\x12\x11\n\tnum_alive\x18\x05 \x01(\r\"\xaa\x01\n\x0c\x42\x65ginRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12$\n\x06\x62\x61llot\x18\x03 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12(\n\x08standing\x18\x04 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12\x11\n\tdrop_gaps\x18\x05 \x03(\x04\"\xb0\x01\n\nBeginReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\x12\x16\n\x0e\x63ommitted_gaps\x18\x03 \x03(\x04\x12(\n\x08prepared\x18\x04 \x01(\x0b\x32\x16.swarm.rpc.v1.Prepared\x12#\n\x05since\x18\x05 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\"D\n\x05Share\x12&\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\x12\x13\n\x0bnum_samples\x18\x02 \x01(\x04\"\xbc\x01\n\x0e\x41verageRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12$\n\x06\x62\x61llot\x18\x04 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12#\n\x06shares\x18\x05 \x03(\x0b\x32\x13.swarm.rpc.v1.Share\x12\x17\n\x0ftimeout_seconds\x18\x06 \x01(\x01\"\x88\x01\n\x0c\x41verageReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\x12&\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x15.swarm.rpc.v1.Failure\x12(\n\x08prepared\x18\x03 \x01(\x0b\x32\x16.swarm.rpc.v1.Prepared\",\n\x07\x46\x61ilure\x12\x11\n\tblamed_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x83\x01\n\rCommitRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x1a\n\x12total_squared_norm\x18\x05 \x01(\x01\"K\n\x0b\x43ommitReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\x12\x14\n\x0cstate_digest\x18\x02 \x01(\t\"\x9a\x01\n\x0c\x41\x62ortRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12$\n\x06\x62\x61llot\x18\x04 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0c\n\x04void\x18\x06 \x01(\x08\"4\n\nAbortReply\x12&\n\x07refusal\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Refusal\"n\n\x0e\x42\x61rrierRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x14\n\x0cwait_seconds\x18\x04 \x01(\x01\"Z\n\x0c\x42\x61rrierReply\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x14\n\x0csquared_norm\x18\x02 \x01(\x01\x12%\n\x06leader\x18\x03 \x01(\x0b\x32\x15.swarm.rpc.v1.Contact\"X\n\x0f\x45xchangeRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.swarm.rpc.v1.ExchangeOpenH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x42\t\n\x07message\"\x93\x01\n\x0c\x45xchangeOpen\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\r\n\x05round\x18\x03 \x01(\x04\x12$\n\x06\x62\x61llot\x18\x04 \x01(\x0b\x32\x14.swarm.rpc.v1.Ballot\x12\x15\n\rshares_digest\x18\x05 \x01(\t\"~\n\rExchangeReply\x12(\n\x07reduced\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.ReducedH\x00\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12(\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x15.swarm.rpc.v1.FailureH\x00\x42\t\n\x07message\"\x1f\n\x07Reduced\x12\x14\n\x0csquared_norm\x18\x01 \x01(\x01\"J\n\x0f\x44ownloadRequest\x12&\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x15.swarm.rpc.v1.Address\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\"\xa0\x01\n\rDownloadReply\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.swarm.rpc.v1.SnapshotHeaderH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.swarm.rpc.v1.TensorChunkH\x00\x12(\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x19.swarm.rpc.v1.SnapshotEndH\x00\x42\t\n\x07message\"\xa6\x01\n\x0eSnapshotHeader\x12(\n\x08standing\x18\x01 \x01(\x0b\x32\x16.swarm.rpc.v1.Standing\x12\x14\n\x0cstate_digest\x18\x02 \x01(\t\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.swarm.rpc.v1.TensorHeader\x12\'\n\x08outcomes\x18\x04 \x03(\x0b\x32\x15.swarm.rpc.v1.Outcome\"\x1d\n\x0bSnapshotEnd\x12\x0e\n\x06sha256\x18\x01 \x01(\x0c\x32\xb4\x04\n\x10\x41veragingService\x12@\n\x06Report\x12\x1b.swarm.rpc.v1.ReportRequest\x1a\x19.swarm.rpc.v1.ReportReply\x12=\n\x05\x42\x65gin\x12\x1a.swarm.rpc.v1.BeginRequest\x1a\x18.swarm.rpc.v1.BeginReply\x12\x43\n\x07\x41verage\x12\x1c.swarm.rpc.v1.AverageRequest\x1a\x1a.swarm.rpc.v1.AverageReply\x12@\n\x06\x43ommit\x12\x1b.swarm.rpc.v1.CommitRequest\x1a\x19.swarm.rpc.v1.CommitReply\x12=\n\x05\x41\x62ort\x12\x1a.swarm.rpc.v1.AbortRequest\x1a\x18.swarm.rpc.v1.AbortReply\x12\x43\n\x07\x42\x61rrier\x12\x1c.swarm.rpc.v1.BarrierRequest\x1a\x1a.swarm.rpc.v1.BarrierReply\x12J\n\x08\x45xchange\x12\x1d.swarm.rpc.v1.ExchangeRequest\x1a\x1b.swarm.rpc.v1.ExchangeReply(\x01\x30\x01\x12H\n\x08\x44ownload\x12\x1d.swarm.rpc.v1.DownloadRequest\x1a\x1b.swarm.rpc.v1.DownloadReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,47 +48,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREQUEST']._serialized_start=589
   _globals['_REPORTREQUEST']._serialized_end=875
   _globals['_REPORTREPLY']._serialized_start=878
-  _globals['_REPORTREPLY']._serialized_end=1050
-  _globals['_BEGINREQUEST']._serialized_start=1053
-  _globals['_BEGINREQUEST']._serialized_end=1223
-  _globals['_BEGINREPLY']._serialized_start=1226
-  _globals['_BEGINREPLY']._serialized_end=1402
-  _globals['_SHARE']._serialized_start=1404
-  _globals['_SHARE']._serialized_end=1472
-  _globals['_AVERAGEREQUEST']._serialized_start=1475
-  _globals['_AVERAGEREQUEST']._serialized_end=1663
-  _globals['_AVERAGEREPLY']._serialized_start=1666
-  _globals['_AVERAGEREPLY']._serialized_end=1802
-  _globals['_FAILURE']._serialized_start=1804
-  _globals['_FAILURE']._serialized_end=1848
-  _globals['_COMMITREQUEST']._serialized_start=1851
-  _globals['_COMMITREQUEST']._serialized_end=1982
-  _globals['_COMMITREPLY']._serialized_start=1984
-  _globals['_COMMITREPLY']._serialized_end=2059
-  _globals['_ABORTREQUEST']._serialized_start=2062
-  _globals['_ABORTREQUEST']._serialized_end=2216
-  _globals['_ABORTREPLY']._serialized_start=2218
-  _globals['_ABORTREPLY']._serialized_end=2270
-  _globals['_BARRIERREQUEST']._serialized_start=2272
-  _globals['_BARRIERREQUEST']._serialized_end=2382
-  _globals['_BARRIERREPLY']._serialized_start=2384
-  _globals['_BARRIERREPLY']._serialized_end=2474
-  _globals['_EXCHANGEREQUEST']._serialized_start=2476
-  _globals['_EXCHANGEREQUEST']._serialized_end=2564
-  _globals['_EXCHANGEOPEN']._serialized_start=2567
-  _globals['_EXCHANGEOPEN']._serialized_end=2714
-  _globals['_EXCHANGEREPLY']._serialized_start=2716
-  _globals['_EXCHANGEREPLY']._serialized_end=2842
-  _globals['_REDUCED']._serialized_start=2844
-  _globals['_REDUCED']._serialized_end=2875
-  _globals['_DOWNLOADREQUEST']._serialized_start=2877
-  _globals['_DOWNLOADREQUEST']._serialized_end=2951
-  _globals['_DOWNLOADREPLY']._serialized_start=2954
-  _globals['_DOWNLOADREPLY']._serialized_end=3114
-  _globals['_SNAPSHOTHEADER']._serialized_start=3117
-  _globals['_SNAPSHOTHEADER']._serialized_end=3283
-  _globals['_SNAPSHOTEND']._serialized_start=3285
-  _globals['_SNAPSHOTEND']._serialized_end=3314
-  _globals['_AVERAGINGSERVICE']._serialized_start=3317
-  _globals['_AVERAGINGSERVICE']._serialized_end=3881
+  _globals['_REPORTREPLY']._serialized_end=1069
+  _globals['_BEGINREQUEST']._serialized_start=1072
+  _globals['_BEGINREQUEST']._serialized_end=1242
+  _globals['_BEGINREPLY']._serialized_start=1245
+  _globals['_BEGINREPLY']._serialized_end=1421
+  _globals['_SHARE']._serialized_start=1423
+  _globals['_SHARE']._serialized_end=1491
+  _globals['_AVERAGEREQUEST']._serialized_start=1494
+  _globals['_AVERAGEREQUEST']._serialized_end=1682
+  _globals['_AVERAGEREPLY']._serialized_start=1685
+  _globals['_AVERAGEREPLY']._serialized_end=1821
+  _globals['_FAILURE']._serialized_start=1823
+  _globals['_FAILURE']._serialized_end=1867
+  _globals['_COMMITREQUEST']._serialized_start=1870
+  _globals['_COMMITREQUEST']._serialized_end=2001
+  _globals['_COMMITREPLY']._serialized_start=2003
+  _globals['_COMMITREPLY']._serialized_end=2078
+  _globals['_ABORTREQUEST']._serialized_start=2081
+  _globals['_ABORTREQUEST']._serialized_end=2235
+  _globals['_ABORTREPLY']._serialized_start=2237
+  _globals['_ABORTREPLY']._serialized_end=2289
+  _globals['_BARRIERREQUEST']._serialized_start=2291
+  _globals['_BARRIERREQUEST']._serialized_end=2401
+  _globals['_BARRIERREPLY']._serialized_start=2403
+  _globals['_BARRIERREPLY']._serialized_end=2493
+  _globals['_EXCHANGEREQUEST']._serialized_start=2495
+  _globals['_EXCHANGEREQUEST']._serialized_end=2583
+  _globals['_EXCHANGEOPEN']._serialized_start=2586
+  _globals['_EXCHANGEOPEN']._serialized_end=2733
+  _globals['_EXCHANGEREPLY']._serialized_start=2735
+  _globals['_EXCHANGEREPLY']._serialized_end=2861
+  _globals['_REDUCED']._serialized_start=2863
+  _globals['_REDUCED']._serialized_end=2894
+  _globals['_DOWNLOADREQUEST']._serialized_start=2896
+  _globals['_DOWNLOADREQUEST']._serialized_end=2970
+  _globals['_DOWNLOADREPLY']._serialized_start=2973
+  _globals['_DOWNLOADREPLY']._serialized_end=3133
+  _globals['_SNAPSHOTHEADER']._serialized_start=3136
+  _globals['_SNAPSHOTHEADER']._serialized_end=3302
+  _globals['_SNAPSHOTEND']._serialized_start=3304
+  _globals['_SNAPSHOTEND']._serialized_end=3333
+  _globals['_AVERAGINGSERVICE']._serialized_start=3336
+  _globals['_AVERAGINGSERVICE']._serialized_end=3900
 # @@protoc_insertion_point(module_scope)

@@ -259,6 +259,9 @@ class ReportReply(_message.Message):
     LEADER_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    NUM_ALIVE_FIELD_NUMBER: _builtins.int
+    num_alive: _builtins.int
+    """Members that the answering peer has heard of lately, itself included."""
     @_builtins.property
     def standing(self) -> Global___Standing: ...
     @_builtins.property
@@ -280,10 +283,11 @@ class ReportReply(_message.Message):
         leader: Global___Contact | None = ...,
         active: Global___Ballot | None = ...,
         outcome: Global___Outcome | None = ...,
+        num_alive: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "num_alive", b"num_alive", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

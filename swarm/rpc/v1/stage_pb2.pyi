@@ -153,6 +153,7 @@ class Open(_message.Message):
     HINTS_FIELD_NUMBER: _builtins.int
     ACCUMULATE_ONLY_AT_FIELD_NUMBER: _builtins.int
     REROUTED_BACKWARD_FIELD_NUMBER: _builtins.int
+    EAGER_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     """Index of the microbatch in the run's deterministic data order."""
     round: _builtins.int
@@ -162,6 +163,8 @@ class Open(_message.Message):
     """Only this stage adds the gradient to its sum: a replay of a microbatch that the stage lost."""
     rerouted_backward: _builtins.bool
     """An earlier peer had already passed the forward on when it dropped: only the backward is still wanted."""
+    eager: _builtins.bool
+    """The tensors follow at once, on a credit: the peer must read them even if it refuses."""
     @_builtins.property
     def address(self) -> Global___Address: ...
     @_builtins.property
@@ -180,10 +183,11 @@ class Open(_message.Message):
         hints: _abc.Iterable[Global___RouteEntry] | None = ...,
         accumulate_only_at: _builtins.int | None = ...,
         rerouted_backward: _builtins.bool = ...,
+        eager: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015

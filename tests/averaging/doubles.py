@@ -64,8 +64,8 @@ def record(number: int, stage: int = 0, endpoint: str = "memory:1") -> PeerRecor
 class FakeStage:
     """A RoundMember whose contribution is the mean gradient of the microbatches it was given."""
 
-    def __init__(self) -> None:
-        self.round, self.run_samples, self.lineage = 0, 0, "00"
+    def __init__(self, lineage: str = "00") -> None:
+        self.round, self.run_samples, self.lineage = 0, 0, lineage
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
         self.results: list[RoundResult] = []
@@ -139,10 +139,10 @@ Hook = Callable[[str, int, int], Awaitable[None]]
 class Peer:
     """One peer of a network: stage, averager, and the task that runs it."""
 
-    def __init__(self, number: int, stage_number: int, network: "Network") -> None:
+    def __init__(self, number: int, stage_number: int, network: "Network", lineage: str) -> None:
         self.number = number
         self.record = record(number, stage_number)
-        self.stage = FakeStage()
+        self.stage = FakeStage(lineage)
         self.dead = asyncio.Event()
         self.thawed = asyncio.Event()
         self.thawed.set()
@@ -160,6 +160,7 @@ class Network:
     Attributes:
         before: awaited before a call reaches its handler; may kill, delay or raise.
         after: awaited when the handler has answered, before the caller sees it.
+        tamper: sees each piece of a snapshot that a peer sends, and may change it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -169,14 +170,15 @@ class Network:
         self.cut: set[frozenset[int]] = set()
         self.before: Hook = _nothing
         self.after: Hook = _nothing
+        self.tamper: Callable[[int, pb.DownloadReply], None] = lambda target, reply: None
 
     def directory(self, stage: int) -> list[PeerRecord]:
         """All peers ever announced; the dead too, as in a DHT."""
         return [peer.record for peer in self.peers.values() if peer.record.stage == stage]
 
-    def add(self, number: int, stage_number: int = 0) -> Peer:
+    def add(self, number: int, stage_number: int = 0, *, lineage: str = "00") -> Peer:
         """A new peer, running."""
-        peer = self.peers[peer_id(number)] = Peer(number, stage_number, self)
+        peer = self.peers[peer_id(number)] = Peer(number, stage_number, self, lineage)
         peer.task = asyncio.create_task(peer.averager.run())
         return peer
 
@@ -244,6 +246,7 @@ class MemoryTransport:
             return [reply async for reply in target.averager.download(request)]
 
         for reply in await self._reach(target, "Download", collect, silence_seconds):
+            self._network.tamper(target.number, reply)
             yield reply
 
     def _target(self, peer: PeerRecord) -> Peer:

@@ -1,0 +1,173 @@
+"""What the benches share: their common options, progress, and a swarm of real peers.
+
+The peers and trainers are the very programs that users run, over TLS on this machine; the supervisor ends them.
+Never measures anything.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.stage_peer import CACHE
+from peers.supervisor import Child, Supervisor
+from swarm.config import RunConfig
+from swarm.data import corpora
+from swarm.data.microbatches import Microbatches
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.metrics import log as metrics_log
+from swarm.types import PeerRecord, PeerState
+
+START_SECONDS = 180.0
+"""Longest wait for a peer to serve; many that start at once share the cores."""
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What every bench can be told."""
+
+    json: bool = False
+    """Print one JSON object as the last line of stdout, instead of a table."""
+    dataset: str = "stdlib"
+    """Text to train on: stdlib, a file, a folder or a glob."""
+
+
+def say(text: str) -> None:
+    """Report progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
+    """The configuration as the swarm publishes it, complete with its data's digest, and its microbatches."""
+    corpus = corpora.prepare(config.data, cache_dir=CACHE / "corpora")
+    data = dataclasses.replace(config.data, digest=corpus.digest)
+    return dataclasses.replace(config, data=data), Microbatches(corpus, data)
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write a configuration as the TOML file that peers read."""
+    values = dataclasses.asdict(config)
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if name not in sections]
+    for section, entries in sections.items():
+        # JSON's scalars and arrays are TOML's as well.
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in entries.items())]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPeer:
+    """A peer that serves, and where."""
+
+    child: Child
+    record: PeerRecord
+    dht_address: str
+
+
+@dataclass(eq=False)
+class SwarmProcesses:
+    """Peers and trainers of one run, each a process of its own; one compute thread a peer."""
+
+    config: RunConfig
+    children: Supervisor
+    folder: Path
+    peers: list[ServingPeer] = field(default_factory=list)
+
+    def start_peers(self, stages: Sequence[int]) -> None:
+        """Start one peer for each entry, and return when all of them serve.
+
+        Raises:
+            PeerUnavailable: one ended instead.
+            DeadlineExceeded: one took too long.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_config(self.config, self.folder / "run.toml")
+        # The first one has to be there before others can join it.
+        for batch in (stages[:1], stages[1:]):
+            ready_files = [(self._start_peer(stage, number), stage) for number, stage in enumerate(batch)]
+            self.peers += [self._until_ready(child, stage) for child, stage in ready_files]
+
+    def train(self, name: str, steps: int) -> list[dict[str, Any]]:
+        """Have a trainer train `steps` steps; gives its metrics, one dictionary a step.
+
+        Raises:
+            PeerUnavailable: the trainer or a peer ended with an error.
+        """
+        output = self.folder / name
+        arguments = [
+            "--steps", str(steps), "--output", str(output), "--name", name, "--evaluate-every", "0",
+            "--evaluation-samples", "1", "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
+        ]  # fmt: skip
+        trainer = self.children.start(f"{self.folder.name}-{name}", program("trainer", arguments))
+        # Waited for without reaping, so that the supervisor can still tell how it ended.
+        while not (ended := self.children.exits()):
+            time.sleep(POLL_SECONDS)
+        failed = [end for end in ended if end.name != trainer.name or end.returncode != 0]
+        if failed:
+            raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
+        return [row for row in metrics_log.read(output / "metrics.jsonl") if "train/loss" in row]
+
+    def stop(self) -> None:
+        """End all peers at once."""
+        for peer in self.peers:
+            self.children.kill9(peer.child)
+        self.peers.clear()
+
+    def _start_peer(self, stage: int, number: int) -> Child:
+        name = f"{self.folder.name}-stage-{stage}-peer-{len(self.peers) + number}"
+        addresses = [peer.dht_address for peer in self.peers]
+        arguments = [
+            "--stage", str(stage), "--name", name[:64], "--host", "127.0.0.1", "--threads", "1", "--device", "cpu",
+            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(self.folder / f"{name}.json"),
+            *(["--initial-peers", *addresses] if addresses else ["--config", str(self.folder / "run.toml")]),
+        ]  # fmt: skip
+        return self.children.start(name, program("peer", arguments))
+
+    def _until_ready(self, child: Child, stage: int) -> ServingPeer:
+        ready = wait_for_json(self.folder / f"{child.name}.json", self.children)
+        record = PeerRecord(
+            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=stage,
+            endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
+        )  # fmt: skip
+        return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
+
+
+def program(name: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of one of the project's programs."""
+    return [sys.executable, "-c", f"from peers.commands import {name}; {name}()", *arguments]
+
+
+def wait_for_json(path: Path, children: Supervisor) -> dict[str, Any]:
+    """The object that a child writes to a file, with `write_json` or likewise.
+
+    Raises:
+        PeerUnavailable: some child ended meanwhile.
+        DeadlineExceeded: it took longer than START_SECONDS.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while not path.exists():
+        fail_on_exit(children)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"no {path.name} after {START_SECONDS:.0f} s: is the machine busy with other work?")
+        time.sleep(POLL_SECONDS)
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values
+
+
+def fail_on_exit(children: Supervisor) -> None:
+    """Raise PeerUnavailable if a child has ended by itself."""
+    for end in children.exits():
+        raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Write a file that `wait_for_json` of another process reads."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values), encoding="utf-8")
+    temporary.rename(path)
+

@@ -1,0 +1,203 @@
+"""Does a swarm in the synchronous setting follow the trajectory of one process?
+
+Real processes over TLS train; their losses and their final weights, downloaded from every peer, are compared with the
+single-process reference. Two references that are wrong on purpose, with a microbatch of an early round left out or
+counted twice, show that the comparison would notice.
+"""
+
+import asyncio
+import dataclasses
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.supervisor import Supervisor
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.reference import Reference
+from swarm import identity
+from swarm.averaging import state_transfer
+from swarm.averaging.transport import GrpcTransport
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.data.microbatches import Microbatches
+from swarm.errors import PeerUnavailable
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.types import PROTOCOL_VERSION, PeerRecord
+
+BOUND = 1e-4
+"""Largest relative difference that passes."""
+CONTROL_BOUND = 1e-3
+"""Least relative difference that each negative control must show."""
+CONTROL_MICROBATCH = 19
+"""The one that the controls leave out or count twice: in the middle of the third round."""
+MICROBATCHES_PER_ROUND = 8
+COMMIT_SECONDS = 30.0
+"""Longest wait for a member to commit the last round: others may be ahead of it by a moment."""
+ANSWER_SECONDS = 10.0
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare a swarm's training with a single process's."""
+
+    stages: int = 3
+    """Stages of the swarm."""
+    peers_per_stage: int = 2
+    """Peers that serve each stage."""
+    steps: int = 20
+    """Optimizer steps to train."""
+
+    def __post_init__(self) -> None:
+        if self.steps * MICROBATCHES_PER_ROUND <= CONTROL_MICROBATCH:
+            raise ValueError(f"--steps must be at least {CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1}")
+        if self.stages < 1 or self.peers_per_stage < 1:
+            raise ValueError("--stages and --peers-per-stage must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a training run left behind."""
+
+    losses: Sequence[float]
+    """Mean loss of each step."""
+    weights: Sequence[Weights]
+    """The whole model's, once for each peer of a stage; a reference has one."""
+    committed: Sequence[int] = ()
+    """Microbatches that the members of each stage have committed together."""
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train all of it; gives the figures."""
+    config, data = with_corpus(_config(options))
+    say(f"reference: {options.steps} steps in one process")
+    reference = _train_reference(config, data, options.steps, {})
+    dropped = _train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 0})
+    doubled = _train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 2})
+    with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
+        swarm = _train_swarm(config, options.peers_per_stage, options.steps, children, Path(folder) / "swarm")
+        uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+        single = _train_swarm(uncut, 1, options.steps, children, Path(folder) / "single")
+    expected = options.steps * MICROBATCHES_PER_ROUND
+    figures = _differences(swarm, reference)
+    one_by_one = _differences(single, reference)
+    controls = {
+        "dropped_microbatch": _weight_difference(swarm, dropped),
+        "doubled_microbatch": _weight_difference(swarm, doubled),
+    }
+    exactly_once = set(swarm.committed) | set(single.committed) == {expected}
+    passed = (
+        max(*figures.values(), *one_by_one.values()) < BOUND
+        and min(controls.values()) > CONTROL_BOUND
+        and exactly_once
+    )
+    return {
+        **figures,
+        "one_by_one": one_by_one,
+        **controls,
+        "microbatches": expected,
+        "committed_per_stage": list(swarm.committed),
+        "exactly_once": exactly_once,
+        "first_loss": reference.losses[0],
+        "final_loss": reference.losses[-1],
+        "passed": passed,
+    }
+
+
+def _config(options: Options) -> RunConfig:
+    return RunConfig(
+        run="bench-parity",
+        model=ModelConfig(num_layers=max(3, options.stages), d_model=64, num_heads=4, vocab_size=256),
+        stages=StagesConfig(num_stages=options.stages),
+        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4, max_tokens=1_000_000),
+        rounds=RoundsConfig(setting="synchronous", round_samples=4 * MICROBATCHES_PER_ROUND),
+        optimizer=OptimizerConfig(learning_rate=1e-3, clip_norm=1.0),
+    )
+
+
+def _train_reference(config: RunConfig, data: Microbatches, steps: int, counts: Mapping[int, int]) -> Trained:
+    reference = Reference(config, data)
+    losses = [reference.step(number, counts) for number in range(steps)]
+    return Trained(losses=losses, weights=[reference.weights])
+
+
+def _train_swarm(
+    config: RunConfig, peers_per_stage: int, steps: int, children: Supervisor, folder: Path
+) -> Trained:  # fmt: skip
+    num_stages = config.stages.num_stages
+    say(f"swarm: {num_stages} x {peers_per_stage} peers start")
+    swarm = SwarmProcesses(config, children, folder)
+    swarm.start_peers([stage for _ in range(peers_per_stage) for stage in range(num_stages)])
+    say(f"swarm: {steps} steps")
+    metrics = swarm.train("trainer", steps)
+    say("swarm: the weights are downloaded")
+    records = [peer.record for peer in swarm.peers]
+    weights, committed = asyncio.run(_inspect(config, records, steps))
+    swarm.stop()
+    return Trained(losses=[row["train/loss"] for row in metrics], weights=weights, committed=committed)
+
+
+async def _inspect(
+    config: RunConfig, records: Sequence[PeerRecord], steps: int
+) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+    """Every peer's weights after `steps` rounds, whole models put together from one peer a stage; and the counts."""
+    stages = range(config.stages.num_stages)
+    models: list[dict[str, torch.Tensor]] = [{} for _ in range(len(records) // len(stages))]
+    committed = [0 for _ in stages]
+    channels = ChannelPool()
+    for number, record in enumerate(records):
+        models[number // len(stages)] |= await _download(config, record, steps, channels)
+        call: Any = StageServiceStub(channels.channel(record)).Describe
+        reply: pb.DescribeReply = await asyncio.wait_for(call(pb.DescribeRequest(run_id=config.run_id)), ANSWER_SECONDS)
+        committed[record.stage] += reply.counters.committed
+    await channels.close()
+    return models, committed
+
+
+async def _download(
+    config: RunConfig, record: PeerRecord, steps: int, channels: ChannelPool
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    deadline = time.monotonic() + COMMIT_SECONDS
+    address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
+    while True:
+        try:
+            snapshot, _ = await state_transfer.download(
+                GrpcTransport(channels), [record], address=address, own_id=identity.generate().peer_id,
+                max_bytes=1 << 30, wanted=lambda standing: standing.round == steps,
+            )  # fmt: skip
+        except PeerUnavailable:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.5)
+            continue
+        prefix = "anchor/"
+        return {name.removeprefix(prefix): t for name, t in snapshot.tensors.items() if name.startswith(prefix)}
+
+
+def _differences(trained: Trained, reference: Trained) -> dict[str, float]:
+    assert len(trained.losses) == len(reference.losses), "a loss for every step"
+    return {
+        "max_loss_rel_diff": max(
+            abs(ours - theirs) / theirs for ours, theirs in zip(trained.losses, reference.losses, strict=True)
+        ),
+        "max_weight_rel_diff": _weight_difference(trained, reference),
+    }
+
+
+def _weight_difference(trained: Trained, reference: Trained) -> float:
+    """Norm of the difference over norm of the reference, of the worst tensor at any peer."""
+    (expected,) = reference.weights
+    for weights in trained.weights:
+        assert weights.keys() == expected.keys(), "the stages' tensors make up the model"
+    return max(
+        float(torch.linalg.vector_norm(weights[name] - tensor) / torch.linalg.vector_norm(tensor))
+        for weights in trained.weights
+        for name, tensor in expected.items()
+    )

@@ -1,0 +1,145 @@
+"""How much of two cores does a pipeline of two stages use?
+
+Three sides train the same model with the same rounds, microbatches and optimizer steps, in turn:
+
+    swarm     two stage peers with one compute thread each, and a trainer that feeds them, over TLS
+    limit     two independent processes with one thread each, the whole model in both: the sum of their tokens/s
+    single    one process with two threads
+
+Only one side works at a time: a whole-model process is stopped by signal while it waits, and peers are idle when no
+trainer feeds them. Start-up, the first step of every repetition and the swarm's evaluation are not measured.
+"""
+
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Child, Supervisor
+from scripts.benches.common import (
+    POLL_SECONDS,
+    BenchOptions,
+    SwarmProcesses,
+    fail_on_exit,
+    say,
+    wait_for_json,
+    with_corpus,
+    write_config,
+)
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare two pipelined stages with what the cores can do."""
+
+    d_model: tuple[int, ...] = (384, 768)
+    """Widths of the model to measure."""
+    num_layers: int = 4
+    """Layers of the model, half of them at each stage."""
+    microbatch_size: int = 4
+    """Samples of 256 tokens in a microbatch."""
+    microbatches: int = 8
+    """Microbatches in a round, which is one optimizer step."""
+    steps: int = 2
+    """Rounds measured in each repetition, after one that is not."""
+    repetitions: int = 3
+    """Times that each side has its turn."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "microbatch_size", "microbatches", "steps", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure every width; gives the figures."""
+    medians = {str(width): _measure(options, width) for width in options.d_model}
+    return {
+        "ratio_to_limit": {width: sides["swarm"] / sides["limit"] for width, sides in medians.items()},
+        "ratio_to_single_process": {width: sides["swarm"] / sides["single"] for width, sides in medians.items()},
+        "tokens_per_second": medians,
+        "microbatches_per_round": options.microbatches,
+        "microbatch_size": options.microbatch_size,
+    }
+
+
+def _config(options: Options, d_model: int) -> RunConfig:
+    return RunConfig(
+        run="bench-pipeline",
+        model=ModelConfig(num_layers=options.num_layers, d_model=d_model, num_heads=d_model // 64, vocab_size=256),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(
+            dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
+        ),
+        rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
+        optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=1.0),
+    )
+
+
+def _measure(options: Options, d_model: int) -> dict[str, float]:
+    """Median tokens/s of each side."""
+    config, _ = with_corpus(_config(options, d_model))
+    tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
+    rates: dict[str, list[float]] = {"swarm": [], "limit": [], "single": []}
+    with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        say(f"d_model {d_model}: processes start")
+        write_config(config, folder / "run.toml")
+        limit = [WholeModel(f"limit-{number}", 1, options.steps, children, folder) for number in range(2)]
+        single = [WholeModel("single", 2, options.steps, children, folder)]
+        swarm = SwarmProcesses(config, children, folder / "swarm")
+        swarm.start_peers([0, 1])
+        for repetition in range(options.repetitions):
+            rows = swarm.train(f"trainer-{repetition}", 1 + options.steps)
+            rates["swarm"].append(tokens / sum(row["train/step_time"] for row in rows[1:]))
+            rates["limit"].append(_train_at_once(limit, tokens))
+            rates["single"].append(_train_at_once(single, tokens))
+            latest = ", ".join(f"{side} {values[-1]:,.0f} tokens/s" for side, values in rates.items())
+            say(f"d_model {d_model}, {repetition + 1} of {options.repetitions}: {latest}")
+        for child in children.running:
+            children.kill9(child)
+    return {side: statistics.median(values) for side, values in rates.items()}
+
+
+class WholeModel:
+    """A process of whole_model.py, stopped but for its turns."""
+
+    def __init__(self, name: str, threads: int, steps: int, children: Supervisor, folder: Path) -> None:
+        """Start it, and return when it waits for its first turn."""
+        self._children = children
+        self._results = folder / name
+        self._results.mkdir()
+        self._repetition = 0
+        arguments = [str(folder / "run.toml"), str(self._results), str(threads), str(steps)]
+        self._child: Child = children.start(name, [sys.executable, "-m", "scripts.benches.whole_model", *arguments])
+        self._until_stopped()
+
+    def begin(self) -> None:
+        """Let it train."""
+        os.kill(self._child.pid, signal.SIGCONT)
+
+    def seconds(self) -> float:
+        """What its steps took, once it is done and has stopped itself."""
+        result = wait_for_json(self._results / f"{self._repetition}.json", self._children)
+        self._repetition += 1
+        self._until_stopped()
+        return float(result["seconds"])
+
+    def _until_stopped(self) -> None:
+        while os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WNOHANG) is None:
+            fail_on_exit(self._children)
+            time.sleep(POLL_SECONDS)
+
+
+def _train_at_once(processes: Sequence[WholeModel], tokens: int) -> float:
+    """Their tokens/s together."""
+    for process in processes:
+        process.begin()
+    return sum(tokens / process.seconds() for process in processes)

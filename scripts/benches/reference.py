@@ -1,0 +1,56 @@
+"""Training in a single process: what the benches compare a swarm with.
+
+One optimizer step a round on the mean gradient of the round's microbatches, clipped by its global norm: what the
+synchronous setting promises. The model, the loss and the optimizer are the swarm's own; nothing else is.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from swarm import optim
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.model.layers import DropoutKey
+from swarm.model.transformer import build_transformer
+
+
+class Reference:
+    """The whole model, from the same initial weights as the swarm's."""
+
+    def __init__(self, config: RunConfig, data: Microbatches) -> None:
+        self._config = config
+        self._data = data
+        self._model = build_transformer(config, device="cpu")
+        self._parameters = dict(self._model.named_parameters())
+        self._adamw = optim.build_adamw(self._parameters, config.optimizer)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The weights as they are now, by their names in the whole model."""
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+
+    def step(self, number: int, counts: Mapping[int, int] | None = None) -> float:
+        """Train round `number`; gives its mean loss.
+
+        Args:
+            counts: how often a microbatch counts, where that is not once.
+        """
+        size = self._config.microbatches_per_round
+        weights = {index: (counts or {}).get(index, 1) for index in range(number * size, (number + 1) * size)}
+        losses = [self._accumulate(index, weight / sum(weights.values())) for index, weight in weights.items()]
+        self._update(number)
+        return sum(losses) / len(losses)
+
+    def _accumulate(self, index: int, weight: float) -> float:
+        key = DropoutKey(seed=self._config.data.seed, microbatch=index)
+        loss = self._model.loss(torch.from_numpy(self._data.tokens(index)).long(), key)
+        (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return float(loss.detach())
+
+    def _update(self, number: int) -> None:
+        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
+        torch._foreach_mul_(list(gradients.values()), factor)
+        rate = optim.learning_rate(self._config.optimizer, number * self._config.rounds.round_samples)
+        optim.step(self._adamw, self._parameters, gradients, rate)

@@ -1,0 +1,87 @@
+"""The run-wide barrier of the synchronous setting: no stage steps before all hold their averaged gradient.
+
+Used by averaging/leader, once its own stage's result is decided. The answers carry squared norms, because
+clipping goes by the norm of the whole model.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import BARRIER, Caller, record_of
+from swarm.clock import Clock
+from swarm.errors import SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PeerId, PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+
+class Barrier:
+    """One stage's side of it."""
+
+    def __init__(
+        self, *, num_stages: int, own_id: PeerId, address: Address, call: Caller,
+        peers: Callable[[int], Sequence[PeerRecord]], current_round: Callable[[], int], clock: Clock, timing: Timing,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            peers: the directory's last known view of a stage.
+            current_round: this peer's round.
+        """
+        self._num_stages = num_stages
+        self._own_id = own_id
+        self._address = address
+        self._call = call
+        self._peers = peers
+        self._current_round = current_round
+        self._clock = clock
+        self._timing = timing
+
+    async def total_squared_norm(self, round_number: int, own_squared_norm: float) -> float | None:
+        """Wait until every other stage is ready, and add up.
+
+        Waits for as long as it takes: the stage's result is decided, so there is no way back.
+
+        Returns:
+            The whole model's squared norm, the same bits at every stage; None if another leader of this stage
+            committed the round meanwhile.
+        """
+        norms: dict[int, float | None] = {self._address.stage: own_squared_norm}
+
+        async def ask(stage: int) -> None:
+            norms[stage] = await self._stage_norm(stage, round_number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for stage in set(range(self._num_stages)) - {self._address.stage}:
+                tasks.create_task(ask(stage))
+        known = [norm for _, norm in sorted(norms.items()) if norm is not None]
+        return sum(known) if len(known) == self._num_stages else None
+
+    async def _stage_norm(self, stage: int, round_number: int) -> float | None:
+        address = Address(
+            run_id=self._address.run_id, protocol_version=self._address.protocol_version, stage=stage
+        )  # fmt: skip
+        request = pb.BarrierRequest(
+            address=address, peer_id=self._own_id, round=round_number, wait_seconds=self._timing.barrier_seconds
+        )
+        turn, hint = 0, None
+        while self._current_round() == round_number:
+            serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
+            serving.sort(key=lambda record: record.peer_id)
+            target, hint = hint or (serving[turn % len(serving)] if serving else None), None
+            if target is not None:
+                try:
+                    timeout_seconds = self._timing.barrier_seconds + self._timing.report_seconds
+                    reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+                    if reply.ready:
+                        return float(reply.squared_norm)
+                    if reply.leader.peer_id != target.peer_id:
+                        hint = record_of(reply.leader, stage)
+                except SwarmError as error:
+                    logger.debug("stage %d: %s", stage, error)
+                    turn += 1
+            await self._clock.sleep(self._timing.retry_seconds)
+        return None

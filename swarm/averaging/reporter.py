@@ -1,0 +1,194 @@
+"""Tells the leader how far this peer is, and acts on the answer: catches up, or leaves a dead attempt.
+
+Started by averaging/averager. A report holds everything, so one that is lost costs nothing. Never leads.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from swarm.averaging import messages, state_transfer
+from swarm.averaging.group import Ballot
+from swarm.averaging.member import RoundMember
+from swarm.averaging.messages import Standing
+from swarm.averaging.participant import Participant, Spawn
+from swarm.averaging.roster import Roster
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import REPORT, Caller, Transport, contact_of
+from swarm.clock import Clock
+from swarm.errors import SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_FACTOR = 4
+"""A snapshot may be so many times as large as the own one, which may lack the outer optimizer's state."""
+
+
+class Reporter:
+    """One peer's reports, and what follows from them."""
+
+    def __init__(
+        self, *, own: PeerRecord, address: Address, member: RoundMember, roster: Roster, participant: Participant,
+        transport: Transport, call: Caller, clock: Clock, timing: Timing, spawn: Spawn, changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._own = own
+        self._own_id = PeerId(own.peer_id)
+        self._address = address
+        self._member = member
+        self._roster = roster
+        self._participant = participant
+        self._transport = transport
+        self._call = call
+        self._clock = clock
+        self._timing = timing
+        self._spawn = spawn
+        self._changed = changed
+        self._progressed = asyncio.Event()
+        self._version = 0
+        self._under_way: set[PeerId] = set()
+        self._nudges: set[PeerId] = set()
+        self._branches: set[str] = set()
+        self.is_catching_up = False
+        self.num_downloads = 0
+        self.num_alive = 1
+        """Members alive, as the last answer had it."""
+
+    def notify(self) -> None:
+        """There is something to report."""
+        self._version += 1
+        self._progressed.set()
+
+    def nudge(self, peer_id: PeerId) -> None:
+        """A peer is ahead: report to it, since its answer says how to get there."""
+        self._nudges.add(peer_id)
+        self._progressed.set()
+
+    async def run(self) -> None:
+        """Report on every change, yet not too often, and now and then without one."""
+        last_heartbeat, last_progress = float("-inf"), None
+        while True:
+            if (progress := self._member.progress()) != last_progress:
+                last_progress = progress
+                self._changed()
+            targets, self._nudges = self._nudges | {self._target()}, set()
+            now = self._clock.monotonic()
+            if now - last_heartbeat >= self._timing.heartbeat_seconds:
+                last_heartbeat = now
+                targets |= self._heartbeat_targets()
+            for peer_id in targets - {self._own_id} - self._under_way:
+                self._spawn(self._report(peer_id))
+            await self._clock.sleep(self._timing.report_gap_seconds)
+            await wait(self._progressed, self._timing.heartbeat_seconds - self._timing.report_gap_seconds)
+            self._progressed.clear()
+
+    async def ask_all(self) -> None:
+        """Report to every serving peer, and catch up with the farthest."""
+        async with asyncio.TaskGroup() as calls:
+            for peer_id in self._roster.strangers(self._participant.standing):
+                calls.create_task(self._report(peer_id))
+
+    def _target(self) -> PeerId:
+        # Whoever is closed for an attempt stays with its leader, whoever else has turned up.
+        active = self._participant.group.active
+        return PeerId(active.leader_id) if active else self._roster.leader(self._participant.standing)
+
+    def _heartbeat_targets(self) -> set[PeerId]:
+        targets = set(self._roster.due_suspects())
+        if self._target() == self._own_id:
+            targets.update(self._roster.strangers(self._participant.standing))
+        return targets
+
+    # -- one report --------------------------------------------------------------------------------------------------
+
+    async def _report(self, peer_id: PeerId) -> None:
+        peer, version = self._roster.record(peer_id), self._version
+        progress, standing = self._member.progress(), self._participant.standing
+        if peer is None or peer_id in self._under_way or progress.round != standing.round:
+            return
+        group = self._participant.group
+        active = group.active
+        request = pb.ReportRequest(
+            address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
+            num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
+            highest_microbatch=progress.highest_microbatch, begun=messages.pack_ballot(active),
+            prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
+        )  # fmt: skip
+        self._under_way.add(peer_id)
+        try:
+            reply = await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
+            await self._act_on(peer_id, standing, active, reply)
+        except SwarmError as error:
+            logger.debug("report to %s: %s", peer_id, error)
+            self._roster.suspect(peer_id)
+            self._progressed.set()
+            if active is not None and active == group.active and active.leader_id == peer_id:
+                logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)
+                await self._participant.step_back("the leader is gone")
+        finally:
+            self._under_way.discard(peer_id)
+            if version != self._version:
+                self._progressed.set()
+
+    async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
+        theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
+        # A leader in the middle of a commit stands where its members no longer do.
+        self._roster.answered(peer_id, None if leading else theirs)
+        self.num_alive = reply.num_alive
+        group = self._participant.group
+        if active is not None and active == group.active and active.leader_id == peer_id and leading != active:
+            await self._participant.step_back("the leader has given the attempt up")
+        if standing != self._participant.standing:
+            return
+        prepared = reply.outcome.prepared
+        if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
+            await self._participant.apply(standing.round, prepared.digest, reply.outcome.total_squared_norm)
+        elif self._roster.is_ahead(theirs, standing):
+            await self._catch_up()
+        elif theirs.round == standing.round and theirs.lineage != standing.lineage:
+            self._warn_of_branch(peer_id, theirs)
+        elif reply.leader.peer_id not in (self._own_id, peer_id):
+            self._roster.learn(reply.leader)
+
+    def _warn_of_branch(self, peer_id: PeerId, theirs: Standing) -> None:
+        if theirs.lineage not in self._branches:
+            self._branches.add(theirs.lineage)
+            logger.warning(
+                "%s is at round %d of another branch (lineage %s): never averaged with this one",
+                peer_id, theirs.round, theirs.lineage[:12],
+            )  # fmt: skip
+
+    # -- catching up -------------------------------------------------------------------------------------------------
+
+    async def _catch_up(self) -> None:
+        if self.is_catching_up:
+            return
+        self.is_catching_up = True
+        try:
+            own_bytes = sum(tensor.nbytes for tensor in (await self._member.snapshot()).tensors.values())
+            snapshot, outcomes = await state_transfer.download(
+                self._transport, self._roster.donors(self._participant.standing), address=self._address,
+                own_id=self._own_id, max_bytes=SNAPSHOT_FACTOR * own_bytes, wanted=self._is_ahead,
+            )  # fmt: skip
+            if self._is_ahead(messages.standing_of(snapshot)):
+                await self._participant.install(snapshot, outcomes)
+                self.num_downloads += 1
+                logger.info("caught up with round %d by download", snapshot.round)
+        except SwarmError as error:
+            logger.warning("cannot catch up: %s", error)
+        finally:
+            self.is_catching_up = False
+
+    def _is_ahead(self, theirs: Standing) -> bool:
+        return self._roster.is_ahead(theirs, self._participant.standing)
+
+
+async def wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, but no longer than that."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -1,0 +1,226 @@
+"""Leases: every microbatch is with one trainer at a time, and none is forgotten or granted for nothing."""
+
+from collections.abc import Collection, Set
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from swarm.clock import ManualClock
+from swarm.config import RoundsConfig, RunConfig
+from swarm.pipeline.leases import LEASE_SECONDS, SETTLE_SECONDS, SKIP_ON_TAKEOVER, Grant, LeaseTable, RoundView
+
+_SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=48))
+_DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))
+_SIZE = _SYNCHRONOUS.microbatches_per_round
+
+
+class _Leader:
+    """A table with a clock, and shorter calls."""
+
+    def __init__(self, config: RunConfig, stage: int = 0, clock: ManualClock | None = None) -> None:
+        self.clock = clock or ManualClock()
+        self.table = LeaseTable(config, stage, self.clock)
+        self.committed: set[int] = set()
+        self.highest = -1
+        self.round = 0
+
+    def ask(
+        self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
+        quiet_seconds: float = 0.0, committed: Set[int] | None = None,
+    ) -> Grant:  # fmt: skip
+        view = RoundView(
+            round=self.round, committed=self.committed if committed is None else committed,
+            highest_microbatch=self.highest, quiet_seconds=quiet_seconds,
+        )  # fmt: skip
+        return self.table.acquire(view, trainer, count, holding=holding, released=released)
+
+    def give(self, trainer: str, count: int, **options: Any) -> list[int]:
+        return list(self.ask(trainer, count, **options).microbatches)
+
+
+def test_a_synchronous_round_is_handed_out_once() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    assert _SIZE == 6
+    assert leader.give("a", 4) == [0, 1, 2, 3]
+    assert leader.give("b", 4) == [4, 5]
+    assert leader.give("b", 4, holding=[4, 5]) == []
+    assert leader.give("a", 4, holding=[0, 1, 2, 3]) == []
+
+
+def test_the_next_round_begins_where_the_last_one_ended() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.give("a", _SIZE)
+    leader.round = 1
+    assert leader.give("a", 2, holding=[5]) == [6, 7]
+
+
+@pytest.mark.parametrize("config", [_SYNCHRONOUS, _DILOCO])
+def test_what_a_trainer_releases_goes_to_the_next(config: RunConfig) -> None:
+    leader = _Leader(config)
+    assert leader.give("a", 3) == [0, 1, 2]
+    leader.ask("a", 0, holding=[0], released=[1, 2])
+    assert leader.give("b", 2) == [1, 2]
+
+
+@pytest.mark.parametrize("config", [_SYNCHRONOUS, _DILOCO])
+def test_a_dead_trainers_leases_expire_and_a_living_ones_do_not(config: RunConfig) -> None:
+    leader = _Leader(config)
+    leader.give("dead", 2)
+    leader.give("alive", 2)
+    leader.clock.advance(LEASE_SECONDS / 2)
+    leader.ask("alive", 0, holding=[2, 3])
+    leader.clock.advance(LEASE_SECONDS / 2)
+    assert leader.give("other", 2) == [0, 1]
+    # Whoever held them before cannot renew what is another's now.
+    leader.clock.advance(LEASE_SECONDS / 2)
+    leader.ask("dead", 0, holding=[0, 1])
+    leader.clock.advance(LEASE_SECONDS / 2)
+    assert set(leader.give("third", 4)) >= {0, 1}
+
+
+@pytest.mark.parametrize("config", [_SYNCHRONOUS, _DILOCO])
+def test_nobody_can_release_anothers_lease(config: RunConfig) -> None:
+    leader = _Leader(config)
+    leader.give("a", 2)
+    leader.ask("b", 0, released=[0, 1])
+    assert not set(leader.give("b", 2)) & {0, 1}
+
+
+# -- synchronous: what a stage has lost --------------------------------------------------------------------------------
+
+
+def test_what_was_finished_but_is_counted_by_nobody_is_replayed_at_this_stage_only() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.give("a", _SIZE)
+    leader.committed = {0, 1, 2, 4}
+    assert leader.give("a", 9) == []
+    leader.clock.advance(SETTLE_SECONDS)
+    assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS / 2) == [], "acks may still be under way"
+    grant = leader.ask("a", 9, quiet_seconds=SETTLE_SECONDS)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([3, 5], 0)
+
+
+def test_what_finished_just_now_is_not_missing_yet() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.give("a", _SIZE)
+    leader.clock.advance(10.0)
+    leader.ask("a", 0)
+    assert leader.give("a", 9, quiet_seconds=10.0) == []
+
+
+def test_a_later_stage_grants_only_what_it_lacks() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed = {0, 1, 2, 3}
+    assert leader.give("a", 9) == []
+    grant = leader.ask("a", 1, quiet_seconds=SETTLE_SECONDS)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([4], 1)
+    assert leader.give("b", 9, quiet_seconds=SETTLE_SECONDS) == [5], "the other one is leased"
+
+
+def test_a_replay_that_gets_lost_is_granted_again() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=2)
+    leader.committed = {0, 1, 2, 3, 4}
+    assert leader.give("a", 9, quiet_seconds=9.0) == [5]
+    assert leader.give("a", 9, quiet_seconds=9.0) == [], "its ack may still be under way"
+    leader.clock.advance(SETTLE_SECONDS)
+    assert leader.give("a", 9, quiet_seconds=9.0) == [5]
+
+
+def test_a_complete_round_grants_nothing() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.committed = set(range(_SIZE))
+    grant = leader.ask("a", 9, quiet_seconds=100.0)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([], None)
+
+
+def test_a_new_leader_leaves_what_is_committed_or_still_held() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.committed = {0, 1}
+    leader.ask("a", 0, holding=[2, 3])
+    assert leader.give("b", 9) == [4, 5]
+
+
+# -- DiLoCo: an endless sequence ---------------------------------------------------------------------------------------
+
+
+def test_diloco_counts_on_across_rounds() -> None:
+    leader = _Leader(_DILOCO)
+    assert leader.give("a", 5) == [0, 1, 2, 3, 4]
+    leader.round = 7
+    assert leader.give("b", 3) == [5, 6, 7]
+
+
+def test_a_new_leader_skips_what_its_predecessor_may_have_granted() -> None:
+    leader = _Leader(_DILOCO)
+    leader.highest = 40
+    assert leader.give("a", 2, holding=[47]) == [48 + SKIP_ON_TAKEOVER, 49 + SKIP_ON_TAKEOVER]
+
+
+def test_an_expired_lease_of_a_committed_microbatch_is_not_granted_again() -> None:
+    """Even when the members have forgotten the round it counted for: rounds may be shorter than leases."""
+    leader = _Leader(_DILOCO)
+    leader.give("dead", 2)
+    leader.ask("alive", 0, committed={0})
+    leader.clock.advance(LEASE_SECONDS)
+    assert leader.give("alive", 2) == [1, 2]
+
+
+def test_a_returned_microbatch_that_counts_after_all_is_left_out() -> None:
+    leader = _Leader(_DILOCO)
+    leader.give("a", 2)
+    leader.ask("a", 0, released=[0, 1])
+    leader.committed = {0}
+    assert leader.give("b", 2) == [1, 2]
+
+
+# -- whatever happens --------------------------------------------------------------------------------------------------
+
+
+class _Table(RuleBasedStateMachine):
+    """Two trainers that die, come back and commit as they like: no live lease is ever in two hands."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self.leader = _Leader(config)
+        self.held: dict[str, dict[int, float]] = {"a": {}, "b": {}}
+
+    @rule(trainer=st.sampled_from("ab"), count=st.integers(0, 3), finished=st.integers(0, 3), committed=st.booleans())
+    def acquire(self, trainer: str, count: int, finished: int, committed: bool) -> None:
+        now = self.leader.clock.monotonic()
+        # A trainer lets go of what it could not renew in time.
+        held = {m: until for m, until in self.held[trainer].items() if until > now}
+        done = sorted(held)[:finished]
+        holding = sorted(held)[finished:]
+        self.leader.committed |= set(done) if committed else set()
+        granted = self.leader.give(trainer, count, holding=holding)
+        assert not set(granted) & self.leader.committed
+        self.held[trainer] = dict.fromkeys([*holding, *granted], now + LEASE_SECONDS)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, LEASE_SECONDS]))
+    def wait(self, seconds: float) -> None:
+        self.leader.clock.advance(seconds)
+
+    @invariant()
+    def no_live_lease_is_in_two_hands(self) -> None:
+        now = self.leader.clock.monotonic()
+        live = [{m for m, until in held.items() if until > now} for held in self.held.values()]
+        assert not live[0] & live[1]
+
+
+class _SynchronousTable(_Table):
+    def __init__(self) -> None:
+        super().__init__(_SYNCHRONOUS)
+
+
+class _DilocoTable(_Table):
+    def __init__(self) -> None:
+        super().__init__(_DILOCO)
+
+
+_SynchronousTable.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+_DilocoTable.TestCase.settings = _SynchronousTable.TestCase.settings
+TestSynchronousTable = _SynchronousTable.TestCase
+TestDilocoTable = _DilocoTable.TestCase

@@ -1,0 +1,48 @@
+"""The window grows while the swarm keeps up, and shrinks when it does not."""
+
+import pytest
+
+from swarm.pipeline.window import Window
+
+
+def test_a_full_window_grows_by_about_one_a_round_trip() -> None:
+    window = Window(start=4, largest=64)
+    for _ in range(5):
+        window.finished(num_busy=0, in_flight=window.size)
+    assert window.size == 5
+
+
+def test_a_window_that_is_not_full_proves_nothing() -> None:
+    window = Window(start=4, largest=64)
+    for _ in range(100):
+        window.finished(num_busy=0, in_flight=3)
+    assert window.size == 4
+
+
+def test_busy_shrinks_down_to_one_and_no_further() -> None:
+    window = Window(start=20, largest=64)
+    window.finished(num_busy=3, in_flight=20)
+    assert window.size == 17
+    for _ in range(100):
+        window.finished(num_busy=1, in_flight=1)
+    assert window.size == 1
+
+
+def test_it_never_exceeds_the_largest() -> None:
+    window = Window(start=2, largest=5)
+    for _ in range(200):
+        window.finished(num_busy=0, in_flight=window.size)
+    assert window.size == 5
+
+
+@pytest.mark.parametrize("capacity", [3, 10, 40])
+def test_it_settles_near_what_the_swarm_takes(capacity: int) -> None:
+    """A swarm that answers Busy beyond `capacity`: neither starved nor flooded."""
+    window = Window(start=6, largest=256)
+    sizes = []
+    for _ in range(2000):
+        window.finished(num_busy=int(window.size > capacity), in_flight=window.size)
+        sizes.append(window.size)
+    settled = sizes[1000:]
+    assert max(settled) <= capacity + 1
+    assert sum(settled) / len(settled) > 0.7 * capacity

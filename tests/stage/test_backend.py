@@ -1,0 +1,382 @@
+"""One stage's computation: forward, backward, taking out again, always with the weights that forward used."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.errors import MalformedMessage
+from swarm.model.layers import DropoutKey
+from swarm.model.stages import build_stage
+from swarm.model.transformer import build_transformer
+from swarm.rpc.wire import TensorSpec
+from swarm.stage.backend import (
+    GRADIENT,
+    HIDDEN,
+    TOKENS,
+    Accumulated,
+    Forward,
+    GraphBudget,
+    StageBackend,
+    logits_spec,
+    reply_specs,
+    request_specs,
+)  # fmt: skip
+from swarm.stage.weights import StageWeights
+
+_CONFIG = RunConfig(
+    model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
+    stages=StagesConfig(num_stages=3),
+    data=DataConfig(sequence_length=16, microbatch_size=2),
+    rounds=RoundsConfig(setting="synchronous", round_samples=16),
+)
+_DROPOUT = dataclasses.replace(_CONFIG, model=dataclasses.replace(_CONFIG.model, dropout=0.2))
+_DILOCO = dataclasses.replace(
+    _CONFIG, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=2)
+)  # fmt: skip
+_PLENTY = 1 << 30
+
+
+def _backend(config: RunConfig, stage: int, limit_bytes: int = _PLENTY) -> StageBackend:
+    module = build_stage(config, stage, device="cpu")
+    return StageBackend(
+        config=config, stage=stage, module=module, weights=StageWeights(config, module, lineage=""),
+        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=limit_bytes),
+    )  # fmt: skip
+
+
+def _chain(config: RunConfig, limit_bytes: int = _PLENTY) -> list[StageBackend]:
+    return [_backend(config, stage, limit_bytes) for stage in range(config.stages.num_stages)]
+
+
+def _tokens(number: int, config: RunConfig = _CONFIG) -> torch.Tensor:
+    shape = (config.data.microbatch_size, config.data.sequence_length + 1)
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+
+
+def _hidden(number: int) -> torch.Tensor:
+    return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(number))
+
+
+def _run(chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = True) -> tuple[float, list[Any]]:
+    """One microbatch through all stages; gives the loss and what each accumulated."""
+    inputs: dict[str, torch.Tensor] = {TOKENS: _tokens(microbatch)}
+    forwards = []
+    for backend in chain[:-1]:
+        forwards.append(backend.forward(microbatch, inputs))
+        hidden_BTD = forwards[-1].wire_hidden_BTD
+        assert hidden_BTD is not None
+        inputs = {TOKENS: inputs[TOKENS], HIDDEN: hidden_BTD}
+    loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, inputs, accumulate=accumulate)
+    accumulated = [last]
+    for backend, forward in zip(reversed(chain[:-1]), reversed(forwards), strict=True):
+        assert gradient_BTD is not None
+        gradient_BTD, entry = backend.backward(forward, gradient_BTD, accumulate=accumulate)
+        accumulated.insert(0, entry)
+    return loss, accumulated
+
+
+def _sums(chain: Sequence[StageBackend]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for backend in chain for name, value in backend.weights.open_bucket.sums.items()}
+
+
+def _reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the gradient summed over all samples, in one process."""
+    model = build_transformer(config, device="cpu")
+    losses = []
+    for microbatch in microbatches:
+        key = DropoutKey(seed=config.data.seed, microbatch=microbatch)
+        loss = model.loss(_tokens(microbatch).long(), key)
+        (loss * config.data.microbatch_size).backward()  # type: ignore[no-untyped-call]  # torch's
+        losses.append(float(loss.detach()))
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], tolerance: float) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        difference = float((left[name] - right[name]).abs().max())
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [_CONFIG, _DROPOUT])
+@pytest.mark.parametrize("limit_bytes", [_PLENTY, 0])
+def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limit_bytes: int) -> None:
+    """Whether graphs are kept or computed again, with dropout too."""
+    chain = _chain(config, limit_bytes)
+    losses = [_run(chain, microbatch)[0] for microbatch in range(3)]
+    expected_losses, expected = _reference(config, range(3))
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    _assert_close(_sums(chain), expected, 1e-5)
+    # The first graph of all is kept, to be measured.
+    assert [backend.budget.num_recomputed for backend in chain] == ([0, 0, 0] if limit_bytes else [2, 2, 0])
+    assert [backend.budget.num_kept for backend in chain] == [0, 0, 0]
+    assert [backend.weights.open_bucket.num_samples for backend in chain] == [6, 6, 6]
+
+
+def test_recomputing_gives_the_same_bits() -> None:
+    kept, recomputed = _chain(_DROPOUT), _chain(_DROPOUT, 0)
+    for microbatch in range(2):
+        _run(kept, microbatch)
+        _run(recomputed, microbatch)
+    expected = _sums(kept)
+    assert all(torch.equal(value, expected[name]) for name, value in _sums(recomputed).items())
+
+
+def test_microbatches_in_any_order_do_not_mix() -> None:
+    backend = _backend(_CONFIG, 1)
+    forwards = [backend.forward(number, {TOKENS: _tokens(number), HIDDEN: _hidden(number)}) for number in range(2)]
+    assert backend.budget.num_kept == 2
+    mixed = {number: backend.backward(forwards[number], _hidden(9), accumulate=False)[0] for number in (1, 0)}
+    for number in range(2):
+        forward = backend.forward(number, {TOKENS: _tokens(number), HIDDEN: _hidden(number)})
+        alone, _ = backend.backward(forward, _hidden(9), accumulate=False)
+        assert alone is not None
+        mixed_gradient_BTD = mixed[number]
+        assert mixed_gradient_BTD is not None
+        assert torch.equal(alone, mixed_gradient_BTD)
+
+
+def test_without_accumulation_the_gradient_passes_through_and_nothing_stays() -> None:
+    accumulating, passing = _chain(_CONFIG), _chain(_CONFIG)
+    _run(accumulating, 0)
+    loss, entries = _run(passing, 0, accumulate=False)
+    assert loss == pytest.approx(_reference(_CONFIG, [0])[0][0], abs=1e-5)
+    assert entries == [None, None, None]
+    for backend in passing:
+        assert not any(value.any() for value in backend.weights.open_bucket.sums.values())
+        assert (backend.weights.open_bucket.num_tentative, backend.weights.version.users) == (0, 0)
+
+
+def test_a_single_stage_is_the_whole_model() -> None:
+    config = dataclasses.replace(_CONFIG, stages=StagesConfig(num_stages=1))
+    backend = _backend(config, 0)
+    _, gradient, entry = backend.forward_loss(0, {TOKENS: _tokens(0)}, accumulate=True)
+    assert gradient is None
+    assert entry is not None
+    _assert_close(backend.weights.open_bucket.sums, _reference(config, [0])[1], 1e-5)
+    assert backend.forward_loss(0, {TOKENS: _tokens(0)}, accumulate=False)[1:] == (None, None)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_half_precision_on_the_wire_is_close(wire: Any) -> None:
+    config = dataclasses.replace(_CONFIG, wire=WireConfig(dtype=wire))
+    chain = _chain(config)
+    _run(chain, 0)
+    _, expected = _reference(_CONFIG, [0])
+    for name, value in _sums(chain).items():
+        assert float((value - expected[name]).norm() / expected[name].norm()) < 0.03, name
+
+
+# -- taking out again --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [_CONFIG, _DROPOUT])
+def test_rolling_back_brings_the_sum_back(config: RunConfig) -> None:
+    chain = _chain(config)
+    _run(chain, 0)
+    before = _sums(chain)
+    _, entries = _run(chain, 1)
+    for backend, entry in zip(chain, entries, strict=True):
+        backend.roll_back(entry)
+    _assert_close(_sums(chain), before, 1e-6)
+    for backend in chain:
+        bucket = backend.weights.open_bucket
+        assert (bucket.num_samples, bucket.num_tentative) == (2, 1)
+
+
+def test_a_settled_gradient_can_still_be_taken_out() -> None:
+    """Synchronous: as a double of another member's."""
+    backend = _backend(_CONFIG, 2)
+    _, _, entry = backend.forward_loss(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+    assert entry is not None
+    backend.settle(entry)
+    backend.settle(entry)
+    bucket = backend.weights.open_bucket
+    assert (bucket.num_tentative, backend.weights.version.users) == (0, 0)
+    backend.roll_back(entry)
+    assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
+    assert max(float(value.abs().max()) for value in bucket.sums.values()) < 1e-6
+
+
+# -- steps in between --------------------------------------------------------------------------------------------------
+
+
+def _accumulate_and_settle(backend: StageBackend, microbatch: int) -> None:
+    """Enough for an inner step."""
+    forward = backend.forward(microbatch, {TOKENS: _tokens(microbatch), HIDDEN: _hidden(microbatch)})
+    _, entry = backend.backward(forward, _hidden(100 + microbatch), accumulate=True)
+    assert entry is not None
+    backend.settle(entry)
+
+
+def _middle_gradients(backend: StageBackend, parameters: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of microbatch 7 at stage 1, input first, by plain autograd on given weights."""
+    inputs_BTD = _hidden(7).requires_grad_()
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
+    outputs_BTD = torch.func.functional_call(backend.module, leaves, (inputs_BTD,), {"dropout_key": None})
+    return list(torch.autograd.grad(outputs_BTD, [inputs_BTD, *leaves.values()], _hidden(8)))
+
+
+@pytest.mark.parametrize("limit_bytes", [_PLENTY, 0])
+def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
+    backend = _backend(_DILOCO, 1, limit_bytes)
+    _accumulate_and_settle(backend, 0)
+    old = {name: value.detach().clone() for name, value in backend.weights.version.parameters.items()}
+    forward = backend.forward(7, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
+    _accumulate_and_settle(backend, 1)
+    assert backend.weights.version is not forward.version, "an inner step came in between"
+    gradient_BTD, entry = backend.backward(forward, _hidden(8), accumulate=True)
+    expected = _middle_gradients(backend, old)
+    assert gradient_BTD is not None
+    torch.testing.assert_close(gradient_BTD, expected[0], rtol=0, atol=1e-6)
+    assert entry is not None
+    for value, expected_value in zip(entry.bucket.sums.values(), expected[1:], strict=True):
+        torch.testing.assert_close(value, 2 * expected_value, rtol=0, atol=1e-5)
+    new = _middle_gradients(backend, backend.weights.version.parameters)
+    assert not torch.allclose(expected[1], new[1], rtol=1e-3), "else this test says nothing"
+
+
+def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
+    backend = _backend(_DILOCO, 1)
+    forward = backend.forward(7, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
+    _accumulate_and_settle(backend, 1)
+    _, entry = backend.backward(forward, _hidden(8), accumulate=True)
+    assert entry is not None
+    assert entry.version is not backend.weights.version
+    backend.roll_back(entry)
+    assert max(float(value.abs().max()) for value in entry.bucket.sums.values()) < 1e-6
+    assert entry.version.users == 0
+
+
+def test_a_third_version_waits_for_the_first_to_be_done_with() -> None:
+    backend = _backend(_DILOCO, 1)
+    first = backend.weights.version
+    forward = backend.forward(7, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
+    _accumulate_and_settle(backend, 1)
+    second = backend.weights.version
+    _accumulate_and_settle(backend, 2)
+    assert first is not second
+    assert backend.weights.version is second
+    backend.release(forward)
+    assert backend.weights.version is not second
+
+
+def test_a_released_forward_leaves_nothing() -> None:
+    backend = _backend(_CONFIG, 1)
+    forward = backend.forward(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)})
+    assert (backend.budget.num_kept, backend.weights.version.users) == (1, 1)
+    backend.release(forward)
+    assert (backend.budget.num_kept, backend.weights.version.users) == (0, 0)
+
+
+# -- refusing ----------------------------------------------------------------------------------------------------------
+
+
+def _unchanged(backend: StageBackend) -> bool:
+    weights = backend.weights
+    untouched = not any(bool(value.any()) for value in weights.open_bucket.sums.values())
+    return untouched and (weights.version.users, weights.open_bucket.num_samples, backend.budget.num_kept) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_tokens_outside_the_vocabulary_are_refused(stage: int, token: int) -> None:
+    backend = _backend(_CONFIG, stage)
+    tokens = _tokens(0)
+    tokens[1, 3] = token
+    inputs = {TOKENS: tokens, HIDDEN: _hidden(0)}
+    with pytest.raises(MalformedMessage, match="outside the vocabulary of 64"):
+        backend.forward_loss(0, inputs, accumulate=True) if backend.is_last else backend.forward(0, inputs)
+    assert _unchanged(backend)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_non_finite_activations_are_refused(stage: int) -> None:
+    backend = _backend(_CONFIG, stage)
+    inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0).index_fill(1, torch.tensor([3]), float("nan"))}
+    with pytest.raises(MalformedMessage, match="'hidden' holds NaN"):
+        backend.forward_loss(0, inputs, accumulate=True) if backend.is_last else backend.forward(0, inputs)
+    assert _unchanged(backend)
+
+
+def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:
+    backend = _backend(_CONFIG, 2)
+    with torch.no_grad():
+        next(iter(backend.weights.version.parameters.values())).fill_(float("nan"))
+    with pytest.raises(MalformedMessage, match="'loss'"):
+        backend.forward_loss(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+    assert _unchanged(backend)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [16, 5])
+def test_evaluation_is_the_references_without_dropout(length: int) -> None:
+    chain = _chain(_DROPOUT)
+    model = build_transformer(_DROPOUT, device="cpu")
+    tokens = _tokens(0)[:1, : length + 1]
+    outputs: dict[bool, torch.Tensor] = {}
+    for want_logits in (False, True):
+        inputs = {TOKENS: tokens}
+        for backend in chain:
+            outputs[want_logits] = backend.evaluate(inputs, backend.weights.version.parameters, want_logits=want_logits)
+            inputs = {TOKENS: tokens, HIDDEN: outputs[want_logits]}
+    with torch.no_grad():
+        assert float(outputs[False]) == pytest.approx(float(model.loss(tokens.long())), abs=1e-5)
+        torch.testing.assert_close(outputs[True], model(tokens[:, :-1].long())[:, -1], rtol=0, atol=1e-5)
+
+
+def test_evaluation_refuses_what_training_refuses() -> None:
+    backend = _backend(_CONFIG, 1)
+    with pytest.raises(MalformedMessage):
+        backend.evaluate(
+            {TOKENS: _tokens(0), HIDDEN: torch.full((2, 16, 32), float("inf"))},
+            backend.weights.version.parameters, want_logits=False,
+        )  # fmt: skip
+
+
+# -- memory and shapes -------------------------------------------------------------------------------------------------
+
+
+def test_graphs_are_kept_as_far_as_the_budget_goes() -> None:
+    backend = _backend(_CONFIG, 1)
+    inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0)}
+    forwards: list[Forward] = [backend.forward(0, inputs)]
+    graph_bytes = backend.budget.graph_bytes
+    # At least the activations of one layer, and no weights.
+    assert 10 * inputs[HIDDEN].nbytes < graph_bytes < 200 * inputs[HIDDEN].nbytes
+    backend.budget.limit_bytes = 2 * graph_bytes + 1
+    forwards += [backend.forward(number, inputs) for number in (1, 2, 3)]
+    assert backend.budget.num_kept == 2
+    for forward in forwards:
+        backend.backward(forward, _hidden(9), accumulate=False)
+    assert (backend.budget.num_kept, backend.budget.num_recomputed) == (0, 2)
+
+
+def test_specs_follow_the_configuration() -> None:
+    tokens = TensorSpec(shape=(2, 17), encoding="int32")
+    config = dataclasses.replace(_CONFIG, wire=WireConfig(dtype="bf16"))
+    hidden = TensorSpec(shape=(2, 16, 32), encoding="bf16")
+    assert request_specs(config, 0) == {TOKENS: tokens}
+    assert request_specs(config, 2) == {TOKENS: tokens, HIDDEN: hidden}
+    assert request_specs(config, 1, 1, 4)[HIDDEN].shape == (1, 4, 32)
+    assert (reply_specs(config, 0), reply_specs(config, 1)) == ({}, {GRADIENT: hidden})
+    assert reply_specs(config, -1) == {}
+    assert logits_spec(config, 2) == TensorSpec(shape=(2, 64), encoding="fp32")
+
+
+def test_the_answer_has_the_shapes_of_the_specs() -> None:
+    backend = _backend(_CONFIG, 2)
+    _, gradient, entry = backend.forward_loss(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+    assert gradient is not None
+    assert tuple(gradient.shape) == reply_specs(_CONFIG, 2)[GRADIENT].shape
+    assert isinstance(entry, Accumulated)

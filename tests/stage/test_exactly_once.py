@@ -1,0 +1,285 @@
+"""A microbatch counts at most once at a stage, whatever is repeated, lost, or dies."""
+
+import asyncio
+import dataclasses
+from contextlib import suppress
+
+import pytest
+
+from swarm.clock import ManualClock
+from swarm.config import RunConfig
+from swarm.errors import StaleMicrobatch
+from swarm.stage.ledger import EntryState
+from tests.support.chain import DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, Peer, eventually, running_chain
+from tests.support.proxy import Proxy
+
+_BOTH = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+
+
+def _states(chain: Chain, microbatch: int) -> list[EntryState | None]:
+    entries = [peer.stage.ledger.find(microbatch) for peer in chain.peers]
+    return [None if entry is None else entry.state for entry in entries]
+
+
+def _is_idle(chain: Chain) -> bool:
+    return all(peer.num_idle == (0, 0, 0, 0) for peer in chain.peers)
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+
+@_BOTH
+async def test_a_repeat_of_a_tentative_microbatch_is_answered_and_not_counted(config: RunConfig) -> None:
+    """Synchronous: from memory. DiLoCo, where replicas differ: computed again for the new activations."""
+    async with running_chain(config) as chain:
+        first, second = await chain.train(0), await chain.train(0)
+        assert second.loss == pytest.approx(first.loss, abs=1e-6)
+        chain.assert_accumulated([0])
+        if config is SYNCHRONOUS:
+            assert (chain.counts("forwards"), chain.counts("repeated")) == ([1, 1, 1], [1, 0, 0])
+        else:
+            assert (chain.counts("forwards"), chain.counts("repeated")) == ([2, 2, 2], [1, 1, 1])
+        await first.ack()
+        assert _states(chain, 0) == [EntryState.TENTATIVE] * 3, "only the latest call may acknowledge"
+        await second.ack()
+        assert _states(chain, 0) == [EntryState.COMMITTED] * 3
+        assert chain.counts("committed") == [1, 1, 1]
+        chain.assert_accumulated([0])
+        await eventually(lambda: _is_idle(chain))
+
+
+@_BOTH
+async def test_a_repeat_of_a_running_microbatch_takes_it_over(config: RunConfig) -> None:
+    async with running_chain(config) as chain:
+        async with chain.peers[2].held():
+            first = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(chain.peers[2].stage.ledger) == 1)
+            second = asyncio.create_task(chain.train(0))
+            with pytest.raises(StaleMicrobatch):
+                await first
+        await (await second).ack()
+        assert _states(chain, 0) == [EntryState.COMMITTED] * 3
+        chain.assert_accumulated([0])
+        await eventually(lambda: _is_idle(chain))
+
+
+@_BOTH
+async def test_a_repeat_of_a_committed_microbatch_is_computed_and_not_counted(config: RunConfig) -> None:
+    async with running_chain(config) as chain:
+        losses = await chain.train_all([0, 1])
+        assert await chain.train_all([0, 1]) == pytest.approx(losses, abs=1e-6)
+        assert chain.counts("committed") == [2, 2, 2]
+        chain.assert_accumulated([0, 1])
+        chain.assert_idle()
+
+
+@_BOTH
+async def test_many_repeats_at_once_count_once(config: RunConfig) -> None:
+    async with running_chain(config) as chain:
+
+        async def impatient() -> None:
+            with suppress(StaleMicrobatch):
+                await (await chain.train(0)).ack()
+
+        await asyncio.gather(*(impatient() for _ in range(8)))
+        await chain.train_all([0])
+        assert _states(chain, 0) == [EntryState.COMMITTED] * 3
+        chain.assert_accumulated([0])
+        await eventually(lambda: _is_idle(chain))
+
+
+# -- answers that nobody acknowledges ----------------------------------------------------------------------------------
+
+
+@_BOTH
+async def test_an_answer_that_nobody_acknowledges_is_rolled_back_at_every_stage(config: RunConfig) -> None:
+    clock = ManualClock()
+    async with running_chain(config, clock=clock) as chain:
+        await chain.train_all([1])
+        reply = await chain.train(0)
+        reply.close()
+        await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
+        clock.advance(ORPHAN_SECONDS - 0.1)
+        await asyncio.sleep(0.05)
+        assert _states(chain, 0) == [EntryState.TENTATIVE] * 3, "a retry may still come"
+        await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
+        chain.assert_accumulated([1])
+        chain.assert_idle()
+        assert chain.counts("rolled_back") == [1, 1, 1]
+        await chain.train_all([0])
+        chain.assert_accumulated([0, 1])
+
+
+@_BOTH
+async def test_a_retry_in_time_adopts_what_was_left(config: RunConfig) -> None:
+    clock = ManualClock()
+    async with running_chain(config, clock=clock) as chain:
+        (await chain.train(0)).close()
+        await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
+        clock.advance(ORPHAN_SECONDS - 0.1)
+        reply = await chain.train(0)
+        for _ in range(20):
+            clock.advance(ORPHAN_SECONDS)
+            await asyncio.sleep(0.005)
+        await reply.ack()
+        assert _states(chain, 0) == [EntryState.COMMITTED] * 3
+        assert chain.counts("rolled_back") == [0, 0, 0]
+        chain.assert_accumulated([0])
+        await eventually(lambda: _is_idle(chain))
+
+
+@_BOTH
+async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunConfig) -> None:
+    clock = ManualClock()
+    async with running_chain(config, clock=clock) as chain:
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(chain.peers[2].stage.ledger) == 1)
+            training.cancel()
+            await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
+        await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
+        chain.assert_accumulated([])
+        await eventually(lambda: _is_idle(chain))
+
+
+async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
+    """Between the first stage and the second: what is upstream of the loss counts, what is downstream does not."""
+    clock = ManualClock()
+    async with running_chain(SYNCHRONOUS, clock=clock) as chain:
+        first, middle, last = chain.peers
+        async with Proxy("127.0.0.1", int(middle.record.endpoint.rpartition(":")[2])) as proxy:
+            first.router.update(1, [middle.record.model_copy(update={"endpoint": proxy.address})])
+            reply = await chain.train(0)
+            proxy.refuse()
+            proxy.cut()
+            await reply.ack()
+        first.router.update(1, [middle.record])
+        await eventually(
+            lambda: _states(chain, 0) == [EntryState.COMMITTED, None, None], meanwhile=lambda: clock.advance(0.5)
+        )
+        assert chain.num_samples() == [2, 0, 0]
+        await chain.train_all([0], accumulate_only_at=1)
+        await chain.train_all([0], accumulate_only_at=2)
+        chain.assert_accumulated([0])
+        await eventually(lambda: _is_idle(chain))
+
+
+# -- peers that die ----------------------------------------------------------------------------------------------------
+
+
+async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer]:
+    """Train microbatch 0, and stop the peer of `stage` that took it while the last stage has not computed yet.
+
+    Gives the chain without the dead peer, and the peer that stepped in.
+    """
+    last = chain.at(2)[-1]
+    async with last.held():
+        training = asyncio.create_task(chain.train(0))
+        await eventually(lambda: len(last.stage.ledger) == 1)
+        (dead,) = [peer for peer in chain.at(stage) if len(peer.stage.ledger)]
+        (other,) = [peer for peer in chain.at(stage) if peer is not dead]
+        await dead.stop()
+        await eventually(lambda: len(other.stage.ledger) == 1 and last.stage.counters.repeated == 1)
+    await (await training).ack()
+    return dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead]), other
+
+
+@_BOTH
+async def test_a_backward_is_taken_over_from_a_peer_that_died_after_its_forward(config: RunConfig) -> None:
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        alive, other = await _stop_in_mid_microbatch(chain, 1)
+        alive.assert_accumulated([0])
+        assert _states(alive, 0) == [EntryState.COMMITTED] * 3
+        assert alive.counts("rerouted_backwards") == [int(peer is other) for peer in alive.peers]
+        assert alive.counts("committed") == [1, 1, 1]
+        await eventually(lambda: _is_idle(alive))
+
+
+@_BOTH
+async def test_a_trainer_too_takes_its_microbatch_to_another_peer(config: RunConfig) -> None:
+    async with running_chain(config, num_peers=(2, 1, 1)) as chain:
+        last = chain.at(2)[0]
+        async with last.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(last.stage.ledger) == 1)
+            (dead,) = [peer for peer in chain.at(0) if len(peer.stage.ledger)]
+            (other,) = [peer for peer in chain.at(0) if peer is not dead]
+            await dead.stop()
+            await eventually(lambda: chain.at(1)[0].stage.counters.repeated == 1)
+        reply = await training
+        await reply.ack()
+        assert reply.num_reroutes == 1
+        alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
+        alive.assert_accumulated([0])
+        assert alive.counts("rerouted_backwards") == [int(peer is other) for peer in alive.peers]
+        await eventually(lambda: _is_idle(alive))
+
+
+async def test_the_last_stage_dies_and_another_peer_computes_the_loss() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 2)) as chain:
+        held = chain.at(2)
+        async with held[0].held(), held[1].held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: any(len(peer.stage.ledger) for peer in held))
+            (dead,) = [peer for peer in held if len(peer.stage.ledger)]
+            await dead.stop()
+        await (await training).ack()
+        alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
+        alive.assert_accumulated([0])
+        await eventually(lambda: _is_idle(alive))
+
+
+# -- the end of a synchronous round ------------------------------------------------------------------------------------
+
+
+async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_out() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        middle = chain.peers[1]
+        await chain.train_all([0, 1])
+        reply = await chain.train(2)
+        await middle.runtime.control(middle.weights.close)
+        await middle.stage.settle_round(0, frozenset([1]))
+        assert middle.stage.ledger.committed(0) == {0}
+        assert (middle.weights.open_bucket.num_samples, middle.num_idle) == (2, (1, 0, 0, 0))
+        await reply.ack()
+        assert _states(chain, 2) == [EntryState.COMMITTED, None, None] or _states(chain, 2)[1] is None
+        await middle.runtime.control(middle.weights.reopen)
+        await chain.train_all([1, 2], accumulate_only_at=1)
+        assert middle.stage.ledger.committed(0) == {0, 1, 2}
+
+
+async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        first = chain.peers[0]
+        await first.runtime.control(first.weights.close)
+        training = asyncio.create_task(chain.train_all([0]))
+        await eventually(lambda: first.stage.counters.busy_replies > 1)
+        assert chain.num_samples() == [0, 0, 0]
+        await first.runtime.control(first.weights.reopen)
+        await training
+        chain.assert_accumulated([0])
+
+
+async def test_a_committed_rounds_microbatches_are_stale() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        first = chain.peers[0]
+        average = first.weights.close()
+        first.weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+        first.stage.round_began()
+        with pytest.raises(StaleMicrobatch, match="round 0 has committed"):
+            await chain.train(0)
+        assert chain.counts("forwards") == [0, 0, 0]
+
+
+@_BOTH
+async def test_before_another_state_is_installed_everything_is_forgotten(config: RunConfig) -> None:
+    async with running_chain(config) as chain:
+        first = chain.peers[0]
+        await chain.train_all([0])
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train(1))
+            await eventually(lambda: len(chain.peers[2].stage.ledger) == 2)
+            training.cancel()
+            await first.stage.forget_all()
+            assert len(first.stage.ledger) == 0
+            assert first.weights.open_bucket.num_tentative == first.weights.version.users == 0

@@ -1,0 +1,266 @@
+"""Microbatches through real servers: gradients, versions, rounds and evaluation are those of one process."""
+
+import asyncio
+import dataclasses
+import gc
+from functools import partial
+
+import pytest
+import torch
+
+from swarm import optim
+from swarm.config import RoundsConfig, RunConfig
+from swarm.errors import RetriesExhausted
+from swarm.hop import HopLimits
+from swarm.model.transformer import build_transformer
+from swarm.routing.router import Router
+from swarm.stage.backend import TOKENS, logits_spec
+from swarm.stage.weights import GradientBucket, Version
+from tests.support.chain import (
+    DILOCO, SYNCHRONOUS, Chain, Peer, assert_close, eventually, reference, running_chain, tokens,
+)  # fmt: skip
+
+_DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, _DROPOUT])
+@pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
+async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, graph_bytes: int) -> None:
+    """Several microbatches in flight; graphs kept or computed again."""
+    async with running_chain(config, graph_bytes=graph_bytes) as chain:
+        losses = await chain.train_all(range(6))
+        assert losses == pytest.approx(reference(config, range(6))[0], abs=1e-5)
+        chain.assert_accumulated(range(6))
+        chain.assert_idle()
+        assert chain.counts("committed") == chain.counts("forwards") == chain.counts("backwards") == [6, 6, 6]
+
+
+async def test_replicas_share_the_work_and_together_hold_the_gradient() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
+        await chain.train_all(range(8))
+        chain.assert_accumulated(range(8))
+        chain.assert_idle()
+        assert min(chain.counts("committed")) > 0
+
+
+async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1], accumulate_only_at=1)
+        assert chain.num_samples() == [0, 4, 0]
+        assert [sorted(peer.stage.ledger.committed(0)) for peer in chain.peers] == [[], [0, 1], []]
+        await chain.train_all([0, 1], accumulate_only_at=2)
+        await chain.train_all([0, 1], accumulate_only_at=0)
+        chain.assert_accumulated([0, 1])
+        chain.assert_idle()
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def _versions(peer: Peer) -> int:
+    """Copies of a peer's weights that are in memory, anchors included."""
+    names = peer.weights.masters.keys()
+    gc.collect()
+    return sum(type(o) is Version and o.parameters.keys() == names for o in gc.get_objects())
+
+
+async def test_a_step_between_forward_and_backward_does_not_change_the_gradient() -> None:
+    """DiLoCo: it is that of the weights that the forward used, and no third version comes to life meanwhile."""
+
+    def step(peer: Peer) -> bool:
+        """Have an inner batch arrive; whether a step was taken."""
+        before = peer.weights.version
+        peer.weights.open_bucket.add([torch.ones_like(p) for p in before.parameters.values()], 16)
+        peer.weights.step_if_due()
+        return peer.weights.version is not before
+
+    async with running_chain(DILOCO) as chain:
+        first, middle, last = chain.peers
+        async with last.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(last.stage.ledger) == 1)
+            for peer in (first, middle):
+                assert await peer.runtime.control(partial(step, peer))
+                assert not await peer.runtime.control(partial(step, peer))
+                assert _versions(peer) == 2
+        reply = await training
+        assert chain.num_samples() == [2, 2, 2]
+        chain.assert_accumulated([0])
+        await reply.ack()
+        assert [peer.weights.round.stepped_samples for peer in chain.peers] == [32, 32, 0], "now the second step is due"
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+async def _commit(chain: Chain) -> None:
+    """What averaging does at the end of a round, by hand."""
+    averages = []
+    for stage in range(3):
+        bucket = GradientBucket(sums={name: torch.zeros_like(p) for name, p in chain.at(stage)[0].weights.masters.items()})
+        for peer in chain.at(stage):
+            contribution = await peer.runtime.control(peer.weights.close)
+            bucket.add(contribution.values(), peer.weights.round_samples)
+        averages.append(bucket.mean())
+    squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
+    for peer in chain.peers:
+        await peer.runtime.control(partial(_apply, peer, averages[peer.backend.stage], squared_norm))
+        peer.stage.round_began()
+
+
+def _apply(peer: Peer, average: dict[str, torch.Tensor], squared_norm: float = 0.0) -> None:
+    peer.weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=1, lineage="")
+
+
+async def test_synchronous_rounds_follow_adamw_in_one_process() -> None:
+    """Two peers at one stage, and clipping by the norm over all stages."""
+    model = build_transformer(SYNCHRONOUS, device="cpu")
+    parameters = dict(model.named_parameters())
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.01, betas=(0.9, 0.95),
+    )  # fmt: skip
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        for number in range(3):
+            microbatches = range(8 * number, 8 * number + 8)
+            losses = await chain.train_all(microbatches, round_number=number)
+            await _commit(chain)
+            expected = []
+            for microbatch in microbatches:
+                loss = model.loss(tokens(SYNCHRONOUS, microbatch).long())
+                (loss / 8).backward()  # type: ignore[no-untyped-call]  # torch's
+                expected.append(float(loss.detach()))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adamw.step()
+            adamw.zero_grad()
+            assert losses == pytest.approx(expected, abs=1e-4)
+        for peer in chain.peers:
+            # Where a gradient is next to nothing Adam blows the rounding up: a tenth of one step at most.
+            assert_close(peer.weights.masters, {name: parameters[name] for name in peer.weights.masters}, 1e-3)
+        left, right = chain.at(1)
+        assert left.weights.state_digest() == right.weights.state_digest()
+
+
+async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
+    """DiLoCo: v <- mu v + g; theta <- theta - lr (g + mu v), g weighted by each member's samples."""
+    config = dataclasses.replace(DILOCO, rounds=RoundsConfig(round_samples=16, inner_batch_samples=4))
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        members = chain.at(1)
+        anchor = {name: value.detach().clone() for name, value in members[0].weights.masters.items()}
+        velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
+        for number in range(2):
+            await chain.train_all(range(10 * number, 10 * number + 10), round_number=number)
+            counts = [member.weights.round_samples for member in members]
+            assert min(counts) > 0
+            inner = [{n: p.detach().clone() for n, p in member.weights.masters.items()} for member in members]
+            await _commit(chain)
+            for name, start in anchor.items():
+                steps = [count * (start - values[name]) for count, values in zip(counts, inner, strict=True)]
+                gradient = torch.stack(steps).sum(dim=0) / sum(counts)
+                velocity[name] = 0.9 * velocity[name] + gradient
+                anchor[name] = start - 0.7 * (gradient + 0.9 * velocity[name])
+            for member in members:
+                assert_close(member.weights.masters, anchor, 1e-6)
+
+
+async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        first, *others = chain.peers
+        await first.runtime.control(lambda: _apply(first, first.weights.close()))
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: chain.peers[1].stage.num_admitted == 1)
+        await asyncio.sleep(0.1)
+        assert chain.counts("forwards") == [1, 0, 0]
+        for peer in others:
+            await peer.runtime.control(lambda peer=peer: _apply(peer, peer.weights.close()))
+            peer.stage.round_began()
+        await (await training).ack()
+        assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
+
+
+# -- busy peers --------------------------------------------------------------------------------------------------------
+
+
+def _failures(router: Router) -> int:
+    return sum(reading.num_failures + reading.banned for reading in router.statistics())
+
+
+@pytest.mark.parametrize("full", [0, 1])
+async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
+    """At the first stage the trainer waits; at a later one the stage before it does."""
+    max_in_flight = [2 if stage == full else 16 for stage in range(3)]
+    async with running_chain(SYNCHRONOUS, max_in_flight=max_in_flight) as chain:
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train_all(range(6)))
+            await eventually(lambda: chain.counts("busy_replies")[full] > 3)
+        await training
+        chain.assert_accumulated(range(6))
+        chain.assert_idle()
+        assert [_failures(router) for router in (chain.router, chain.peers[0].router)] == [0, 0]
+
+
+async def test_busy_against_a_credit_bans_nobody() -> None:
+    """A credit is advice: by the time it is used, somebody else may have taken the room."""
+    async with running_chain(SYNCHRONOUS, max_in_flight=(1, 1, 1)) as chain:
+        await chain.train_all([0])
+        async with chain.another_trainer() as other:
+            async with chain.peers[2].held():
+                theirs = asyncio.create_task(chain.train(1, hop=other))
+                await eventually(lambda: chain.peers[0].stage.num_admitted == 1)
+                ours = asyncio.create_task(chain.train_all([2]))
+                await eventually(lambda: chain.counts("busy_replies")[0] > 0)
+            await (await theirs).ack()
+            await ours
+        chain.assert_accumulated([0, 1, 2])
+        assert _failures(chain.router) == 0
+
+
+async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        leaving, staying = chain.at(1)
+        leaving.stage.serving = False
+        await chain.train_all(range(4))
+        assert (leaving.stage.counters.forwards, staying.stage.counters.forwards) == (0, 4)
+        assert not any(reading.banned for reading in chain.peers[0].router.statistics())
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+async def test_evaluation_is_the_references_on_the_anchor() -> None:
+    """Inner steps that were taken since do not count, and dropout is off."""
+    config = dataclasses.replace(
+        DILOCO, model=_DROPOUT.model, rounds=RoundsConfig(round_samples=16, inner_batch_samples=2)
+    )  # fmt: skip
+    model = build_transformer(config, device="cpu")
+    batch = tokens(config, 99)
+    async with running_chain(config) as chain:
+        await chain.train_all(range(4))
+        assert min(peer.weights.round_samples for peer in chain.peers) > 0
+        with torch.no_grad():
+            expected = float(model.loss(batch.long()))
+            expected_logits = model(batch[:, :-1].long())[:, -1]
+        loss = await chain.trainer.evaluate({TOKENS: batch}, round_number=0)
+        assert loss == pytest.approx(expected, abs=1e-5)
+        logits = await chain.trainer.evaluate({TOKENS: batch}, round_number=0, logits=logits_spec(config, 2))
+        assert isinstance(logits, torch.Tensor)
+        torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
+        chain.assert_idle()
+
+
+async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
+    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1)) as chain:
+        batch = {TOKENS: tokens(SYNCHRONOUS, 99)[:1, :6]}
+        before = await chain.trainer.evaluate(batch, round_number=0)
+        await chain.train_all(range(8))
+        await _commit(chain)
+        assert await chain.trainer.evaluate(batch, round_number=0) == before
+        assert await chain.trainer.evaluate(batch, round_number=1) != before
+        with pytest.raises(RetriesExhausted, match="round 2 is not kept, this peer is at 1"):
+            await chain.trainer.evaluate(batch, round_number=2)

@@ -1,0 +1,358 @@
+"""Versions, buckets and steps of a stage's weights, against torch's optimizers in one process."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from swarm import optim
+from swarm.config import DataConfig, OptimizerConfig, RoundsConfig, RunConfig
+from swarm.errors import IntegrityError
+from swarm.stage.weights import GradientBucket, Round, StageWeights
+
+_INNER_SAMPLES = 4
+
+
+def _config(setting: str, **optimizer: float | str) -> RunConfig:
+    assert setting in ("synchronous", "diloco")
+    return RunConfig(
+        data=DataConfig(microbatch_size=2),
+        rounds=RoundsConfig(
+            setting="synchronous" if setting == "synchronous" else "diloco",
+            round_samples=16, inner_batch_samples=_INNER_SAMPLES,
+        ),
+        optimizer=OptimizerConfig(**{"learning_rate": 0.05, "clip_norm": 0.0, **optimizer}),  # type: ignore[arg-type]  # any field
+    )  # fmt: skip
+
+
+def _module(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(3, 4)
+
+
+def _weights(setting: str, **optimizer: float | str) -> StageWeights:
+    return StageWeights(_config(setting, **optimizer), _module(), lineage="")
+
+
+def _gradients(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in _module().named_parameters()}
+
+
+def _values(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+def _assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name].detach(), right[name].detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def _accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
+    """What the backend does with an acknowledged gradient."""
+    bucket = weights.open_bucket
+    bucket.add(_gradients(number).values(), num_samples)
+    weights.step_if_due()
+    return bucket
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_is_a_mean_over_samples_and_gives_back_what_is_taken_out() -> None:
+    bucket = _weights("synchronous").open_bucket
+    bucket.add(_gradients(0).values(), 2)
+    bucket.add(_gradients(1).values(), 6)
+    _assert_same(bucket.mean(), {n: (_gradients(0)[n] + 3 * _gradients(1)[n]) / 4 for n in _gradients(0)})
+    bucket.add(_gradients(1).values(), -6)
+    assert bucket.num_samples == 2
+    for name, value in bucket.mean().items():
+        torch.testing.assert_close(value, _gradients(0)[name], rtol=0, atol=1e-6)
+
+
+def test_the_mean_of_nothing_is_zero() -> None:
+    assert all(not value.any() for value in _weights("synchronous").open_bucket.mean().values())
+
+
+# -- inner steps -------------------------------------------------------------------------------------------------------
+
+
+def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:
+    options = {"weight_decay": 0.1, "clip_norm": 0.5}
+    weights = _weights("diloco", **options)
+    reference = dict(_module().named_parameters())
+    adamw = optim.build_adamw(reference, _config("diloco", **options).optimizer)
+    for number in range(6):
+        _accumulate(weights, number)
+    for number in (0, 2, 4):
+        mean = {name: (_gradients(number)[name] + _gradients(number + 1)[name]) / 2 for name in reference}
+        norm = sum(float(value.square().sum()) for value in mean.values()) ** 0.5
+        for name, parameter in reference.items():
+            parameter.grad = mean[name] * min(1.0, 0.5 / norm)
+        adamw.step()
+    _assert_same(weights.masters, reference)
+    _assert_same(weights.version.parameters, reference)
+    assert (weights.round_samples, weights.backlog_samples) == (12, 0)
+
+
+def test_no_step_before_an_inner_batch_is_full() -> None:
+    weights = _weights("diloco")
+    version = weights.version
+    _accumulate(weights, 0)
+    assert weights.version is version
+    assert weights.backlog_samples == 2
+
+
+def test_a_step_waits_for_the_tentative_while_new_work_fills_the_other_bucket() -> None:
+    weights = _weights("diloco")
+    version = weights.version
+    closing = weights.open_bucket
+    closing.num_tentative = 1
+    for number in range(2):
+        _accumulate(weights, number)
+    assert weights.version is version
+    assert weights.open_bucket is not closing
+    _accumulate(weights, 2)
+    assert weights.backlog_samples == 6
+    closing.num_tentative = 0
+    weights.step_if_due()
+    assert weights.version is not version
+    assert (weights.round_samples, weights.backlog_samples) == (4, 2)
+
+
+def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
+    weights = _weights("diloco")
+    version, closing = weights.version, weights.open_bucket
+    closing.num_tentative = 2
+    for number in range(2):
+        _accumulate(weights, number)
+    for number in range(2):
+        closing.add(_gradients(number).values(), -2)
+    closing.num_tentative = 0
+    weights.step_if_due()
+    assert weights.version is version
+    assert (weights.round_samples, weights.backlog_samples) == (0, 0)
+
+
+def test_at_most_two_versions_are_in_use() -> None:
+    """A third one would be needed while a microbatch still computes with the one before the current."""
+    weights = _weights("diloco")
+    first = weights.version
+    first.users = 1
+    for number in range(4):
+        _accumulate(weights, number)
+    second = weights.version
+    assert second is not first
+    assert weights.round_samples == 4, "the second step waits"
+    second.users = 1
+    first.users = 0
+    weights.step_if_due()
+    third = weights.version
+    assert third is not second
+    assert weights.round_samples == 8
+
+
+def test_a_version_never_changes() -> None:
+    weights = _weights("diloco")
+    version, before = weights.version, _values(weights.version.parameters)
+    for number in range(4):
+        _accumulate(weights, number)
+    assert all(torch.equal(version.parameters[name], before[name]) for name in before)
+    assert any(not torch.equal(weights.version.parameters[name], before[name]) for name in before)
+
+
+def test_the_inner_rate_counts_what_the_other_members_do_meanwhile() -> None:
+    weights = _weights("diloco", learning_rate=1.0, warmup_samples=99)
+    weights.round.num_members, weights.round.run_samples = 3, 10
+    assert weights.learning_rate == pytest.approx(0.11)
+    for number in range(2):
+        _accumulate(weights, number)
+    assert weights.learning_rate == pytest.approx(0.11 + 0.12)
+
+
+# -- synchronous rounds ------------------------------------------------------------------------------------------------
+
+
+def test_synchronous_commits_are_adamw_in_one_process() -> None:
+    """Clipped by the norm of the whole model, of which this stage is a part; the rate follows the run's samples."""
+    options: dict[str, float | str] = {
+        "weight_decay": 0.1, "clip_norm": 1.0, "schedule": "cosine", "warmup_samples": 8, "total_samples": 64,
+    }  # fmt: skip
+    weights = _weights("synchronous", **options)
+    config = _config("synchronous", **options).optimizer
+    reference = dict(_module().named_parameters())
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [reference["weight"]], "weight_decay": 0.1},
+            {"params": [reference["bias"]], "weight_decay": 0.0},
+        ],
+        betas=(config.beta1, config.beta2), eps=config.epsilon,
+    )  # fmt: skip
+    for number in range(3):
+        _accumulate(weights, 2 * number)
+        _accumulate(weights, 2 * number + 1)
+        assert weights.round_samples == 4
+        contribution = weights.close()
+        used = weights.commit(
+            contribution, total_squared_norm=9.0, num_samples=16, num_members=4, lineage=f"after {number}"
+        )
+        for group in adamw.param_groups:
+            group["lr"] = optim.learning_rate(config, 16 * number)
+        assert used == optim.learning_rate(config, 16 * number)
+        for name, parameter in reference.items():
+            parameter.grad = (_gradients(2 * number)[name] + _gradients(2 * number + 1)[name]) / 2 / 3.0
+        adamw.step()
+        _assert_same(weights.masters, reference)
+        _assert_same(weights.version.parameters, reference)
+        current = weights.round
+        assert (current.number, current.run_samples, current.num_members) == (number + 1, 16 * (number + 1), 4)
+        assert (current.lineage, current.closed, weights.round_samples) == (f"after {number}", False, 0)
+
+
+def test_synchronous_weights_never_step_on_their_own() -> None:
+    weights = _weights("synchronous")
+    version = weights.version
+    for number in range(20):
+        _accumulate(weights, number)
+    assert weights.version is version
+
+
+def test_a_reopened_round_goes_on_with_what_it_had() -> None:
+    weights = _weights("synchronous")
+    _accumulate(weights, 0)
+    weights.close()
+    weights.reopen()
+    _accumulate(weights, 1)
+    _assert_same(weights.close(), {name: (_gradients(0)[name] + _gradients(1)[name]) / 2 for name in _gradients(0)})
+
+
+# -- DiLoCo rounds -----------------------------------------------------------------------------------------------------
+
+
+def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
+    """DiLoCo: v <- mu v + g; theta <- theta - lr (g + mu v), from the anchor and not from the inner weights."""
+    weights = _weights("diloco")
+    anchor = _values(weights.version.parameters)
+    velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
+    for number in range(3):
+        for inner in range(4):
+            _accumulate(weights, 10 * number + inner)
+        contribution = weights.close()
+        assert weights.round_samples == 8
+        assert not any(value.requires_grad for value in contribution.values())
+        _assert_same(contribution, {name: anchor[name] - weights.masters[name] for name in anchor})
+        average = {name: value + 0.01 * _gradients(number)[name] for name, value in contribution.items()}
+        weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=2, lineage="")
+        for name in anchor:
+            velocity[name] = 0.9 * velocity[name] + average[name]
+            anchor[name] = anchor[name] - 0.7 * (average[name] + 0.9 * velocity[name])
+        _assert_same(weights.masters, anchor)
+        _assert_same(weights.version.parameters, anchor)
+
+
+def test_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
+    weights = _weights("diloco")
+    for number in range(2):
+        _accumulate(weights, number)
+    contribution, version = weights.close(), weights.version
+    for number in range(2, 4):
+        _accumulate(weights, number)
+    assert weights.version is version
+    assert weights.backlog_samples == 4
+    _assert_same(weights.close(), contribution)
+    weights.reopen()
+    assert weights.version is not version
+    assert weights.round_samples == 8
+
+
+def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
+    weights = _weights("diloco")
+    for number in range(2):
+        _accumulate(weights, number)
+    average = weights.close()
+    for number in range(2, 4):
+        _accumulate(weights, number)
+    weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    assert (weights.round.number, weights.round_samples, weights.backlog_samples) == (1, 4, 0)
+
+
+def test_the_average_that_is_applied_stays_as_it_is() -> None:
+    for setting in ("synchronous", "diloco"):
+        weights = _weights(setting, clip_norm=0.1)
+        average = _gradients(5)
+        for _ in range(2):
+            weights.commit(average, total_squared_norm=100.0, num_samples=16, num_members=1, lineage="")
+        assert all(torch.equal(average[name], value) for name, value in _gradients(5).items())
+
+
+# -- anchors and transfer ----------------------------------------------------------------------------------------------
+
+
+def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
+    weights = _weights("diloco")
+    anchors = []
+    for number in range(3):
+        anchors.append(_values(weights.version.parameters))
+        for inner in range(2):
+            _accumulate(weights, 10 * number + inner)
+        weights.commit(weights.close(), total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    assert weights.anchor(0) is None
+    assert weights.anchor(1) is None
+    assert weights.anchor(4) is None
+    kept = weights.anchor(2)
+    assert kept is not None
+    _assert_same(kept, anchors[2])
+    assert weights.anchor(3) is weights.version.parameters
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
+    holder = _weights(setting)
+    for number in range(2):
+        _accumulate(holder, number)
+    holder.commit(holder.close(), total_squared_norm=1.0, num_samples=16, num_members=1, lineage="a")
+    _accumulate(holder, 7)
+    state, digest = holder.state_tensors(), holder.state_digest()
+
+    newcomer = StageWeights(_config(setting), _module(seed=1), lineage="")
+    _accumulate(newcomer, 3)
+    newcomer.check(state, digest)
+    newcomer.install(state, Round(number=1, run_samples=16, lineage="a"))
+    assert newcomer.state_digest() == digest
+    assert (newcomer.round.number, newcomer.backlog_samples) == (1, 0)
+    assert newcomer.anchor(0) is None
+    for weights in (holder, newcomer):
+        weights.commit(_gradients(8), total_squared_norm=1.0, num_samples=16, num_members=2, lineage="b")
+    assert newcomer.state_digest() == holder.state_digest()
+
+
+def test_a_state_is_a_copy() -> None:
+    weights = _weights("diloco")
+    state, digest = weights.state_tensors(), weights.state_digest()
+    for number in range(2):
+        _accumulate(weights, number)
+    weights.commit(weights.close(), total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    assert weights.state_digest() != digest
+    weights.check(state, digest)
+
+
+def test_inner_steps_do_not_change_the_state_that_is_handed_out() -> None:
+    weights = _weights("diloco")
+    digest = weights.state_digest()
+    for number in range(4):
+        _accumulate(weights, number)
+    assert weights.state_digest() == digest
+
+
+def test_a_wrong_state_is_refused() -> None:
+    weights = _weights("diloco")
+    state, digest = weights.state_tensors(), weights.state_digest()
+    with pytest.raises(IntegrityError, match="digest"):
+        weights.check(state | {"anchor/bias": state["anchor/bias"] + 1}, digest)
+    with pytest.raises(IntegrityError, match="another model"):
+        weights.check({"anchor/bias": state["anchor/bias"]}, digest)
+    with pytest.raises(IntegrityError, match="another model"):
+        weights.check(state | {"anchor/weight": torch.zeros(5, 5)}, digest)

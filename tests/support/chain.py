@@ -1,0 +1,300 @@
+"""A whole pipeline in one process: every peer with a real gRPC server on the loopback, a compute thread and a hop.
+
+For tests of what crosses stages. Routers are fed by hand, rounds are driven by the test.
+"""
+
+import asyncio
+import dataclasses
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import grpc
+import torch
+
+from swarm.clock import Clock, SystemClock
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.hop import Hop, HopLimits, HopListener, HopReply, Microbatch
+from swarm.model.layers import DropoutKey
+from swarm.model.stages import build_stage
+from swarm.model.transformer import build_transformer
+from swarm.routing.router import Router
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
+from swarm.stage.backend import TOKENS, GraphBudget, StageBackend, reply_specs
+from swarm.stage.runtime import Runtime
+from swarm.stage.servicer import StageServicer
+from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.weights import StageWeights
+from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
+
+PATIENCE_SECONDS = 10.0
+"""After which something that a test waits for is taken never to come."""
+
+ORPHAN_SECONDS = 10.0
+"""How long an answer waits for a retry, by the stages' clock."""
+
+SYNCHRONOUS = RunConfig(
+    model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
+    stages=StagesConfig(num_stages=3),
+    data=DataConfig(sequence_length=16, microbatch_size=2),
+    rounds=RoundsConfig(setting="synchronous", round_samples=16),
+    optimizer=OptimizerConfig(learning_rate=0.01, weight_decay=0.1, clip_norm=1.0),
+)
+DILOCO = dataclasses.replace(
+    SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=16)
+)  # fmt: skip
+
+
+def tokens(config: RunConfig, microbatch: int) -> torch.Tensor:
+    """A microbatch's tokens (B, T + 1): a function of its index."""
+    shape = (config.data.microbatch_size, config.data.sequence_length + 1)
+    generator = torch.Generator().manual_seed(microbatch)
+    return torch.randint(config.model.vocab_size, shape, generator=generator, dtype=torch.int32)
+
+
+def reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the gradient summed over all samples, in one process with the initial weights."""
+    model = build_transformer(config, device="cpu")
+    losses = []
+    for microbatch in microbatches:
+        key = DropoutKey(seed=config.data.seed, microbatch=microbatch)
+        loss = model.loss(tokens(config, microbatch).long(), key)
+        (loss * config.data.microbatch_size).backward()  # type: ignore[no-untyped-call]  # torch's
+        losses.append(float(loss.detach()))
+    return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], tolerance: float) -> None:
+    """The same names, and values that differ by `tolerance` at most."""
+    assert left.keys() == right.keys()
+    for name in left:
+        difference = float((left[name].detach() - right[name].detach()).abs().max())
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Return once `condition` holds; calls `meanwhile` again and again until then."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            meanwhile()
+            await asyncio.sleep(0.005)
+
+
+class Peer:
+    """One stage peer."""
+
+    def __init__(
+        self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
+        stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int,
+    ) -> None:  # fmt: skip
+        module = build_stage(config, stage, device="cpu")
+        self.peer_id = PeerId(f"{number:040x}")
+        self.weights = StageWeights(config, module, lineage="")
+        self.backend = StageBackend(
+            config=config, stage=stage, module=module, weights=self.weights, device=torch.device("cpu"),
+            budget=GraphBudget(limit_bytes=graph_bytes),
+        )  # fmt: skip
+        self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}")
+        self.router, self.channels, self.hop = _hop(config, stage, hop_limits)
+        last = stage == config.stages.num_stages - 1
+        self.stage = Stage(
+            config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
+            tasks=tasks, limits=stage_limits,
+        )  # fmt: skip
+        self.stage.serving = True
+        servicer = StageServicer(
+            config=config, stage=self.stage, hop=None if last else self.hop, describe=pb.DescribeReply
+        )
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_StageServiceServicer_to_server(servicer, self.server)
+        self.record = PeerRecord(
+            peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
+            endpoint=f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}",
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        self.runtime.start()
+        await self.server.start()
+
+    async def stop(self) -> None:
+        await self.server.stop(0)
+        await self.channels.close()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Its compute thread does nothing inside."""
+        started, release = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            started.set()
+            assert release.wait(2 * PATIENCE_SECONDS)
+
+        waiting = asyncio.create_task(self.runtime.control(wait))
+        await eventually(started.is_set)
+        try:
+            yield
+        finally:
+            release.set()
+            await waiting
+
+    @property
+    def num_idle(self) -> tuple[int, int, int, int]:
+        """What must be (0, 0, 0, 0) when nothing is under way: slots, tentative gradients, versions, graphs in use."""
+        return (
+            self.stage.num_admitted, self.weights.open_bucket.num_tentative, self.weights.version.users,
+            self.backend.budget.num_kept,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """The peers, and a trainer's hop to the first stage."""
+
+    config: RunConfig
+    peers: Sequence[Peer]
+    trainer: Hop
+    router: Router
+
+    def at(self, stage: int) -> list[Peer]:
+        """The peers of a stage."""
+        return [peer for peer in self.peers if peer.backend.stage == stage]
+
+    def update(self, records: Sequence[PeerRecord]) -> None:
+        """Tell everybody who serves."""
+        for router in [self.router, *(peer.router for peer in self.peers)]:
+            for stage in range(self.config.stages.num_stages):
+                router.update(stage, [record for record in records if record.stage == stage])
+
+    async def train(
+        self, index: int, *, round_number: int = 0, accumulate_only_at: int | None = None, hop: Hop | None = None,
+    ) -> HopReply:  # fmt: skip
+        """One microbatch, as a trainer hands it over; not acknowledged yet."""
+        microbatch = Microbatch(
+            index=index, round=round_number, num_samples=self.config.data.microbatch_size,
+            accumulate_only_at=accumulate_only_at,
+        )  # fmt: skip
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            inputs = {TOKENS: tokens(self.config, index)}
+            return await (hop or self.trainer).train(microbatch, inputs, HopListener(), {})
+
+    async def train_all(self, indices: Sequence[int], **options: int) -> list[float]:
+        """Several at once, acknowledged; gives the losses."""
+
+        async def one(index: int) -> float:
+            reply = await self.train(index, **options)
+            await reply.ack()
+            return reply.loss
+
+        return await asyncio.gather(*(one(index) for index in indices))
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """What all peers have accumulated, added up over the peers of each stage."""
+        total: dict[str, torch.Tensor] = {}
+        for peer in self.peers:
+            for name, value in peer.weights.open_bucket.sums.items():
+                total[name] = total[name] + value if name in total else value.clone()
+        return total
+
+    def num_samples(self) -> list[int]:
+        """Samples accumulated, by stage."""
+        return [
+            sum(peer.weights.open_bucket.num_samples for peer in self.at(stage))
+            for stage in range(self.config.stages.num_stages)
+        ]
+
+    def counts(self, name: str) -> list[int]:
+        """One of the peers' counters."""
+        return [getattr(peer.stage.counters, name) for peer in self.peers]
+
+    def assert_accumulated(self, microbatches: Sequence[int]) -> None:
+        """Every stage holds each of these once, and nothing else."""
+        assert self.num_samples() == [len(microbatches) * self.config.data.microbatch_size] * 3
+        if microbatches:
+            assert_close(self.sums(), reference(self.config, microbatches)[1], 1e-5)
+        else:
+            assert max(float(value.abs().max()) for value in self.sums().values()) < 1e-6
+
+    def assert_idle(self) -> None:
+        """No peer has anything under way."""
+        assert [peer.num_idle for peer in self.peers] == [(0, 0, 0, 0)] * len(self.peers)
+
+    @asynccontextmanager
+    async def another_trainer(self) -> AsyncIterator[Hop]:
+        """A second trainer's hop."""
+        router, channels, hop = _hop(self.config, TRAINER_STAGE, HopLimits())
+        router.update(0, [peer.record for peer in self.at(0)])
+        yield hop
+        await channels.close()
+
+
+@asynccontextmanager
+async def running_chain(
+    config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
+    graph_bytes: int = 1 << 30, max_in_flight: Sequence[int] = (16, 16, 16), hop_limits: HopLimits | None = None,
+) -> AsyncIterator[Chain]:  # fmt: skip
+    """Start `num_peers` peers at each stage; `clock` is the stages' alone."""
+    hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
+    stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
+    async with AsyncExitStack() as stack:
+        tasks = await stack.enter_async_context(_tasks())
+        peers = [
+            Peer(
+                config=config, number=number, stage=stage, clock=clock or SystemClock(), tasks=tasks,
+                stage_limits=StageLimits(max_in_flight=max_in_flight[stage], orphan_seconds=ORPHAN_SECONDS),
+                hop_limits=hop_limits, graph_bytes=graph_bytes,
+            )
+            for number, stage in enumerate(stages)
+        ]  # fmt: skip
+        router, channels, trainer = _hop(config, TRAINER_STAGE, hop_limits)
+        for peer in peers:
+            await peer.start()
+            stack.callback(peer.runtime.stop, PATIENCE_SECONDS)
+            stack.push_async_callback(peer.stop)
+        stack.push_async_callback(channels.close)
+        chain = Chain(config, peers, trainer, router)
+        chain.update([peer.record for peer in peers])
+        yield chain
+
+
+def _hop(config: RunConfig, stage: int, limits: HopLimits) -> tuple[Router, ChannelPool, Hop]:
+    """What hands microbatches from `stage` to the next one."""
+    clock = SystemClock()
+    router, channels = Router(clock, random.Random(0)), ChannelPool(insecure=True)
+    hop = Hop(
+        run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
+        channels=channels, clock=clock, limits=limits,
+    )  # fmt: skip
+    return router, channels, hop
+
+
+class _Over(Exception):
+    """Ends a task group."""
+
+
+@asynccontextmanager
+async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that is cancelled in the end; a task that fails fails the test."""
+    ready: asyncio.Future[asyncio.TaskGroup] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def host() -> None:
+        with suppress(_Over):
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    ready.set_result(tasks)
+                    await over.wait()
+                    raise _Over
+            except ExceptionGroup as errors:
+                _, others = errors.split(_Over)
+                if others is not None:
+                    raise others from None
+
+    hosting = asyncio.create_task(host())
+    try:
+        yield await ready
+    finally:
+        over.set()
+        await hosting
