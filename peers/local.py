@@ -313,5 +313,3 @@ def _command(program: str, arguments: Sequence[str]) -> list[str]:
 def _without_prefix(reason: str) -> str:
     """A child's last line without the program's name, which says nothing new here."""
     return reason.split(": error: ", 1)[-1]
-
-

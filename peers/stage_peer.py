@@ -93,7 +93,9 @@ class PeerOptions:
             raise ValueError("--config and --preset exclude each other")
         own = self.config is not None or self.preset is not None
         if not own and not self.initial_peers:
-            raise ValueError("a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS")
+            raise ValueError(
+                "a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS"
+            )
         if not own and (self.dataset or self.stages):
             raise ValueError("--dataset and --stages belong to a new run's --preset or --config")
         for name in ("port", "dht_port"):

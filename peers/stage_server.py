@@ -55,7 +55,7 @@ RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
 ANSWER_SECONDS = 3.0
 """Longest wait for a sign of life from a peer that is announced."""
-LEAVE_SECONDS = 30.0
+LEAVE_SECONDS = 15.0
 """How long a leaving peer waits for its microbatches, and then for its round."""
 QUIET_SECONDS = 5.0
 """A round in which nothing has happened for this long is not waited for when leaving."""

@@ -12,9 +12,10 @@ import dataclasses
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -30,7 +31,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
-from swarm.errors import PeerUnavailable, RetriesExhausted
+from swarm.errors import Fatal, PeerUnavailable
 from swarm.hop import Hop
 from swarm.identity import Identity, generate
 from swarm.metrics.log import MetricsLog, StepMetrics
@@ -50,6 +51,10 @@ logger = logging.getLogger(__name__)
 PROG = "swarm-trainer"
 RECORD_SECONDS = 20.0
 """Lifetime of a trainer's announcement."""
+ATTEMPTS = 5
+"""Times that an evaluation is tried while other trainers move the swarm on."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +93,7 @@ class TrainerOptions:
             raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
         for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluation_samples", 1), ("max_in_flight", 1)):
             if getattr(self, name) < least:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}"
-                )
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")
 
@@ -124,9 +127,7 @@ async def run(options: TrainerOptions, node: DhtNode) -> int:
         run_id=config.run_id, num_stages=len(stages), synchronous=config.rounds.synchronous, peers=known.peers,
         channels=channels,
     )  # fmt: skip
-    leases = LeaseClient(
-        config=config, trainer_id=identity.peer_id, peers=known.peers, channels=channels, clock=clock
-    )
+    leases = LeaseClient(config=config, trainer_id=identity.peer_id, peers=known.peers, channels=channels, clock=clock)
     wandb_run = None
     if options.wandb is not None:
         wandb_run = WandbRun(
@@ -170,7 +171,7 @@ def open_corpus(config: RunConfig, dataset: str | None) -> tuple[corpora.Corpus,
     tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
     local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
     corpus = corpora.prepare(local, cache_dir=CACHE / "corpora")
-    corpora.check_digest(config.data, corpus)
+    corpora.check_digest(dataclasses.replace(local, digest=config.data.digest), corpus)
     return corpus, Microbatches(corpus, config.data)
 
 
@@ -209,27 +210,38 @@ class Session:
 
     async def evaluate(self) -> float | None:
         """Loss on held-out text; None, with a warning, if the swarm could not compute it."""
-        for _ in range(3):
-            await self.watcher.poll()
-            try:
-                return await held_out_loss(
-                    self.hop, self.data, round_number=self.watcher.round, num_samples=self.options.evaluation_samples
-                )
-            except RetriesExhausted as error:
-                logger.info("evaluating again: %s", error)
-        logger.warning("no evaluation: the swarm moves on faster than it evaluates")
-        return None
+        return await self.at_rest(
+            lambda round_number: held_out_loss(
+                self.hop, self.data, round_number=round_number, num_samples=self.options.evaluation_samples
+            )
+        )
 
     async def write_sample(self) -> str:
         """Text that the trained swarm writes, after a held-out prompt."""
         tokenizer = tokenizers.load(self.config.data.tokenizer)
         prompt = [int(token) for token in self.data.held_out(1)[0][0][:-1]]
-        tokens = await generate_text(
-            self.hop, self.config, prompt, round_number=self.watcher.round, num_tokens=self.options.sample_tokens,
-            temperature=0.7, seed=self.config.data.seed,
+        tokens = await self.at_rest(
+            lambda round_number: generate_text(
+                self.hop, self.config, prompt, round_number=round_number, num_tokens=self.options.sample_tokens,
+                temperature=0.7, seed=self.config.data.seed,
+            )
         )  # fmt: skip
+        if tokens is None:
+            return ""
         written = tokenizer.decode(prompt), tokenizer.decode(tokens)
         return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
+
+    async def at_rest(self, work: Callable[[int], Awaitable[Result]]) -> Result | None:
+        """Do `work` on the newest round's anchor while this trainer feeds nothing; again if the swarm moved on."""
+        with self.loop.paused():
+            for _ in range(ATTEMPTS):
+                await self.watcher.poll()
+                try:
+                    return await work(self.watcher.round)
+                except Fatal as error:
+                    logger.info("evaluating again: %s", error)
+        logger.warning("no evaluation: the swarm moves on faster than it evaluates")
+        return None
 
     async def keep_announced(self, clock: SystemClock) -> None:
         """Let status see this trainer."""
@@ -267,7 +279,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._options = options
         self._metrics = metrics
         self._console = console
-        self._waiting_for: int | None = None
+        self._waiting_for: set[int] = set()
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), console=console, disable=not console.is_terminal,
@@ -289,15 +301,17 @@ class Report(contextlib.AbstractContextManager["Report"]):
 
     def waiting(self, stage: int) -> None:
         """Say once that a stage is empty, until the next step."""
-        if self._waiting_for != stage:
-            self._waiting_for = stage
-            message = f"waiting: stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
+        if stage not in self._waiting_for:
+            self._waiting_for.add(stage)
+            message = (
+                f"waiting: stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
+            )
             logger.warning("%s", message)
             self._metrics.event(self.step_number, f"stage {stage} has no peer")
 
     def step(self, step: Step, validation_loss: float | None) -> None:
         """Log a step."""
-        self._waiting_for = None
+        self._waiting_for.clear()
         totals, report = step.totals, step.report
         self.step_number = step.number
         if totals.losses:

@@ -101,9 +101,7 @@ class StagesConfig:
     """Layers of each stage; empty means as even as possible, the remainder to the middle stages first."""
 
     def __post_init__(self) -> None:
-        _require(
-            1 <= self.num_stages <= 4096, f"stages.num_stages must be between 1 and 4096, not {self.num_stages}"
-        )
+        _require(1 <= self.num_stages <= 4096, f"stages.num_stages must be between 1 and 4096, not {self.num_stages}")
         if self.layers_per_stage:
             _require(
                 len(self.layers_per_stage) == self.num_stages,

@@ -24,6 +24,8 @@ from swarm.errors import (
     PeerUnavailable,
     RetriesExhausted,
     Retryable,
+    RoundMismatch,
+    StaleMicrobatch,
     SwarmError,
 )
 from swarm.routing.router import Router
@@ -167,11 +169,17 @@ class Hop:
             tensors: `tokens` (B, T + 1), the last column being only a target, and what else the stage takes.
 
         Raises:
+            StaleMicrobatch: the swarm has moved on, and keeps that round's anchor no more.
             Fatal: a peer refused the request itself, or too many peers failed.
         """
 
         async def once(record: PeerRecord) -> float | torch.Tensor:
-            return await self._evaluate_once(record, tensors, round_number, logits)
+            try:
+                return await self._evaluate_once(record, tensors, round_number, logits)
+            except RoundMismatch as error:
+                if error.peer_round > round_number:
+                    raise StaleMicrobatch(f"round {round_number} is not kept any more: {error}") from None
+                raise
 
         return await self._until_answered(once, tensors["tokens"].shape[0], HopListener(), _Attempt())
 

@@ -170,4 +170,3 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(values), encoding="utf-8")
     temporary.rename(path)
-

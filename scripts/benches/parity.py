@@ -94,9 +94,7 @@ def run(options: Options) -> dict[str, Any]:
     }
     exactly_once = set(swarm.committed) | set(single.committed) == {expected}
     passed = (
-        max(*figures.values(), *one_by_one.values()) < BOUND
-        and min(controls.values()) > CONTROL_BOUND
-        and exactly_once
+        max(*figures.values(), *one_by_one.values()) < BOUND and min(controls.values()) > CONTROL_BOUND and exactly_once
     )
     return {
         **figures,

@@ -320,7 +320,11 @@ class Averager:
         self._signal()
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        return self._running().create_task(work)
+        try:
+            return self._running().create_task(work)
+        except (NotReady, RuntimeError):
+            work.close()
+            raise NotReady("this peer is stopping") from None
 
     def _signal(self) -> None:
         self._changed.set()

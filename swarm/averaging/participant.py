@@ -311,9 +311,9 @@ class Participant:
         await self._member.reopen(self.group.round)
 
     def _end_exchange(self, reason: str) -> None:
-        if self._scope is not None:
+        if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
-            self._scope = None
+        self._scope = None
         if self._attempt is not None and not self._attempt.reduction.done():
             self._attempt.reduction.set_exception(Refused(reason))
             self._attempt.reduction.exception()  # Retrieved: it may be that nobody waits.

@@ -32,6 +32,12 @@ class Report:
         return messages.standing_of(self.progress)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Exclusion:
+    seconds: float
+    ends_at: float
+
+
 class Roster:
     """One stage's peers."""
 
@@ -49,7 +55,7 @@ class Roster:
         self._standings: dict[PeerId, Standing] = {}
         self._suspects: dict[PeerId, float] = {}
         """By the time of the last attempt to reach them."""
-        self._excluded: set[PeerId] = set()
+        self._exclusions: dict[PeerId, _Exclusion] = {}
         self._moved_at = clock.monotonic()
 
     # -- news --------------------------------------------------------------------------------------------------------
@@ -92,13 +98,15 @@ class Roster:
         self._reports.pop(peer_id, None)
 
     def exclude(self, peer_id: PeerId) -> None:
-        """Leave a peer out of this round, though it is alive."""
-        self._excluded.add(peer_id)
+        """Leave a peer out of this round for a while, though it is alive; each time for twice as long."""
+        previous = self._exclusions.get(peer_id)
+        seconds = 2 * previous.seconds if previous else self._timing.probe_seconds
+        self._exclusions[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
 
     def moved(self, own: Standing) -> None:
         """This peer is at a new round: what is known of others at earlier ones is out of date."""
         self._moved_at = self._clock.monotonic()
-        self._excluded.clear()
+        self._exclusions.clear()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -125,7 +133,7 @@ class Roster:
         return {
             peer_id: report
             for peer_id, report in self._reports.items()
-            if report.heard_at >= oldest and report.standing == own and peer_id not in self._excluded
+            if report.heard_at >= oldest and report.standing == own and not self._is_excluded(peer_id)
         }
 
     def awaits_members(self, own: Standing) -> bool:
@@ -135,12 +143,13 @@ class Roster:
         """
         if self._clock.monotonic() - self._moved_at >= self._timing.fresh_seconds:
             return False
-        return bool(self.alive() - self.members(own).keys() - self._excluded - {PeerId(self.own.peer_id)})
+        absent = self.alive() - self.members(own).keys() - {self.own.peer_id}
+        return any(not self._is_excluded(peer_id) for peer_id in absent)
 
     @property
     def excludes_self(self) -> bool:
         """Whether this peer's own contribution is left out of this round."""
-        return self.own.peer_id in self._excluded
+        return self._is_excluded(PeerId(self.own.peer_id))
 
     def record(self, peer_id: PeerId) -> PeerRecord | None:
         """How a peer is reached."""
@@ -174,6 +183,10 @@ class Roster:
         oldest = self._clock.monotonic() - self._timing.fresh_seconds
         recent = {peer for peer, (_, heard_at) in self._contacts.items() if heard_at >= oldest}
         return recent - self._suspects.keys() | {PeerId(self.own.peer_id)}
+
+    def _is_excluded(self, peer_id: PeerId) -> bool:
+        exclusion = self._exclusions.get(peer_id)
+        return exclusion is not None and exclusion.ends_at > self._clock.monotonic()
 
     def _peers(self, *, serving: bool) -> dict[PeerId, PeerRecord]:
         oldest = self._clock.monotonic() - self._timing.fresh_seconds

@@ -12,7 +12,7 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.errors import RetriesExhausted
+from swarm.errors import Fatal
 from swarm.hop import Hop
 from swarm.rpc.wire import TensorSpec
 
@@ -23,7 +23,7 @@ async def held_out_loss(hop: Hop, data: Microbatches, *, round_number: int, num_
     """Mean loss in nats per token over about `num_samples` held-out samples.
 
     Raises:
-        RetriesExhausted: no chain of peers holds that round's anchor (any more).
+        Fatal: no chain of peers holds that round's anchor (any more).
     """
     batches = data.held_out(num_samples)
     room = asyncio.Semaphore(_CONCURRENCY)
@@ -39,8 +39,8 @@ async def held_out_loss(hop: Hop, data: Microbatches, *, round_number: int, num_
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(batch)) for batch in batches]
-    except ExceptionGroup as failures:
-        raise RetriesExhausted(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
+    except* Fatal as failures:
+        raise Fatal(f"evaluation at round {round_number}: {failures.exceptions[0]}") from None
     weights = [batch.shape[0] for batch in batches]
     return float(np.average([task.result() for task in tasks], weights=weights))
 
@@ -51,7 +51,7 @@ async def generate(
 ) -> list[int]:  # fmt: skip
     """Continue a prompt, one token after another, each through the whole chain; gives the new tokens.
 
-    Without a cache: meant for a sample at the end of a run, not for serving.
+    Raises Fatal as `held_out_loss` does. Without a cache: meant for a sample at the end of a run, not for serving.
     """
     generator = torch.Generator().manual_seed(seed)
     logits_spec = TensorSpec(shape=(1, config.model.vocab_size), encoding="fp32")

@@ -66,9 +66,7 @@ class RoundWatcher:
 
     async def poll(self, timeout_seconds: float = 2.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it."""
-        replies = await asyncio.gather(
-            *(self._describe(stage, timeout_seconds) for stage in range(len(self._rounds)))
-        )
+        replies = await asyncio.gather(*(self._describe(stage, timeout_seconds) for stage in range(len(self._rounds))))
         for stage, reply in enumerate(replies):
             if reply is None:
                 continue

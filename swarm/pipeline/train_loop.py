@@ -6,9 +6,10 @@ The trainer holds no parameters. Wired together by peers/trainer; everything it 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -80,6 +81,7 @@ class TrainLoop(HopListener):
         self._wanted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._totals = StepTotals()
+        self._paused = False
         self._num_failures = 0
 
     @property
@@ -118,6 +120,16 @@ class TrainLoop(HopListener):
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
             started_at = now
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hand out no microbatch inside the block; what is in flight goes on."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._arrived.set()
+
     def progress(self, stage: int, *, no_peer: bool) -> None:
         if no_peer:
             self._on_waiting(stage)
@@ -126,7 +138,7 @@ class TrainLoop(HopListener):
 
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            while self._queue and len(self._in_flight) < self._window.size:
+            while self._queue and not self._paused and len(self._in_flight) < self._window.size:
                 work = self._queue.popleft()
                 task = tasks.create_task(self._train(work))
                 self._in_flight[work.microbatch.index] = (work, task)
@@ -207,9 +219,7 @@ class TrainLoop(HopListener):
         work = [*self._queue, *(work for work, _ in self._in_flight.values())]
         holding = [entry.microbatch.index for entry in work if entry.granted_by == stage]
         released, self._released = self._released, []
-        leased = await self._leases.acquire(
-            stage, count, holding=holding, released=released, wait_seconds=wait_seconds
-        )
+        leased = await self._leases.acquire(stage, count, holding=holding, released=released, wait_seconds=wait_seconds)
         if leased is None:
             self._released += released
         return leased

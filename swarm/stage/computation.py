@@ -135,12 +135,16 @@ class Computation(HopListener):
             self._reply.close()
             self._reply = None
 
-    async def undo(self) -> None:
-        """Stop if still running, and take out of the sum whatever is in it. Downstream does the same."""
-        if self._task is not None and not self._task.done():
+    def stop(self) -> None:
+        """Go no further, here and downstream; to be followed by `undo`."""
+        if self._task is not None:
             self._task.cancel()
-            await asyncio.wait([self._task])
         self.close_downstream()
+
+    async def undo(self) -> None:
+        """Once stopped: take out of the sum whatever is in it."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait([self._task])
         # After whatever the compute thread is still doing for us: there is only one thread.
         await self._runtime.control(self._undo_on_thread)
 
@@ -205,4 +209,3 @@ class Computation(HopListener):
             loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,
             num_reroutes=reply.num_reroutes, busy_seconds=forward_seconds + backward_seconds,
         )  # fmt: skip
-

@@ -129,6 +129,4 @@ class StageMember:
     async def start_over(self, round_number: int, run_samples: int, lineage: str) -> None:
         """Enter a run at a later round with the initial weights: nobody holds this stage any more."""
         initial = await self.snapshot()
-        await self.install(
-            dataclasses.replace(initial, round=round_number, run_samples=run_samples, lineage=lineage)
-        )
+        await self.install(dataclasses.replace(initial, round=round_number, run_samples=run_samples, lineage=lineage))

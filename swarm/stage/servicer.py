@@ -73,9 +73,7 @@ class StageServicer(StageServiceServicer):
             await self._train(context, incoming)
         except Overloaded as busy:
             self._stage.counters.busy_replies += 1
-            reason = pb.Busy(
-                retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round
-            )
+            reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
             await context.write(pb.TrainReply(busy=reason))
             await incoming.drain()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
@@ -153,9 +151,7 @@ class StageServicer(StageServiceServicer):
         round_of = opening.microbatch // self._config.microbatches_per_round
         if self._config.rounds.synchronous and round_of != opening.round:
             raise MalformedMessage(f"microbatch {opening.microbatch} belongs to round {round_of}, not {opening.round}")
-        return Microbatch(
-            index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at
-        )
+        return Microbatch(index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -175,7 +171,9 @@ class StageServicer(StageServiceServicer):
         opening: pb.EvaluateOpen = request.open
         self._check_address(opening.address)
         data = self._config.data
-        if not (0 < opening.num_samples <= data.microbatch_size and 0 < opening.sequence_length <= data.sequence_length):
+        if not (
+            0 < opening.num_samples <= data.microbatch_size and 0 < opening.sequence_length <= data.sequence_length
+        ):
             raise MalformedMessage(
                 f"an evaluation has at most {data.microbatch_size} samples of {data.sequence_length} tokens, not "
                 f"{opening.num_samples} of {opening.sequence_length}"

@@ -6,7 +6,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from swarm.hop import Hop, Microbatch
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
-from swarm.stage.ledger import EntryState, Ledger
+from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.runtime import Runtime
 from swarm.types import PeerId
 
@@ -158,22 +158,20 @@ class Stage:
         except TimeoutError:
             raise NotReady(f"round {self.round} does not commit") from None
         contributes = microbatch.accumulate_only_at in (None, self.number)
-        while contributes:
-            entry = self.ledger.find(microbatch.index)
-            if entry is None:
-                return self._start(microbatch, tensors, hints, subscriber, accumulate=True)
-            self.counters.repeated += 1
-            known = entry.computation
-            if entry.state is EntryState.COMMITTED or known is None:
-                break
-            if self.config.rounds.synchronous:
-                known.subscribe(subscriber)
-                return known
-            if entry.state is EntryState.TENTATIVE:
-                return self._start(microbatch, tensors, hints, subscriber, accumulate=False, adopts=known)
-            known.subscribe(subscriber)
-            await self._discard(known)
-        return self._start(microbatch, tensors, hints, subscriber, accumulate=False)
+        entry = self.ledger.find(microbatch.index) if contributes else None
+        if entry is None:
+            return self._start(microbatch, tensors, hints, subscriber, accumulate=contributes)
+        self.counters.repeated += 1
+        known = entry.computation
+        if entry.state is EntryState.COMMITTED or known is None:
+            return self._start(microbatch, tensors, hints, subscriber, accumulate=False)
+        if entry.state is EntryState.TENTATIVE and not self.config.rounds.synchronous:
+            return self._start(microbatch, tensors, hints, subscriber, accumulate=False, adopts=known)
+        known.subscribe(subscriber)
+        if self.config.rounds.synchronous and not known.failed:
+            return known
+        self._discard(known)
+        return self._start(microbatch, tensors, hints, subscriber, accumulate=True)
 
     def _start(
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
@@ -209,6 +207,7 @@ class Stage:
         """The answer was acknowledged: the microbatch counts here, and downstream is told."""
         computation.subscribe(_ACKNOWLEDGED)
         holder = computation.adopts or computation
+        holder.subscribe(_ACKNOWLEDGED)
         entry = self.ledger.find(computation.microbatch.index)
         # It may have been taken out of the round meanwhile, as a double of another member's.
         if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
@@ -235,39 +234,38 @@ class Stage:
         if not computation.failed:
             await self._clock.sleep(self._limits.orphan_seconds)
         if computation.subscriber is orphan:
-            await self._discard(computation)
+            self._discard(computation)
             if computation.adopts is not None and computation.adopts.subscriber is computation:
-                await self._discard(computation.adopts)
+                self._discard(computation.adopts)
 
-    async def _discard(self, computation: Computation) -> None:
-        """Undo a computation that will not be acknowledged."""
+    def _discard(self, computation: Computation) -> asyncio.Task[None]:
+        """Undo a computation that will not be acknowledged; the task ends when nothing of it is left.
+
+        It is forgotten at once: a retry that comes meanwhile starts afresh, rather than adopt what is going away.
+        """
         entry = self.ledger.find(computation.microbatch.index)
-        owned = entry is not None and entry.computation is computation
-        if owned and entry is not None and entry.state is EntryState.TENTATIVE:
-            self.counters.rolled_back += 1
-        await computation.undo()
-        if owned and self.ledger.find(computation.microbatch.index) is entry:
+        if entry is not None and entry.computation is computation:
+            self.counters.rolled_back += entry.state is not EntryState.RUNNING
             self.ledger.forget(computation.microbatch.index)
+        computation.stop()
+        return self._tasks.create_task(computation.undo())
 
     # -- rounds ----------------------------------------------------------------------------------------------------------
 
     async def settle_round(self, round_number: int, drop: frozenset[int]) -> None:
         """Before a synchronous round closes: undo what was never acknowledged, and what another member counts."""
-        for entry in self.ledger.uncommitted(round_number):
-            if entry.computation is not None:
-                await self._discard(entry.computation)
-        for microbatch in drop:
-            entry_or_none = self.ledger.find(microbatch)
-            if entry_or_none is not None and entry_or_none.computation is not None:
-                self.counters.rolled_back += 1
-                await self._discard(entry_or_none.computation)
+        doubles = [entry for entry in map(self.ledger.find, drop) if entry is not None]
+        await self._discard_all([*self.ledger.uncommitted(round_number), *doubles])
 
     async def forget_all(self) -> None:
         """Before another state is installed: undo everything unfinished, forget everything else."""
-        for entry in self.ledger.uncommitted():
-            if entry.computation is not None:
-                await self._discard(entry.computation)
+        await self._discard_all(self.ledger.uncommitted())
         self.ledger.prune(self.round + 1)
+
+    async def _discard_all(self, entries: Iterable[Entry[Computation]]) -> None:
+        undone = [self._discard(entry.computation) for entry in entries if entry.computation is not None]
+        if undone:
+            await asyncio.wait(undone)
 
     def round_began(self) -> None:
         """The weights are at a new round."""
@@ -275,4 +273,3 @@ class Stage:
         self.ledger.prune(self.round if self.config.rounds.synchronous else self.round - 1)
         self._new_round.set()
         self.on_change()
-

@@ -226,9 +226,7 @@ class StageWeights:
         return GradientBucket(sums={name: torch.zeros_like(p.detach()) for name, p in self.masters.items()})
 
     def _publish(self) -> Version:
-        return Version(
-            parameters={name: p.detach().clone().requires_grad_() for name, p in self.masters.items()}
-        )
+        return Version(parameters={name: p.detach().clone().requires_grad_() for name, p in self.masters.items()})
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

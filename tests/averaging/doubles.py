@@ -31,7 +31,12 @@ MICROBATCH = 2
 
 
 def make_config(
-    setting: str = "synchronous", *, microbatches: int = 6, stages: int = 1, codec: str = "fp32", quorum: str = "available"
+    setting: str = "synchronous",
+    *,
+    microbatches: int = 6,
+    stages: int = 1,
+    codec: str = "fp32",
+    quorum: str = "available",
 ) -> RunConfig:
     """A run whose rounds have so many microbatches of two samples."""
     return from_dict(

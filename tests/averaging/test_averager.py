@@ -129,7 +129,12 @@ async def test_leader_killed(moment: str, survives: str, setting: str) -> None:
 
         async def before(name: str, source: int, target: int) -> None:
             nonlocal committed
-            fatal = {"before begin": "Begin", "after begin": "Average", "in exchange": "Exchange", "after all prepared": "Commit"}
+            fatal = {
+                "before begin": "Begin",
+                "after begin": "Average",
+                "in exchange": "Exchange",
+                "after all prepared": "Commit",
+            }
             if fatal.get(moment) == name and 1 in (source, target) and not network.peers[peer_id(1)].dead.is_set():
                 network.kill(1)
             if name == "Commit" and moment == "in the middle of commit" and source == 1:

@@ -100,7 +100,9 @@ async def _commit(chain: Chain) -> None:
     """What averaging does at the end of a round, by hand."""
     averages = []
     for stage in range(3):
-        bucket = GradientBucket(sums={name: torch.zeros_like(p) for name, p in chain.at(stage)[0].weights.masters.items()})
+        bucket = GradientBucket(
+            sums={name: torch.zeros_like(p) for name, p in chain.at(stage)[0].weights.masters.items()}
+        )
         for peer in chain.at(stage):
             contribution = await peer.runtime.control(peer.weights.close)
             bucket.add(contribution.values(), peer.weights.round_samples)

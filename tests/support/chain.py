@@ -88,7 +88,7 @@ class Peer:
 
     def __init__(
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
-        stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int,
+        hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int,
     ) -> None:  # fmt: skip
         module = build_stage(config, stage, device="cpu")
         self.peer_id = PeerId(f"{number:040x}")
@@ -98,7 +98,7 @@ class Peer:
             budget=GraphBudget(limit_bytes=graph_bytes),
         )  # fmt: skip
         self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}")
-        self.router, self.channels, self.hop = _hop(config, stage, hop_limits)
+        self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits)
         last = stage == config.stages.num_stages - 1
         self.stage = Stage(
             config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
@@ -224,7 +224,7 @@ class Chain:
     @asynccontextmanager
     async def another_trainer(self) -> AsyncIterator[Hop]:
         """A second trainer's hop."""
-        router, channels, hop = _hop(self.config, TRAINER_STAGE, HopLimits())
+        router, channels, hop = _hop(self.config, TRAINER_STAGE, SystemClock(), HopLimits())
         router.update(0, [peer.record for peer in self.at(0)])
         yield hop
         await channels.close()
@@ -233,9 +233,10 @@ class Chain:
 @asynccontextmanager
 async def running_chain(
     config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
-    graph_bytes: int = 1 << 30, max_in_flight: Sequence[int] = (16, 16, 16), hop_limits: HopLimits | None = None,
+    hop_clock: Clock | None = None, graph_bytes: int = 1 << 30, max_in_flight: Sequence[int] = (16, 16, 16),
+    hop_limits: HopLimits | None = None,
 ) -> AsyncIterator[Chain]:  # fmt: skip
-    """Start `num_peers` peers at each stage; `clock` is the stages' alone."""
+    """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops."""
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
     async with AsyncExitStack() as stack:
@@ -243,12 +244,13 @@ async def running_chain(
         peers = [
             Peer(
                 config=config, number=number, stage=stage, clock=clock or SystemClock(), tasks=tasks,
+                hop_clock=hop_clock or SystemClock(),
                 stage_limits=StageLimits(max_in_flight=max_in_flight[stage], orphan_seconds=ORPHAN_SECONDS),
                 hop_limits=hop_limits, graph_bytes=graph_bytes,
             )
             for number, stage in enumerate(stages)
         ]  # fmt: skip
-        router, channels, trainer = _hop(config, TRAINER_STAGE, hop_limits)
+        router, channels, trainer = _hop(config, TRAINER_STAGE, hop_clock or SystemClock(), hop_limits)
         for peer in peers:
             await peer.start()
             stack.callback(peer.runtime.stop, PATIENCE_SECONDS)
@@ -259,9 +261,8 @@ async def running_chain(
         yield chain
 
 
-def _hop(config: RunConfig, stage: int, limits: HopLimits) -> tuple[Router, ChannelPool, Hop]:
+def _hop(config: RunConfig, stage: int, clock: Clock, limits: HopLimits) -> tuple[Router, ChannelPool, Hop]:
     """What hands microbatches from `stage` to the next one."""
-    clock = SystemClock()
     router, channels = Router(clock, random.Random(0)), ChannelPool(insecure=True)
     hop = Hop(
         run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,

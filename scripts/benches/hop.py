@@ -1,0 +1,184 @@
+"""8 MiB of activations to a stage that does no work, and an 8 MiB gradient back: the hop against hivemind.moe.
+
+Ours: a swarm-peer serves the last of two stages over TLS, and this process, in the place of stage 0, hands it
+microbatches with `Hop.train` and acknowledges them. Its module gives the first two channels of its input as logits of
+a vocabulary of two; the loss over 2,048 tokens and its gradient, zero elsewhere, take a few milliseconds, and those
+count for us. Theirs: hivemind.moe's Server with a torch.nn.Identity, called from this process through RemoteExpert,
+forward and then backward. Both take turns.
+"""
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hivemind
+import torch
+from hivemind.moe.client.expert import RemoteExpert, create_remote_experts
+from hivemind.moe.client.remote_expert_worker import RemoteExpertWorker
+from hivemind.moe.expert_uid import ExpertInfo
+from hivemind.p2p import PeerID
+from torch import Tensor
+
+from peers.supervisor import Supervisor
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus
+from scripts.benches.identity_stage import VOCABULARY, Identity
+from scripts.benches.moe_server import EXPERT
+from swarm.clock import SystemClock
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.hop import Hop, HopListener, Microbatch
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, reply_specs
+
+NUM_SAMPLES, NUM_POSITIONS, WIDTH = 8, 256, 1024
+"""Of float32: 8 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare one hop with hivemind.moe's remote expert."""
+
+    repetitions: int = 20
+    """Calls of each that are measured."""
+    warm_up: int = 3
+    """Calls of each before those."""
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1 or self.warm_up < 0:
+            raise ValueError("--repetitions must be at least 1, --warm-up at least 0")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure both; gives the figures."""
+    torch.set_num_threads(1)
+    config, _ = with_corpus(_config(options))
+    with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
+        say("hivemind.moe's server and our peer start")
+        theirs = _connect_expert(children, Path(name) / "moe.json")
+        swarm = SwarmProcesses(config, children, Path(name) / "swarm")
+        swarm.start_peers([1])
+        with asyncio.Runner() as runner:
+            ours = runner.run(_connect_hop(config, swarm))
+            seconds: dict[str, list[float]] = {"ours": [], "hivemind_moe": []}
+            for repetition in range(options.warm_up + options.repetitions):
+                measured = {
+                    "ours": runner.run(ours.call(repetition)),
+                    "hivemind_moe": theirs.call(),
+                }
+                if repetition >= options.warm_up:
+                    for side, value in measured.items():
+                        seconds[side].append(value)
+            runner.run(ours.close())
+        theirs.close()
+    medians = {side: statistics.median(values) for side, values in seconds.items()}
+    return {
+        "ratio_to_hivemind_moe": medians["hivemind_moe"] / medians["ours"],
+        "median_seconds": medians,
+        "best_seconds": {side: min(values) for side, values in seconds.items()},
+        "payload_bytes": _hidden().nbytes,
+        "calls": options.repetitions,
+    }
+
+
+def _hidden() -> Tensor:
+    return torch.randn(NUM_SAMPLES, NUM_POSITIONS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _config(options: Options) -> RunConfig:
+    return RunConfig(
+        run="bench-hop",
+        model=ModelConfig(
+            num_layers=2,
+            d_model=WIDTH,
+            num_heads=8,
+            vocab_size=256,
+            custom_class=f"{Identity.__module__}:{Identity.__name__}",
+        ),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(
+            dataset=options.dataset, sequence_length=NUM_POSITIONS, microbatch_size=NUM_SAMPLES, max_tokens=1_000_000
+        ),
+        # No round ends while the bench runs.
+        rounds=RoundsConfig(setting="diloco", round_samples=NUM_SAMPLES << 20, inner_batch_samples=NUM_SAMPLES),
+    )
+
+
+@dataclass(eq=False)
+class OurHop:
+    """This process in the place of stage 0."""
+
+    hop: Hop
+    channels: ChannelPool
+    hidden_BTD: Tensor
+    tokens_BT1: Tensor
+
+    async def call(self, index: int) -> float:
+        """Hand over one microbatch, get its gradient and acknowledge it; gives the seconds."""
+        microbatch = Microbatch(index=index, round=0, num_samples=NUM_SAMPLES)
+        start = time.perf_counter()
+        reply = await self.hop.train(
+            microbatch, {TOKENS: self.tokens_BT1, HIDDEN: self.hidden_BTD}, HopListener(), {}
+        )  # fmt: skip
+        await reply.ack()
+        seconds = time.perf_counter() - start
+        assert reply.tensors[GRADIENT].shape == self.hidden_BTD.shape
+        return seconds
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self.channels.close()
+
+
+async def _connect_hop(config: RunConfig, swarm: SwarmProcesses) -> OurHop:
+    clock = SystemClock()
+    router = Router(clock, random.Random(0))
+    router.update(1, [peer.record for peer in swarm.peers])
+    channels = ChannelPool()
+    hop = Hop(
+        run_id=config.run_id, stage=1, reply_specs=reply_specs(config, 1), router=router, channels=channels, clock=clock
+    )
+    tokens_BT1 = torch.randint(VOCABULARY, (NUM_SAMPLES, NUM_POSITIONS + 1), dtype=torch.int32)
+    return OurHop(hop, channels, _hidden(), tokens_BT1)
+
+
+@dataclass(eq=False)
+class TheirExpert:
+    """The client of hivemind.moe."""
+
+    expert: RemoteExpert
+    dht: hivemind.DHT
+    hidden_BTD: Tensor
+    gradient_BTD: Tensor
+
+    def call(self) -> float:
+        """Forward, then backward; gives the seconds."""
+        inputs_BTD = self.hidden_BTD.clone().requires_grad_()
+        start = time.perf_counter()
+        self.expert(inputs_BTD).backward(self.gradient_BTD)
+        seconds = time.perf_counter() - start
+        assert inputs_BTD.grad is not None
+        return seconds
+
+    def close(self) -> None:
+        """End the connection and the DHT's processes."""
+        RemoteExpertWorker.run_coroutine(self.expert.p2p.shutdown())
+        self.dht.shutdown()
+
+
+def _connect_expert(children: Supervisor, ready_file: Path) -> TheirExpert:
+    # Before gRPC is used here: this forks.
+    command = [
+        sys.executable, "-m", "scripts.benches.moe_server", str(ready_file), str(NUM_POSITIONS), str(WIDTH)
+    ]  # fmt: skip
+    children.start("moe-server", command)
+    addresses = wait_for_json(ready_file, children)["addresses"]
+    dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
+    server_id = PeerID.from_base58(addresses[0].rsplit("/", 1)[1])
+    (expert,) = create_remote_experts([ExpertInfo(EXPERT, server_id)], dht)
+    return TheirExpert(expert, dht, _hidden(), torch.ones(NUM_SAMPLES, NUM_POSITIONS, WIDTH))

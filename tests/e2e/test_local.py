@@ -1,0 +1,73 @@
+"""swarm-local as a user starts it, and what is left of it afterwards: nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.swarm import CONFIG, command, wait_until, write_text
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    config = folder / "run.toml"
+    config.write_text(CONFIG.format(dataset=write_text(folder / "text.txt"), setting="diloco"), encoding="utf-8")
+    # Every process of it inherits the mark, so that leftovers can be told from other tests' processes.
+    environment = {**os.environ, "SWARM_TEST_MARK": str(folder)}
+    return subprocess.Popen(
+        command("local", "--config", str(config), "--output", str(folder / "out"), *arguments),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+
+
+def _marked(folder: Path) -> list[int]:
+    """Processes, other than this one, that descend from the launcher."""
+    mark = f"SWARM_TEST_MARK={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def _assert_nothing_left(folder: Path, seconds: float) -> None:
+    wait_until(lambda: not _marked(folder), seconds, "every process to end")
+
+
+def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
+    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "40", "--kill-at", "5", "--join-at", "10")
+    output, _ = launcher.communicate(timeout=150)
+    assert launcher.returncode == 0, output
+    assert "Traceback" not in output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["peers_killed"] == 1
+    assert summary["peers_joined"] == 1
+    assert summary["steps"] == 40
+    assert summary["validation_loss"] < summary["first_loss"] - 0.5
+    assert "the swarm goes on" in output
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 0
+    _assert_nothing_left(tmp_path, 5.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
+def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = _start(tmp_path, "--peers-per-stage", "1", "--steps", "10000")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), 90.0, "the first step")
+    assert len(_marked(tmp_path)) > 3
+    launcher.send_signal(number)
+    started_at = time.monotonic()
+    output, _ = launcher.communicate(timeout=30)
+    assert "Traceback" not in output
+    if number is signal.SIGINT:
+        assert launcher.returncode == 130
+    _assert_nothing_left(tmp_path, 25.0 - (time.monotonic() - started_at))

@@ -1,0 +1,115 @@
+"""One real swarm, 2 stages x 2 peers, that lives through everything below in turn."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.supervisor import Supervisor
+from tests.support.swarm import RealSwarm, run, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+STALL_SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    """Peers of both stages; the tests below leave at least one at each."""
+    folder = tmp_path_factory.mktemp("swarm")
+    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+        swarm = RealSwarm(folder, children)
+        swarm.start_peers([0])
+        swarm.start_peers([1, 0, 1])
+        yield swarm
+
+
+def test_status_shows_every_peer(swarm: RealSwarm) -> None:
+    view = wait_until(
+        lambda: (v := swarm.status()) and sum(len(row["peers"]) for row in v["stages"]) == 4 and v, 30.0, "4 peers"
+    )
+    assert [len(row["peers"]) for row in view["stages"]] == [2, 2]
+    assert {peer["state"] for row in view["stages"] for peer in row["peers"]} == {"serving"}
+    assert view["empty_stages"] == []
+
+
+def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
+    trainer = swarm.start_trainer("first", steps=12)
+    assert swarm.wait_for_end(trainer) == 0
+    steps = swarm.steps("first")
+    assert len(steps) == 12
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"] - 0.5
+    assert all(row["train/gradient_norm"] > 0 for row in steps)
+    assert steps[-1]["train/successful_workers"] == 4
+    assert (swarm.folder / "first" / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("stage", [1, 0])
+def test_a_killed_peer_stalls_nobody(swarm: RealSwarm, stage: int) -> None:
+    name = f"kill-{stage}"
+    trainer = swarm.start_trainer(name, steps=40)
+    swarm.wait_for_steps(name, 4)
+    victim = [peer for peer in swarm.peers if peer.stage == stage and peer is not swarm.peers[0]][-1]
+    swarm.kill(victim)
+    assert swarm.wait_for_end(trainer) == 0
+    steps = swarm.steps(name)
+    assert len(steps) == 40
+    assert max(row["train/step_time"] for row in steps[3:]) < STALL_SECONDS
+    swarm.start_peers([stage])
+
+
+def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
+    view = swarm.status()
+    rounds = [peer["round"] for row in view["stages"] for peer in row["peers"] if peer["state"] == "serving"]
+    assert min(rounds) == max(rounds) > 12
+
+
+def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
+    doomed = swarm.start_trainer("doomed", steps=1000)
+    survivor = swarm.start_trainer("survivor", steps=30)
+    swarm.wait_for_steps("survivor", 3)
+    swarm.wait_for_steps("doomed", 3)
+    swarm.children.kill9(doomed)
+    assert swarm.wait_for_end(survivor) == 0
+    steps = swarm.steps("survivor")
+    assert len(steps) == 30
+    assert max(row["train/step_time"] for row in steps) < STALL_SECONDS
+
+
+def test_an_empty_stage_is_named_and_waited_for(swarm: RealSwarm) -> None:
+    trainer = swarm.start_trainer("waiting", steps=1000)
+    swarm.wait_for_steps("waiting", 3)
+    for peer in [peer for peer in swarm.peers if peer.stage == 1]:
+        swarm.kill(peer)
+    log = swarm.folder / "logs" / "waiting.log"
+    wait_until(lambda: "stage 1 has no peer" in log.read_text(), 30.0, "the trainer to name the empty stage")
+    before = len(swarm.steps("waiting"))
+    swarm.start_peers([1, 1])
+    swarm.wait_for_steps("waiting", before + 5)
+    assert not swarm.children.exits()
+    swarm.children.kill9(trainer)
+
+
+def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path: Path) -> None:
+    joined = ["--initial-peers", swarm.address]
+    port = swarm.peers[0].ready["endpoint"].rsplit(":", 1)[1]
+    other_text = tmp_path / "other.txt"
+    other_text.write_text("something else entirely\n" * 500, encoding="utf-8")
+    own = ["--host", "127.0.0.1", "--identity", str(tmp_path / "peer.pem")]
+    cases = {
+        "the stages 0 to 1": ("peer", "--stage", "7", *joined, *own),
+        "run is 'tiny' here and 'test' in the run": ("peer", "--preset", "tiny", *joined, *own),
+        f"cannot listen on 127.0.0.1:{port}": ("peer", "--stage", "1", "--port", port, *joined, *own),
+        "is different text here": ("trainer", "--dataset", str(other_text), "--output", str(tmp_path / "out"), *joined),
+    }
+    for expected, (program, *arguments) in cases.items():
+        result = run(program, *arguments)
+        assert result.returncode in (1, 2), expected
+        assert expected in result.stderr
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert {peer["state"] for row in swarm.status()["stages"] for peer in row["peers"]} >= {"serving"}
+
+
+def test_nothing_was_said_in_tracebacks(swarm: RealSwarm) -> None:
+    for log in (swarm.folder / "logs").iterdir():
+        assert "Traceback" not in log.read_text(), log

@@ -1,0 +1,164 @@
+"""A real swarm for end-to-end tests: the programs themselves, as processes, on loopback."""
+
+import inspect
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Child, Supervisor
+
+CONFIG = """
+run = "test"
+
+[model]
+num_layers = 2
+d_model = 32
+num_heads = 2
+
+[stages]
+num_stages = 2
+
+[data]
+dataset = "{dataset}"
+sequence_length = 32
+microbatch_size = 4
+held_out_fraction = 0.1
+
+[rounds]
+setting = "{setting}"
+round_samples = 64
+inner_batch_samples = 8
+
+[optimizer]
+learning_rate = 3e-3
+
+[outer]
+learning_rate = 1.0
+momentum = 0.0
+"""
+
+
+def write_text(path: Path) -> Path:
+    """Real text that every machine has: some modules of the standard library."""
+    path.write_text("".join(inspect.getsource(module) for module in (inspect, json, subprocess)), encoding="utf-8")
+    return path
+
+
+def command(program: str, *arguments: str) -> list[str]:
+    """A program's command line."""
+    return [sys.executable, "-c", f"from peers.commands import {program}; {program}()", *arguments]
+
+
+def run(program: str, *arguments: str, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    return subprocess.run(
+        command(program, *arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False
+    )
+
+
+def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
+    """Poll until `condition` is true; gives its value."""
+    deadline = time.monotonic() + timeout_seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_seconds:.0f} s for {what}"
+        time.sleep(0.05)
+    return value
+
+
+@dataclass(eq=False)
+class RealPeer:
+    """A started swarm-peer."""
+
+    child: Child
+    stage: int
+    ready: dict[str, Any]
+
+    @property
+    def address(self) -> str:
+        """Where others enter the DHT."""
+        return str(self.ready["dht_addresses"][0])
+
+
+class RealSwarm:
+    """Peers and trainers in a folder, ended with their supervisor."""
+
+    def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
+        self.folder = folder
+        self.children = children
+        self.peers: list[RealPeer] = []
+        self.text = write_text(folder / "text.txt")
+        self.config = folder / "run.toml"
+        self.config.write_text(CONFIG.format(dataset=self.text, setting=setting), encoding="utf-8")
+        self._num_started = 0
+
+    @property
+    def address(self) -> str:
+        """A living peer's."""
+        return self.peers[0].address
+
+    def start_peers(self, stages: Sequence[int]) -> list[RealPeer]:
+        """Start peers at once and wait until all of them serve."""
+        started = [self._launch(stage) for stage in stages]
+        peers = []
+        for (child, ready_file), stage in zip(started, stages, strict=True):
+            wait_until(ready_file.exists, 60.0, f"{child.name} to serve; its log:\n{child.log.read_text()}")
+            peers.append(RealPeer(child=child, stage=stage, ready=json.loads(ready_file.read_text())))
+        self.peers += peers
+        return peers
+
+    def _launch(self, stage: int) -> tuple[Child, Path]:
+        self._num_started += 1
+        name = f"peer-{self._num_started}"
+        ready_file = self.folder / f"{name}.json"
+        joining = ["--initial-peers", self.address] if self.peers else ["--config", str(self.config)]
+        arguments = [
+            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--threads", "1", *joining,
+            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
+        ]  # fmt: skip
+        return self.children.start(name, command("peer", *arguments)), ready_file
+
+    def kill(self, peer: RealPeer) -> None:
+        """Kill -9."""
+        self.peers.remove(peer)
+        self.children.kill9(peer.child)
+
+    def start_trainer(self, name: str, *, steps: int) -> Child:
+        """Start a trainer; its figures go to `folder/name`."""
+        arguments = [
+            "--initial-peers", self.address, "--steps", str(steps), "--output", str(self.folder / name),
+            "--name", name, "--evaluate-every", "0", "--evaluation-samples", "16",
+        ]  # fmt: skip
+        return self.children.start(name, command("trainer", *arguments))
+
+    def steps(self, trainer: str) -> list[dict[str, Any]]:
+        """The steps that a trainer has logged."""
+        path = self.folder / trainer / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [row for row in rows if "train/loss" in row]
+
+    def wait_for_steps(self, trainer: str, count: int, timeout_seconds: float = 60.0) -> list[dict[str, Any]]:
+        """Wait until a trainer has logged so many steps."""
+        log = self.folder / "logs" / f"{trainer}.log"
+        wait_until(lambda: len(self.steps(trainer)) >= count, timeout_seconds, f"step {count} of {trainer}: {log}")
+        return self.steps(trainer)
+
+    def wait_for_end(self, trainer: Child, timeout_seconds: float = 90.0) -> int:
+        """Wait until a trainer has ended; gives its exit code."""
+
+        def ended() -> list[int]:
+            return [exit_.returncode for exit_ in self.children.exits() if exit_.name == trainer.name]
+
+        codes: list[int] = wait_until(ended, timeout_seconds, f"{trainer.name} to end")
+        return codes[0]
+
+    def status(self) -> dict[str, Any]:
+        """What swarm-status --json prints."""
+        result = run("status", "--initial-peers", self.address, "--json")
+        assert result.returncode == 0, result.stderr
+        view: dict[str, Any] = json.loads(result.stdout)
+        return view
