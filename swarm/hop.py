@@ -27,6 +27,7 @@ from swarm.errors import (
     RoundMismatch,
     StaleMicrobatch,
     SwarmError,
+    WrongStage,
 )
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool, translate
@@ -207,7 +208,8 @@ class Hop:
                 attempt.num_busy += 1
                 self._router.busy(peer_id, busy.retry_after_seconds)
                 attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
-            except Retryable as error:
+            except (Retryable, WrongStage) as error:
+                # Of the wrong stage is a peer that has moved since it was announced.
                 self._failed(peer_id, record.name, error, attempt)
 
     def _choose(self, num_samples: int, attempt: _Attempt) -> PeerRecord | None:

@@ -6,8 +6,8 @@ Three sides train the same model with the same rounds, microbatches and optimize
     limit     two independent processes with one thread each, the whole model in both: the sum of their tokens/s
     single    one process with two threads
 
-Only one side works at a time: a whole-model process is stopped by signal while it waits, and peers are idle when no
-trainer feeds them. Start-up, the first step of every repetition and the swarm's evaluation are not measured.
+Only one side works at a time: a whole-model process is stopped by signal while it waits, and peers that no trainer
+feeds take less than 1 % of a core. Start-up, every trainer's first step and its evaluation are not measured.
 """
 
 import os
@@ -43,12 +43,13 @@ class Options(BenchOptions):
     """Widths of the model to measure."""
     num_layers: int = 4
     """Layers of the model, half of them at each stage."""
-    microbatch_size: int = 4
+    microbatch_size: int = 2
     """Samples of 256 tokens in a microbatch."""
-    microbatches: int = 8
-    """Microbatches in a round, which is one optimizer step."""
-    steps: int = 2
-    """Rounds measured in each repetition, after one that is not."""
+    microbatches: int = 16
+    """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
+    n / (n + 1) of the limit at best."""
+    steps: int = 1
+    """Rounds that each repetition measures at the largest width; narrower models train more, in proportion."""
     repetitions: int = 3
     """Times that each side has its turn."""
 
@@ -86,18 +87,19 @@ def _config(options: Options, d_model: int) -> RunConfig:
 def _measure(options: Options, d_model: int) -> dict[str, float]:
     """Median tokens/s of each side."""
     config, _ = with_corpus(_config(options, d_model))
-    tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
+    steps = options.steps * max(options.d_model) // d_model
+    tokens = steps * config.rounds.round_samples * config.data.sequence_length
     rates: dict[str, list[float]] = {"swarm": [], "limit": [], "single": []}
     with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
-        limit = [WholeModel(f"limit-{number}", 1, options.steps, children, folder) for number in range(2)]
-        single = [WholeModel("single", 2, options.steps, children, folder)]
+        limit = [WholeModel(f"limit-{number}", 1, steps, children, folder) for number in range(2)]
+        single = [WholeModel("single", 2, steps, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
         for repetition in range(options.repetitions):
-            rows = swarm.train(f"trainer-{repetition}", 1 + options.steps)
+            rows = swarm.train(f"trainer-{repetition}", 1 + steps)
             rates["swarm"].append(tokens / sum(row["train/step_time"] for row in rows[1:]))
             rates["limit"].append(_train_at_once(limit, tokens))
             rates["single"].append(_train_at_once(single, tokens))

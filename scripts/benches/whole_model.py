@@ -2,8 +2,8 @@
 
     python -m scripts.benches.whole_model CONFIG FOLDER THREADS STEPS
 
-Stops itself (SIGSTOP) whenever it has nothing to do, so that it takes no time from the others. Each time the bench
-continues it, it trains a step to warm up and then STEPS steps, and writes FOLDER/N.json with their seconds.
+Trains a step to warm up, and stops itself (SIGSTOP) whenever it has nothing to do, so that it takes no time from the
+others. Each time the bench continues it, it trains STEPS steps and writes FOLDER/N.json with their seconds.
 """
 
 import itertools
@@ -27,7 +27,6 @@ def main(config_path: Path, folder: Path, threads: int, steps: int) -> None:
     numbers = itertools.count(1)
     for repetition in itertools.count():
         signal.raise_signal(signal.SIGSTOP)
-        reference.step(next(numbers))
         start = time.perf_counter()
         for _ in range(steps):
             reference.step(next(numbers))

@@ -8,20 +8,21 @@ itself behind, it downloads. Never touches weights: the stage does, when it is t
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from swarm.averaging import messages, state_transfer
 from swarm.averaging.allreduce import ReducedPart
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.leader import AttemptFailed, Leader, is_complete
-from swarm.averaging.member import Progress, RoundMember
+from swarm.averaging.completion import Completion
+from swarm.averaging.leader import AttemptFailed, Leader
+from swarm.averaging.member import RoundMember
 from swarm.averaging.participant import Participant
 from swarm.averaging.reporter import Reporter, wait
 from swarm.averaging.roster import Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request, Transport, contact_of
+from swarm.averaging.view import AveragingStatistics, GroupView
 from swarm.clock import Clock
 from swarm.compression.codec import get_codec
 from swarm.config import RunConfig
@@ -40,41 +41,6 @@ from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupView:
-    """What this peer knows of its group's round; the leader's is the whole, any other's its own part.
-
-    Attributes:
-        progress: by member, this peer included.
-        committed: microbatches that some member has committed in this round.
-        complete: the round has all it needs.
-        highest_microbatch: highest index any member has seen; -1 for none.
-        quiet_seconds: since anything of this last changed.
-    """
-
-    round: int
-    leader_id: PeerId
-    is_leader: bool
-    progress: Mapping[PeerId, Progress]
-    committed: frozenset[int]
-    complete: bool
-    highest_microbatch: int
-    quiet_seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AveragingStatistics:
-    """Since the peer started. `num_alive` and `num_members` are two figures: who is there, and who took part."""
-
-    num_attempts: int
-    aborted: Mapping[str, int]
-    exchange_seconds: float
-    barrier_seconds: float
-    num_downloads: int
-    num_members: int
-    num_alive: int
-
-
 class Averager:
     """One peer's part in its stage's rounds."""
 
@@ -91,6 +57,7 @@ class Averager:
         self._own = own
         self._own_id = PeerId(own.peer_id)
         self._member = member
+        self._is_complete = Completion(config=config, stage=own.stage, peers=peers)
         self._transport = transport
         self._clock = clock
         self._timing = timing = timing or Timing()
@@ -121,6 +88,7 @@ class Averager:
         )  # fmt: skip
         self._leader = Leader(
             config=config, own_id=self._own_id, address=self._address, call=self._call, barrier=barrier,
+            is_complete=self._is_complete,
             contribution_bytes=lambda: self._participant.contribution_bytes, has_quorum=self._has_quorum,
             decided=self._signal, clock=clock, timing=timing,
         )  # fmt: skip
@@ -158,7 +126,8 @@ class Averager:
         num_samples = sum(p.num_samples for p in progress.values())
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
-            committed=committed, complete=is_complete(self._config, standing.round, committed, num_samples),
+            committed=committed,
+            complete=self._is_complete(standing.round, committed, num_samples),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
         )  # fmt: skip

@@ -101,7 +101,7 @@ class Group:
 
         Who asks does not matter: that a result may be committed follows from its digest alone.
         """
-        if round_number + 1 == self.round and digest == self.last_digest:
+        if round_number + 1 == self.round and digest == self.last_digest != "":
             return False
         self._require_round(round_number)
         if self.prepared is None or self.prepared.digest != digest:

@@ -17,6 +17,7 @@ from typing import Any
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.barrier import Barrier
+from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.timing import Timing
@@ -78,6 +79,7 @@ class Leader:
     address: Address
     call: Caller
     barrier: Barrier
+    is_complete: Completion
     contribution_bytes: Callable[[], int]
     has_quorum: Callable[[Collection[str]], bool]
     clock: Clock
@@ -155,7 +157,7 @@ class Leader:
                     begun[peer] = reply
             committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
             num_samples = sum(reply.num_samples for reply in begun.values())
-            if not is_complete(self.config, standing.round, committed, num_samples):
+            if not self.is_complete(standing.round, committed, num_samples):
                 failed = _failure("the round is not complete any more", unreached)
                 failed.void = True
                 raise failed
@@ -281,14 +283,6 @@ class Leader:
             for task in pending:
                 task.cancel()
         return replies
-
-
-def is_complete(config: RunConfig, round_number: int, committed: Collection[int], num_samples: int) -> bool:
-    """Whether the group holds everything the round needs."""
-    if not config.rounds.synchronous:
-        return num_samples >= config.rounds.round_samples
-    size = config.microbatches_per_round
-    return all(index in committed for index in range(round_number * size, (round_number + 1) * size))
 
 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:

@@ -171,6 +171,7 @@ class Reporter:
             snapshot, outcomes = await state_transfer.download(
                 self._transport, self._roster.donors(self._participant.standing), address=self._address,
                 own_id=self._own_id, max_bytes=SNAPSHOT_FACTOR * own_bytes, wanted=self._is_ahead,
+                silence_seconds=self._timing.silence_seconds,
             )  # fmt: skip
             if self._is_ahead(messages.standing_of(snapshot)):
                 await self._participant.install(snapshot, outcomes)

@@ -22,9 +22,6 @@ from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-SILENCE_SECONDS = 30.0
-"""Longest wait for the next piece of a snapshot."""
-
 
 async def send(snapshot: Snapshot, outcomes: Sequence[pb.Outcome]) -> AsyncIterator[pb.DownloadReply]:
     """The messages that carry a snapshot and how its last rounds were committed."""
@@ -45,7 +42,7 @@ async def send(snapshot: Snapshot, outcomes: Sequence[pb.Outcome]) -> AsyncItera
 
 async def download(
     transport: Transport, donors: Sequence[PeerRecord], *, address: Address, own_id: str, max_bytes: int,
-    wanted: Callable[[messages.Standing], bool],
+    wanted: Callable[[messages.Standing], bool], silence_seconds: float,
 ) -> tuple[Snapshot, list[pb.Outcome]]:  # fmt: skip
     """Fetch a snapshot from the first donor that delivers a sound one.
 
@@ -53,6 +50,7 @@ async def download(
         donors: the best first.
         max_bytes: a larger snapshot is refused.
         wanted: whether a snapshot of that standing is of any use.
+        silence_seconds: longest wait for a donor's next piece.
 
     Raises:
         PeerUnavailable: no donor delivered.
@@ -60,7 +58,13 @@ async def download(
     for donor in donors:
         try:
             return await _download_from(
-                transport, donor, address=address, own_id=own_id, max_bytes=max_bytes, wanted=wanted
+                transport,
+                donor,
+                address=address,
+                own_id=own_id,
+                max_bytes=max_bytes,
+                wanted=wanted,
+                silence_seconds=silence_seconds,
             )
         except SwarmError as error:
             logger.warning("no snapshot from %s: %s", donor.peer_id, error)
@@ -69,13 +73,13 @@ async def download(
 
 async def _download_from(
     transport: Transport, donor: PeerRecord, *, address: Address, own_id: str, max_bytes: int,
-    wanted: Callable[[messages.Standing], bool],
+    wanted: Callable[[messages.Standing], bool], silence_seconds: float,
 ) -> tuple[Snapshot, list[pb.Outcome]]:  # fmt: skip
     request = pb.DownloadRequest(address=address, peer_id=own_id)
     header: pb.SnapshotHeader | None = None
     reader = TensorReader({})
     digest = hashlib.sha256()
-    async for reply in transport.download(donor, request, silence_seconds=SILENCE_SECONDS):
+    async for reply in transport.download(donor, request, silence_seconds=silence_seconds):
         match reply.WhichOneof("message"):
             case "header" if header is None:
                 header = reply.header

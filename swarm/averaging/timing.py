@@ -29,6 +29,8 @@ class Timing:
     """After a first failure, time for others to say what they think the cause was."""
     barrier_seconds: float = 2.0
     """How long another stage may hold its answer back."""
+    silence_seconds: float = 15.0
+    """Longest wait for the next piece of a snapshot."""
     retry_seconds: float = 0.2
     """Wait before asking another stage again, and before the first repeated attempt but one."""
     max_retry_seconds: float = 5.0

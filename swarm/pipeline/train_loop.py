@@ -149,10 +149,17 @@ class TrainLoop(HopListener):
 
     async def _train(self, work: _Work) -> None:
         index = work.microbatch.index
+        answered = False
         try:
             tokens = torch.from_numpy(self._data.tokens(index))
             reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, {})
+            answered = True
             await reply.ack()
+        except asyncio.CancelledError:
+            # Once an ack may be under way it may count, and nobody else is to run it.
+            if not answered:
+                self._released.append(index)
+            raise
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
         except Fatal as error:

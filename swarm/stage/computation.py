@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.errors import NotReady
+from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
 from swarm.stage.runtime import Runtime
@@ -199,7 +199,11 @@ class Computation(HopListener):
         hidden, forward_seconds = await self._runtime.run(forward, priority=Priority.FORWARD, age=self._age)
         tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: hidden}
         self.waiting_stage = self._hop.stage
-        self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)
+        try:
+            self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)
+        except MalformedMessage as error:
+            # It was computed here, from inputs that were fine: another peer of this stage may do better.
+            raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.no_peer = self._backend.stage, False
         gradient, backward_seconds = await self._runtime.run(
             lambda: backward(reply.tensors[GRADIENT]), priority=Priority.BACKWARD, age=self._age

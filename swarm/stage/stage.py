@@ -250,7 +250,7 @@ class Stage:
         computation.stop()
         return self._tasks.create_task(computation.undo())
 
-    # -- rounds ----------------------------------------------------------------------------------------------------------
+    # -- rounds --------------------------------------------------------------------------------------------------------
 
     async def settle_round(self, round_number: int, drop: frozenset[int]) -> None:
         """Before a synchronous round closes: undo what was never acknowledged, and what another member counts."""

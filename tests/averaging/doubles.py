@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from swarm.types import PeerRecord, PeerState
 QUICK = Timing(
     report_gap_seconds=0.005, heartbeat_seconds=0.05, report_seconds=0.3, fresh_seconds=0.4, probe_seconds=0.2,
     begin_seconds=0.5, average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05, barrier_seconds=0.2,
-    retry_seconds=0.02, max_retry_seconds=0.2,
+    silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
 )  # fmt: skip
 """Patience for peers in one process."""
 
@@ -42,7 +42,9 @@ def make_config(
     return from_dict(
         {
             "model": {"num_layers": 4}, "stages": {"num_stages": stages}, "data": {"microbatch_size": MICROBATCH},
-            "rounds": {"setting": setting, "round_samples": microbatches * MICROBATCH, "inner_batch_samples": MICROBATCH},
+            "rounds": {
+                "setting": setting, "round_samples": microbatches * MICROBATCH, "inner_batch_samples": MICROBATCH,
+            },
             "averaging": {"codec": codec, "quorum": quorum},
         },
         source="test",
@@ -103,7 +105,8 @@ class FakeStage:
         if self.poison:
             mean = mean * torch.nan
         return Contribution(
-            tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept), committed=frozenset(kept)
+            tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept),
+            committed=frozenset(kept),
         )  # fmt: skip
 
     async def reopen(self, round_number: int) -> None:
@@ -209,10 +212,8 @@ class Network:
             peer.task.cancel()
         for peer in self.peers.values():
             assert peer.task is not None
-            try:
+            with suppress(asyncio.CancelledError):
                 await peer.task
-            except asyncio.CancelledError:
-                pass
 
 
 class MemoryTransport:
@@ -306,5 +307,5 @@ async def network_of(config: RunConfig, *numbers: int) -> AsyncIterator[Network]
 async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
     """Wait for a condition; fails after a while."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for is spread over many peers
             await asyncio.sleep(0.005)

@@ -3,6 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
 

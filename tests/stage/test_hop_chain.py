@@ -17,7 +17,15 @@ from swarm.routing.router import Router
 from swarm.stage.backend import TOKENS, logits_spec
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
-    DILOCO, SYNCHRONOUS, Chain, Peer, assert_close, eventually, reference, running_chain, tokens,
+    DILOCO,
+    SYNCHRONOUS,
+    Chain,
+    Peer,
+    assert_close,
+    eventually,
+    reference,
+    running_chain,
+    tokens,
 )  # fmt: skip
 
 _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
@@ -180,7 +188,7 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
         await asyncio.sleep(0.1)
         assert chain.counts("forwards") == [1, 0, 0]
         for peer in others:
-            await peer.runtime.control(lambda peer=peer: _apply(peer, peer.weights.close()))
+            await peer.runtime.control(partial(_apply, peer, peer.weights.close()))
             peer.stage.round_began()
         await (await training).ack()
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3

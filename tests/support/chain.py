@@ -30,7 +30,7 @@ from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.weights import StageWeights
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 
-PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 20.0
 """After which something that a test waits for is taken never to come."""
 
 ORPHAN_SECONDS = 10.0
@@ -105,11 +105,11 @@ class Peer:
             tasks=tasks, limits=stage_limits,
         )  # fmt: skip
         self.stage.serving = True
-        servicer = StageServicer(
+        self.servicer = StageServicer(
             config=config, stage=self.stage, hop=None if last else self.hop, describe=pb.DescribeReply
         )
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        add_StageServiceServicer_to_server(servicer, self.server)
+        add_StageServiceServicer_to_server(self.servicer, self.server)
         self.record = PeerRecord(
             peer_id=self.peer_id, stage=stage, announced_at=0.0, state=PeerState.SERVING, samples_per_second=1.0,
             endpoint=f"127.0.0.1:{bind_server(self.server, '127.0.0.1', 0, None)}",
@@ -180,11 +180,13 @@ class Chain:
             inputs = {TOKENS: tokens(self.config, index)}
             return await (hop or self.trainer).train(microbatch, inputs, HopListener(), {})
 
-    async def train_all(self, indices: Sequence[int], **options: int) -> list[float]:
+    async def train_all(
+        self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None
+    ) -> list[float]:
         """Several at once, acknowledged; gives the losses."""
 
         async def one(index: int) -> float:
-            reply = await self.train(index, **options)
+            reply = await self.train(index, round_number=round_number, accumulate_only_at=accumulate_only_at)
             await reply.ack()
             return reply.loss
 

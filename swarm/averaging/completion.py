@@ -1,0 +1,41 @@
+"""When a round has all it needs.
+
+Used by averaging/averager, to know when to try, and by its leader, once the members have closed. Pure but for
+the view of the other stages that it is given.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from swarm.config import RunConfig
+from swarm.types import PeerRecord, PeerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One stage's rule.
+
+    Attributes:
+        peers: the directory's last known view of a stage.
+    """
+
+    config: RunConfig
+    stage: int
+    peers: Callable[[int], Sequence[PeerRecord]]
+
+    def __call__(self, round_number: int, committed: Collection[int], num_samples: int) -> bool:
+        """Whether the group holds everything the round needs.
+
+        Synchronous: all its microbatches. DiLoCo: its number of samples; but a stage that lost some with a
+        peer ends its round early when another stage is at a later one, or it would stay behind for good.
+        """
+        if self.config.rounds.synchronous:
+            size = self.config.microbatches_per_round
+            return all(index in committed for index in range(round_number * size, (round_number + 1) * size))
+        if num_samples >= self.config.rounds.round_samples:
+            return True
+        return num_samples > 0 and self._latest_elsewhere() > round_number
+
+    def _latest_elsewhere(self) -> int:
+        others = (stage for stage in range(self.config.stages.num_stages) if stage != self.stage)
+        return max((r.round for stage in others for r in self.peers(stage) if r.state is PeerState.SERVING), default=0)

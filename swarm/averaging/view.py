@@ -1,0 +1,42 @@
+"""What an averager tells the rest of its peer: lease table, metrics and status read it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.averaging.member import Progress
+from swarm.types import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupView:
+    """What this peer knows of its group's round; the leader's is the whole, any other's its own part.
+
+    Attributes:
+        progress: by member, this peer included.
+        committed: microbatches that some member has committed in this round.
+        complete: the round has all it needs.
+        highest_microbatch: highest index any member has seen; -1 for none.
+        quiet_seconds: since anything of this last changed.
+    """
+
+    round: int
+    leader_id: PeerId
+    is_leader: bool
+    progress: Mapping[PeerId, Progress]
+    committed: frozenset[int]
+    complete: bool
+    highest_microbatch: int
+    quiet_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingStatistics:
+    """Since the peer started. `num_alive` and `num_members` are two figures: who is there, and who took part."""
+
+    num_attempts: int
+    aborted: Mapping[str, int]
+    exchange_seconds: float
+    barrier_seconds: float
+    num_downloads: int
+    num_members: int
+    num_alive: int

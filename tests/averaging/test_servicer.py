@@ -1,0 +1,125 @@
+"""Averaging over real gRPC on loopback."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import torch
+
+from swarm.averaging.averager import Averager
+from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.transport import REPORT, GrpcTransport
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.errors import NotReady, WrongRun, WrongStage
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerRecord
+from tests.averaging.doubles import QUICK, FakeStage, make_config, record, until
+
+
+class Node:
+    """One peer with a server of its own."""
+
+    async def start(self, number: int, config: RunConfig, directory: list[PeerRecord]) -> None:
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        port = bind_server(self.server, "127.0.0.1", 0, None)
+        self.record = record(number, endpoint=f"127.0.0.1:{port}")
+        self.channels = ChannelPool(insecure=True)
+        self.stage = FakeStage()
+        self.averager = Averager(
+            config=config, own=self.record, member=self.stage, peers=lambda stage: directory,
+            transport=GrpcTransport(self.channels), clock=SystemClock(), timing=QUICK,
+        )  # fmt: skip
+        self.stage.averager = self.averager
+        add_AveragingServiceServicer_to_server(
+            AveragingServicer(self.averager, own_id=self.record.peer_id), self.server
+        )
+        await self.server.start()
+        self.task = asyncio.create_task(self.averager.run())
+
+    async def kill(self) -> None:
+        self.task.cancel()
+        await self.server.stop(None)
+
+    async def stop(self) -> None:
+        await self.kill()
+        await self.channels.close()
+        await asyncio.wait([self.task])
+
+
+@pytest.fixture
+async def nodes() -> AsyncIterator[list[Node]]:
+    directory: list[PeerRecord] = []
+    nodes = [Node() for _ in range(3)]
+    for number, node in enumerate(nodes, start=1):
+        await node.start(number, make_config("diloco", microbatches=4, codec="fp16"), directory)
+        directory.append(node.record)
+    yield nodes
+    for node in nodes:
+        await node.stop()
+
+
+async def test_three_members_commit_and_a_joiner_downloads(nodes: list[Node]) -> None:
+    for index, node in enumerate(nodes):
+        node.stage.learn(index)
+    nodes[0].stage.learn(3)
+    await until(lambda: all(node.stage.round == 1 for node in nodes))
+    assert len({node.stage.digest for node in nodes}) == 1
+    result = nodes[0].stage.results[0]
+    assert len(result.members) == 3
+    joiner = Node()
+    await joiner.start(4, make_config("diloco", microbatches=4, codec="fp16"), [node.record for node in nodes])
+    try:
+        await until(lambda: joiner.stage.round == 1)
+        assert torch.equal(joiner.stage.anchor, nodes[0].stage.anchor)
+    finally:
+        await joiner.stop()
+
+
+async def test_member_that_stops_in_mid_exchange_is_left_out(
+    nodes: list[Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, survivors = nodes[1], [nodes[0], nodes[2]]
+    stopping: list[asyncio.Task[None]] = []
+
+    async def die(*_: object) -> None:
+        if not stopping:
+            stopping.append(asyncio.create_task(victim.kill()))
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(victim.averager, "exchange", die)
+    victim.stage.learn(8)
+    nodes[2].stage.learn(0, 1)
+    await asyncio.sleep(0.2)
+    nodes[0].stage.learn(2, 3)
+    await until(lambda: all(node.stage.round == 1 for node in survivors))
+    assert stopping
+    assert survivors[0].stage.digest == survivors[1].stage.digest
+    assert survivors[0].stage.results[0].members == tuple(node.record.peer_id for node in survivors)
+    assert survivors[0].stage.results[0].num_samples == 8
+    assert victim.stage.round == 0
+
+
+async def test_strangers_are_refused_with_the_right_error(nodes: list[Node]) -> None:
+    transport = GrpcTransport(nodes[0].channels)
+    config = make_config("diloco", microbatches=4, codec="fp16")
+    for address, error in (
+        (Address(run_id="other", protocol_version=PROTOCOL_VERSION, stage=0), WrongRun),
+        (Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=7), WrongStage),
+    ):
+        with pytest.raises(error):
+            await transport.call(nodes[1].record, REPORT, pb.ReportRequest(address=address), timeout_seconds=2.0)
+
+
+async def test_peer_that_does_not_run_yet_is_not_ready() -> None:
+    averager = Averager(
+        config=make_config(), own=record(1), member=FakeStage(), peers=lambda stage: [],
+        transport=GrpcTransport(ChannelPool(insecure=True)), clock=SystemClock(),
+    )  # fmt: skip
+    address = Address(run_id=make_config().run_id, protocol_version=PROTOCOL_VERSION, stage=0)
+    with pytest.raises(NotReady):
+        await averager.handle(REPORT, pb.ReportRequest(address=address))

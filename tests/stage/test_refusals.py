@@ -1,0 +1,252 @@
+"""What strangers may send to a stage: refused with the right error, and the peer goes on serving."""
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from swarm.errors import (
+    IncompatibleVersion,
+    MalformedMessage,
+    NotReady,
+    PeerUnavailable,
+    RetriesExhausted,
+    RoundMismatch,
+    SwarmError,
+    WrongRun,
+    WrongStage,
+)  # fmt: skip
+from swarm.hop import HopLimits
+from swarm.rpc.channels import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, translate
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+from swarm.rpc.wire import CHUNK_BYTES, chunks
+from swarm.stage.backend import HIDDEN, TOKENS, request_specs
+from swarm.types import PROTOCOL_VERSION
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
+
+_TOKENS = tokens(SYNCHRONOUS, 0)
+_HIDDEN = torch.zeros(2, 16, 32)
+_WRONG_TOKENS = _TOKENS.index_fill(1, torch.tensor([3]), 64)
+_NAN = _HIDDEN.index_fill(1, torch.tensor([3]), float("nan"))
+
+
+@pytest.fixture
+async def chain() -> AsyncIterator[Chain]:
+    """Whatever the test did to it, a good microbatch passes at the end, and no slot is lost."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        yield chain
+        await eventually(lambda: all(peer.stage.num_admitted == 0 for peer in chain.peers))
+        await chain.train_all([0, 1])
+        chain.assert_accumulated([0, 1])
+        chain.assert_idle()
+
+
+def _open(**changes: Any) -> pb.TrainRequest:
+    address = pb.Address(
+        run_id=changes.pop("run_id", SYNCHRONOUS.run_id), stage=changes.pop("stage", 1),
+        protocol_version=changes.pop("protocol_version", PROTOCOL_VERSION),
+    )  # fmt: skip
+    return pb.TrainRequest(open=pb.Open(**{"address": address, "microbatch": 0, "num_samples": 2, **changes}))
+
+
+def _tensors(**tensors: torch.Tensor) -> list[pb.TrainRequest]:
+    return [pb.TrainRequest(chunk=chunk) for name, tensor in tensors.items() for chunk in chunks(name, tensor)]
+
+
+async def _send(peer: Peer, method: str, requests: Iterable[Any]) -> list[Any]:
+    """All that a peer answers. Raises what it refuses with."""
+    async with grpc.aio.insecure_channel(peer.record.endpoint, options=CLIENT_OPTIONS) as channel:
+        call = getattr(StageServiceStub(channel), method)(iter(requests), timeout=20)
+        try:
+            return [reply async for reply in call]
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+
+
+@pytest.mark.parametrize(
+    ("requests", "error", "message"),
+    [
+        ([_open(stage=2)], WrongStage, "serves stage 1, not 2"),
+        ([_open(stage=4_000_000_000)], WrongStage, "serves stage 1"),
+        ([_open(run_id="other.0123456789abcdef")], WrongRun, "run 'other.0123456789abcdef' is not"),
+        ([_open(run_id="r" * 100_000)], WrongRun, "which this peer serves"),
+        ([_open(protocol_version=99)], IncompatibleVersion, "protocol version 99 is not"),
+        ([_open(num_samples=3)], MalformedMessage, "has 2 samples, not 3"),
+        ([_open(round=1)], MalformedMessage, "microbatch 0 belongs to round 0, not 1"),
+        ([], MalformedMessage, "begins with Open"),
+        ([pb.TrainRequest()], MalformedMessage, "begins with Open"),
+        ([pb.TrainRequest(ack=pb.Ack())], MalformedMessage, "begins with Open"),
+        ([_open()], MalformedMessage, "ended before its tensors"),
+        ([_open(), *_tensors(tokens=_TOKENS)], MalformedMessage, "ended before its tensors"),
+        ([_open(), _open()], MalformedMessage, "a tensor chunk is expected"),
+        ([_open(), *_tensors(tokens=_TOKENS[:, 1:])], MalformedMessage, r"\[2, 16\], expected 'int32' \[2, 17\]"),
+        ([_open(), *_tensors(tokens=_TOKENS.float())], MalformedMessage, "'fp32' .*expected 'int32'"),
+        ([_open(), *_tensors(hidden=_HIDDEN.half())], MalformedMessage, "'fp16' .*expected 'fp32'"),
+        ([_open(), *_tensors(weights=_HIDDEN)], MalformedMessage, "'weights' is not expected"),
+        ([_open(), *_tensors(tokens=_TOKENS, hidden=_NAN)], MalformedMessage, "holds NaN"),
+        ([_open(), *_tensors(tokens=_WRONG_TOKENS, hidden=_HIDDEN)], MalformedMessage, "outside the vocabulary"),
+    ],
+)  # fmt: skip
+async def test_what_makes_no_sense_is_refused(
+    chain: Chain, requests: list[pb.TrainRequest], error: type[SwarmError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await _send(chain.peers[1], "Train", requests)
+
+
+async def test_a_tensor_that_claims_to_be_huge_is_refused_before_it_comes(chain: Chain) -> None:
+    header = TensorHeader(name=TOKENS, encoding="int32", shape=(2, 17), num_bytes=1 << 60)
+    with pytest.raises(MalformedMessage, match="1152921504606846976 bytes, expected 136"):
+        await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunk=TensorChunk(header=header))])
+
+
+async def test_a_tensor_that_goes_on_and_on_is_cut_off(chain: Chain) -> None:
+    header = TensorHeader(name=TOKENS, encoding="int32", shape=(2, 17), num_bytes=136)
+    endless = [pb.TrainRequest(chunk=TensorChunk(data=bytes(CHUNK_BYTES)))] * 8
+    with pytest.raises((MalformedMessage, PeerUnavailable)):
+        await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunk=TensorChunk(header=header)), *endless])
+
+
+async def test_a_message_above_the_limit_ends_its_call_only(chain: Chain) -> None:
+    with pytest.raises(PeerUnavailable, match="RESOURCE_EXHAUSTED"):
+        await _send(chain.peers[1], "Train", [_open(run_id="r" * (MAX_MESSAGE_BYTES + 1))])
+
+
+async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
+    requests = [_open(microbatch=1), *_tensors(tokens=tokens(SYNCHRONOUS, 1), hidden=_HIDDEN), _open()]
+    with pytest.raises(MalformedMessage, match="only an Ack is expected"):
+        await _send(chain.peers[1], "Train", requests)
+    for peer in chain.peers[1:]:
+        await peer.stage.settle_round(0, frozenset())
+
+
+async def test_a_peer_that_is_leaving_says_so(chain: Chain) -> None:
+    chain.peers[1].stage.serving = False
+    with pytest.raises(NotReady, match="joining or leaving"):
+        await _send(chain.peers[1], "Train", [_open()])
+    chain.peers[1].stage.serving = True
+
+
+async def test_in_diloco_any_round_may_be_named() -> None:
+    """Peers are not at the same round there; the microbatch counts for whichever round it is acknowledged in."""
+    async with running_chain(DILOCO) as chain:
+        await chain.train_all([0], round_number=17)
+        assert [peer.stage.ledger.committed(0) for peer in chain.peers] == [{0}] * 3
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def _evaluate(tensors: Iterable[pb.EvaluateRequest] = (), **changes: Any) -> list[pb.EvaluateRequest]:
+    address = pb.Address(
+        run_id=changes.pop("run_id", SYNCHRONOUS.run_id), stage=changes.pop("stage", 1),
+        protocol_version=PROTOCOL_VERSION,
+    )  # fmt: skip
+    opening = pb.EvaluateOpen(**{"address": address, "num_samples": 2, "sequence_length": 16, **changes})
+    return [pb.EvaluateRequest(open=opening), *tensors]
+
+
+def _as_evaluation(**tensors: torch.Tensor) -> list[pb.EvaluateRequest]:
+    return [pb.EvaluateRequest(chunk=request.chunk) for request in _tensors(**tensors)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "error", "message"),
+    [
+        ([], MalformedMessage, "begins with its open message"),
+        (_as_evaluation(tokens=_TOKENS), MalformedMessage, "begins with its open message"),
+        (_evaluate(stage=0), WrongStage, "serves stage 1, not 0"),
+        (_evaluate(run_id="x"), WrongRun, "run 'x' is not"),
+        (_evaluate(round=5), RoundMismatch, "round 5 is not kept, this peer is at 0"),
+        (_evaluate(num_samples=0), MalformedMessage, "not 0 of 16"),
+        (_evaluate(num_samples=1_000_000_000), MalformedMessage, "at most 2 samples of 16 tokens"),
+        (_evaluate(sequence_length=17), MalformedMessage, "not 2 of 17"),
+        (_evaluate(_as_evaluation(hidden=_HIDDEN.half())), MalformedMessage, "expected 'fp32'"),
+        (_evaluate(_as_evaluation(tokens=_TOKENS, hidden=_NAN)), MalformedMessage, "holds NaN"),
+        (_evaluate(_as_evaluation(tokens=_WRONG_TOKENS, hidden=_HIDDEN)), MalformedMessage, "outside the vocabulary"),
+    ],
+)
+async def test_an_evaluation_that_makes_no_sense_is_refused(
+    chain: Chain, requests: list[pb.EvaluateRequest], error: type[SwarmError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await _send(chain.peers[1], "Evaluate", requests)
+
+
+# -- what the hop makes of it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        [pb.TrainReply(done=pb.Done())],
+        [pb.TrainReply(accepted=pb.Accepted())],
+        [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply()],
+        [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(accepted=pb.Accepted())],
+        [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(done=pb.Done())],
+        [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(chunk=next(chunks("x", _HIDDEN)))],
+        [
+            pb.TrainReply(accepted=pb.Accepted()),
+            *(pb.TrainReply(chunk=chunk) for chunk in chunks("hidden_gradient", _NAN)),
+            pb.TrainReply(done=pb.Done()),
+        ],
+    ],
+)
+async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
+    garbage: list[pb.TrainReply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        first, (bad, good) = chain.peers[0], chain.at(1)
+
+        async def talk_nonsense(context: Any, _: object) -> None:
+            for reply in garbage:
+                await context.write(reply)
+            await context.read()
+
+        monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
+        await chain.train_all(range(4))
+        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        banned = [reading.banned for reading in first.router.statistics() if reading.peer_id == bad.peer_id]
+        assert banned == [True]
+
+
+async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:
+    """Its successor refuses it; that is no fault of the successor's, nor of the trainer's."""
+    async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 1)) as chain:
+        bad, good = chain.at(0)
+        with torch.no_grad():
+            for value in bad.weights.version.parameters.values():
+                value.fill_(float("nan"))
+        await chain.train_all(range(4))
+        assert {r.peer_id for r in chain.router.statistics() if r.banned} == {bad.peer_id}
+        assert not any(reading.banned for peer in (bad, good) for reading in peer.router.statistics())
+        assert sorted(good.stage.ledger.committed(0)) == [0, 1, 2, 3]
+        assert bad.num_idle == (0, 0, 0, 0)
+
+
+async def test_a_peer_that_has_moved_to_another_stage_is_passed_over() -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 1)) as chain:
+        first, middle, last = chain.peers
+        moved = last.record.model_copy(update={"stage": 1, "announced_at": 1.0})
+        first.router.update(1, [moved, middle.record])
+        await chain.train_all(range(4))
+        chain.assert_accumulated(range(4))
+        readings = {reading.peer_id: reading for reading in first.router.statistics()}
+        assert readings[last.peer_id].num_chosen > 0
+        assert not readings[last.peer_id].banned
+
+
+async def test_too_many_failures_end_in_one_clear_error() -> None:
+    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
+        await chain.peers[0].stop()
+        with pytest.raises(RetriesExhausted, match="stage 0: 1 peers failed in a row; the last: "):
+            await chain.train(0)
+
+
+def test_the_tensors_of_this_file_fit_the_configuration() -> None:
+    specs = request_specs(SYNCHRONOUS, 1)
+    assert (specs[TOKENS].shape, specs[HIDDEN].shape) == (tuple(_TOKENS.shape), tuple(_HIDDEN.shape))
