@@ -224,7 +224,7 @@ class LocalSwarm:
         for exit_ in self.children.exits():
             raise PeerUnavailable(f"{exit_.name} did not start: {_without_prefix(exit_.reason)}")
 
-    # -- while it trains -------------------------------------------------------------------------------------------------
+    # -- while it trains -----------------------------------------------------------------------------------------------
 
     async def _watch(self, table: LiveTable, metrics: MetricsLog) -> int:
         while True:

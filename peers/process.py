@@ -29,7 +29,7 @@ _FAULTS = (ValueError, SwarmError, OSError)
 
 def prepare_environment() -> None:
     """Set what grpc, hivemind and tokenizers read when they are imported; what the user has set stays."""
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # The DHT forks, and its child never uses gRPC.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # Children (p2pd, wandb) are made by fork and exec.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):

@@ -1,7 +1,7 @@
 """Child processes that never outlive their launcher.
 
 Used by swarm-local, the benches and the end-to-end tests. Each child leads a process group of its own, so that what it
-forks (the DHT's process, p2pd) goes with it, and the kernel kills it should the launcher die. Knows nothing about
+starts (p2pd) goes with it, and the kernel kills it should the launcher die. Knows nothing about
 what the children do.
 """
 

@@ -7,9 +7,7 @@ report -> say goodbye.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,14 +17,14 @@ from typing import TypeVar
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from peers import cli, process
 from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.report import Report
 from peers.stage_peer import CACHE
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
-from swarm.data import corpora, entropy, tokenizers
+from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
@@ -34,7 +32,7 @@ from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.hop import Hop
 from swarm.identity import Identity, generate
-from swarm.metrics.log import MetricsLog, StepMetrics
+from swarm.metrics.log import MetricsLog
 from swarm.metrics.plot import plot_loss
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.evaluate import generate as generate_text
@@ -135,7 +133,8 @@ async def run(options: TrainerOptions, node: DhtNode) -> int:
             config=dataclasses.asdict(config),
         )  # fmt: skip
     metrics = MetricsLog(options.output / "metrics.jsonl", wandb_run=wandb_run)
-    with metrics, Report(config, options, metrics, Console(stderr=True)) as report:
+    report = Report(config, steps=options.steps, output=options.output, metrics=metrics, console=Console(stderr=True))
+    with metrics, report:
         loop = TrainLoop(
             config=config, data=data, hop=hop, leases=leases, watcher=watcher, clock=clock,
             max_in_flight=options.max_in_flight, on_waiting=report.waiting,
@@ -156,7 +155,7 @@ async def run(options: TrainerOptions, node: DhtNode) -> int:
         await channels.close()
     report.goodbye(interrupted=interrupted)
     if not interrupted:
-        write_summary(options, report, corpus)
+        report.write_summary(corpus)
         if session.sample:
             (options.output / "sample.txt").write_text(session.sample + "\n", encoding="utf-8")
             print(session.sample)
@@ -187,7 +186,7 @@ class Session:
     directory: Directory
     identity: Identity
     loop: TrainLoop
-    report: "Report"
+    report: Report
     sample: str = ""
 
     async def train(self) -> None:
@@ -256,131 +255,3 @@ class Session:
             except PeerUnavailable as error:
                 logger.debug("not announced: %s", error)
             await asyncio.sleep(5.0)
-
-
-class Report(contextlib.AbstractContextManager["Report"]):
-    """What the trainer tells: a progress bar, metrics, and the figures of the summary."""
-
-    def __init__(
-        self, config: RunConfig, options: TrainerOptions, metrics: MetricsLog, console: Console
-    ) -> None:  # fmt: skip
-        self.first_step = 0
-        self.step_number = 0
-        self.first_loss: float | None = None
-        self.loss: float | None = None
-        self.validation_loss: float | None = None
-        self.own_tokens = 0
-        self.num_microbatches = 0
-        self.num_rerouted = 0
-        self.tokens_per_second = 0.0
-        self.seconds = 0.0
-        self._run_samples = 0
-        self._config = config
-        self._options = options
-        self._metrics = metrics
-        self._console = console
-        self._waiting_for: set[int] = set()
-        self._bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
-        self._task: TaskID = self._bar.add_task("train", total=options.steps, note="")
-
-    def __enter__(self) -> "Report":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
-
-    def begin(self, first_step: int) -> None:
-        """The swarm is at this step now."""
-        self.first_step = self.step_number = first_step
-        self._run_samples = first_step * self._config.rounds.round_samples
-        self._metrics.event(first_step, "training begins")
-
-    def waiting(self, stage: int) -> None:
-        """Say once that a stage is empty, until the next step."""
-        if stage not in self._waiting_for:
-            self._waiting_for.add(stage)
-            message = (
-                f"waiting: stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
-            )
-            logger.warning("%s", message)
-            self._metrics.event(self.step_number, f"stage {stage} has no peer")
-
-    def step(self, step: Step, validation_loss: float | None) -> None:
-        """Log a step."""
-        self._waiting_for.clear()
-        totals, report = step.totals, step.report
-        self.step_number = step.number
-        if totals.losses:
-            self.loss = sum(totals.losses) / len(totals.losses)
-            self.first_loss = self.loss if self.first_loss is None else self.first_loss
-        self.validation_loss = self.validation_loss if validation_loss is None else validation_loss
-        self.own_tokens += totals.num_tokens
-        self.num_microbatches += totals.num_microbatches
-        self.num_rerouted += totals.num_rerouted
-        self.seconds += step.seconds
-        before = self._run_samples
-        self._run_samples = report.run_samples if report else before + self._config.rounds.round_samples
-        length = self._config.data.sequence_length
-        self.tokens_per_second = (self._run_samples - before) * length / max(step.seconds, 1e-9)
-        self._metrics.step(
-            StepMetrics(
-                step=step.number,
-                loss=float("nan") if self.loss is None else self.loss,
-                gradient_norm=report.gradient_norm if report else None,
-                learning_rate=report.learning_rate if report else None,
-                tokens_per_sec=self.tokens_per_second,
-                total_tokens=self._run_samples * length,
-                step_time=step.seconds,
-                dispatch_time=sum(totals.dispatch_seconds),
-                aggregate_time=report.aggregate_seconds if report else None,
-                successful_workers=report.num_members if report else 0,
-                compression_ratio=report.compression_ratio if report else None,
-                validation_loss=validation_loss,
-                device_memory_bytes=report.device_bytes if report else None,
-            )
-        )
-        self._say(step.number, validation_loss)
-
-    def final(self, validation_loss: float | None) -> None:
-        """The evaluation at the end."""
-        if validation_loss is not None:
-            self.validation_loss = validation_loss
-            self._metrics.event(self.step_number, f"final validation loss {validation_loss:.4f}")
-
-    def goodbye(self, *, interrupted: bool) -> None:
-        """Say where training is."""
-        how = "stopped" if interrupted else "finished"
-        loss = "" if self.loss is None else f", loss {self.loss:.3f}"
-        held_out = "" if self.validation_loss is None else f", validation loss {self.validation_loss:.3f}"
-        print(
-            f"{how} at step {self.step_number}{loss}{held_out}; figures in {self._options.output}. The swarm keeps its "
-            "state: start swarm-trainer again to go on."
-        )
-
-    def _say(self, number: int, validation_loss: float | None) -> None:
-        held_out = "" if validation_loss is None else f"  validation {validation_loss:.3f}"
-        note = f"loss {self.loss or float('nan'):.3f}{held_out}  {self.tokens_per_second:,.0f} tokens/s"
-        self._bar.update(self._task, completed=number - self.first_step, note=note)
-        if not self._console.is_terminal:
-            logger.info("step %d: %s", number, note)
-
-
-def write_summary(options: TrainerOptions, report: Report, corpus: corpora.Corpus) -> None:
-    """Write summary.json: how the run began and ended, and what counting bigrams alone would reach."""
-    summary = {
-        "first_loss": report.first_loss,
-        "final_loss": report.loss,
-        "validation_loss": report.validation_loss,
-        "unigram_entropy": entropy.unigram_entropy(corpus),
-        "bigram_entropy": entropy.bigram_entropy(corpus),
-        "tokens": report.own_tokens,
-        "tokens_per_second": report.own_tokens / max(report.seconds, 1e-9),
-        "microbatches_completed": report.num_microbatches,
-        "microbatches_rerouted": report.num_rerouted,
-        "steps": report.step_number - report.first_step,
-    }
-    (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -59,7 +59,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the layer again."""
     custom_class: str = ""
-    """`package.module:Class` of a model of your own (docs/operations.md has the requirements); empty means the built-in one."""
+    """`package.module:Class` of your own model (docs/operations.md has the requirements); empty: the built-in one."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "d_model", "num_heads", "vocab_size"):

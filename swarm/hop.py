@@ -94,7 +94,6 @@ class HopReply:
     num_reroutes: int
     num_busy: int
     """Times that a peer of this hop had no room."""
-    dispatch_seconds: float
     _call: Call = field(repr=False)
 
     async def ack(self) -> None:
@@ -257,7 +256,6 @@ class Hop:
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):
                     await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
-            sent_at = self._clock.monotonic()
             if request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
             attempt.route = {**attempt.route, self.stage: peer_id}
@@ -299,7 +297,7 @@ class Hop:
             return HopReply(
                 loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
                 route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + attempt.num_failures,
-                num_busy=attempt.num_busy, dispatch_seconds=sent_at - opened_at, _call=call,
+                num_busy=attempt.num_busy,  _call=call,
             )  # fmt: skip
 
     async def _evaluate_once(

@@ -1,6 +1,6 @@
 """Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step).
 
-Thin over torch.optim. Used by stage/state and by the single-process reference, so that both take the same
+Thin over torch.optim. Used by stage/weights and by the single-process reference, so that both take the same
 steps. Never decides when to step.
 """
 

@@ -138,7 +138,7 @@ class Participant:
     def _join(self, request: pb.AverageRequest, ballot: Ballot, weights: list[Weight]) -> _Attempt:
         attempt = self._attempt
         own = [weight.num_samples for weight in weights if weight.peer_id == self._own_id]
-        if attempt is None or own != [attempt.contribution.num_samples]:
+        if attempt is None or attempt.ballot != ballot or own != [attempt.contribution.num_samples]:
             raise Refused("the shares do not name this member's contribution")
         self.group.join(request.round, ballot, shares_digest(weights, self._codec))
         index = [weight.peer_id for weight in weights].index(self._own_id)

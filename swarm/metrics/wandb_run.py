@@ -1,7 +1,7 @@
 """A Weights & Biases run that can neither stall nor end the training it reports on.
 
 Used by MetricsLog. wandb is imported, started and fed in a thread of its own behind a bounded queue; its first error is
-logged and ends the reporting. It starts processes: begin only after the DHT has forked.
+logged and ends the reporting.
 """
 
 import importlib

@@ -13,7 +13,7 @@ import grpc
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.errors import Retryable, SwarmError, WrongRun, WrongStage
+from swarm.errors import IncompatibleVersion, Retryable, SwarmError, WrongRun, WrongStage
 from swarm.pipeline.leases import LEASE_SECONDS, Grant, LeaseTable, RoundView
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
@@ -75,6 +75,11 @@ class LeaseServicer(LeaseServiceServicer):
         )  # fmt: skip
 
     def _check(self, address: Address) -> None:
+        if address.protocol_version != PROTOCOL_VERSION:
+            raise IncompatibleVersion(
+                f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
+                "use the same release of swarm on every machine"
+            )
         if address.run_id != self._config.run_id:
             raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
         if address.stage != self._stage:

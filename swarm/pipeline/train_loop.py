@@ -37,7 +37,8 @@ class StepTotals:
     """What one trainer has seen since the last step."""
 
     losses: list[float] = field(default_factory=list)
-    dispatch_seconds: list[float] = field(default_factory=list)
+    busy_seconds: float = 0.0
+    """Seconds in which microbatches were under way."""
     num_tokens: int = 0
     num_microbatches: int = 0
     num_rerouted: int = 0
@@ -81,6 +82,7 @@ class TrainLoop(HopListener):
         self._wanted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._totals = StepTotals()
+        self._counted_until = clock.monotonic()
         self._paused = False
         self._num_failures = 0
 
@@ -115,6 +117,7 @@ class TrainLoop(HopListener):
                 await self._clock.sleep(0.1)
                 await self._watcher.poll()
             now = self._clock.monotonic()
+            self._count_busy()
             totals, self._totals = self._totals, StepTotals()
             report = self._watcher.report(number)
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
@@ -141,6 +144,7 @@ class TrainLoop(HopListener):
             while self._queue and not self._paused and len(self._in_flight) < self._window.size:
                 work = self._queue.popleft()
                 task = tasks.create_task(self._train(work))
+                self._count_busy()
                 self._in_flight[work.microbatch.index] = (work, task)
             if len(self._queue) < self._window.size:
                 self._wanted.set()
@@ -168,13 +172,20 @@ class TrainLoop(HopListener):
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
             self._totals.losses.append(reply.loss)
-            self._totals.dispatch_seconds.append(reply.dispatch_seconds)
             self._totals.num_tokens += reply.num_tokens
             self._totals.num_microbatches += 1
             self._totals.num_rerouted += reply.num_reroutes > 0
         finally:
+            self._count_busy()
             self._in_flight.pop(index, None)
             self._arrived.set()
+
+    def _count_busy(self) -> None:
+        """Before anything changes: was the time since the last change spent with microbatches under way?"""
+        now = self._clock.monotonic()
+        if self._in_flight:
+            self._totals.busy_seconds += now - self._counted_until
+        self._counted_until = now
 
     def _failed(self, index: int, error: Fatal) -> None:
         self._released.append(index)

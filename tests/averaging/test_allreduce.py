@@ -55,7 +55,6 @@ async def average(
     codec: str = "fp32",
     *,
     silent: int | None = None,
-    seconds: float = 2.0,
 ) -> list[Average | MemberFailed]:
     weights = [Weight(peer_id=str(i), num_samples=n) for i, n in enumerate(samples)]
     parts = split(vectors[0].numel(), len(vectors))
@@ -69,7 +68,7 @@ async def average(
         try:
             return await all_reduce(
                 vectors[i], own_id=str(i), weights=weights, reduction=reductions[str(i)],
-                transport=Door(hall, str(i)), timeout_seconds=seconds,
+                transport=Door(hall, str(i)), timeout_seconds=2.0,
             )  # fmt: skip
         except MemberFailed as failed:
             return failed
@@ -79,7 +78,8 @@ async def average(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.integers(1, 6), st.integers(1, 50), st.lists(st.integers(0, 9), min_size=6, max_size=6), st.sampled_from(["fp32", "fp16"])
+    st.integers(1, 6), st.integers(1, 50), st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    st.sampled_from(["fp32", "fp16"]),
 )  # fmt: skip
 def test_all_end_with_the_same_weighted_mean(size: int, num_elements: int, samples: list[int], codec: str) -> None:
     """Any number of members and elements, members without samples included."""

@@ -1,0 +1,149 @@
+"""README and docs/ name only what exists: files, commands, options, calls, metrics."""
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.local import LocalOptions
+from peers.stage_peer import PeerOptions
+from peers.status import StatusOptions
+from peers.trainer import TrainerOptions
+from scripts.benches.common import BenchOptions
+from swarm.metrics.log import StepMetrics
+from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONS: dict[str, type] = {
+    "swarm-peer": PeerOptions,
+    "swarm-trainer": TrainerOptions,
+    "swarm-status": StatusOptions,
+    "swarm-local": LocalOptions,
+    "scripts/demo": LocalOptions,
+    "scripts/bench": BenchOptions,
+}
+DESIGN_SENTENCES = (
+    "stages discovered via a hivemind DHT",
+    "forwards routed stochastically through a throughput-ranked priority queue per stage",
+    "backwards, likewise when a peer on the path dropped",
+    "DiLoCo-style averaging of shared blocks",
+    "compressed all-reduce",
+    "peers that drop",
+)
+
+_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*(?=\s|$)")
+
+page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def _code(text: str) -> Iterator[str]:
+    """Code spans, and the lines of code blocks."""
+    for block in _FENCE.findall(text):
+        yield from block.splitlines()[1:-1]
+    yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", _FENCE.sub("", text)))
+
+
+def _rows(text: str) -> dict[str, str]:
+    """The rows of a page's tables, by their first cell."""
+    cells = (line.strip("|").split("|", 1) for line in text.splitlines() if line.startswith("| "))
+    return {first.strip(): rest for first, rest in cells}
+
+
+def _anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _flags(options: type) -> set[str]:
+    return {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options)} | {"--help"}
+
+
+@page_by_page
+def test_relative_links_resolve(page: Path) -> None:
+    for link in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if "://" in link:
+            continue
+        path, _, fragment = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not fragment or fragment in _anchors(target), link
+
+
+@page_by_page
+def test_paths_in_code_exist(page: Path) -> None:
+    path = re.compile(r"(swarm|peers|scripts|docs|tests|proto)/[\w./-]+")
+    named = {word for span in _code(page.read_text()) for word in span.split() if path.fullmatch(word)}
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+@page_by_page
+def test_options_exist(page: Path) -> None:
+    """An option behind a program's name must be that program's, any other some program's."""
+    program = re.compile("|".join(map(re.escape, OPTIONS)))
+    for span in _code(page.read_text()):
+        starts = [match.start() for match in program.finditer(span)]
+        pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]
+        for piece in pieces:
+            match = program.match(piece)
+            known = _flags(OPTIONS[match[0]]) if match else set().union(*map(_flags, OPTIONS.values()))
+            assert set(_OPTION.findall(piece)) <= known, span
+
+
+@pytest.mark.parametrize("program", ["swarm-peer", "swarm-trainer", "swarm-status", "swarm-local"])
+def test_sections_of_operations_name_their_own_program_s_options(program: str) -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    section = text.partition(f"### {program}\n")[2].partition("\n#")[0]
+    named = {option for span in _code(section) for option in _OPTION.findall(span)}
+    assert named
+    assert named <= _flags(OPTIONS[program])
+
+
+def test_readme_names_every_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    commands = [*project["scripts"], *(f"scripts/{name}" for name in ("demo", "test", "check", "bench"))]
+    named = {word for cell in _rows(README.read_text()) for word in re.findall(r"[\w/-]+", cell)}
+    assert set(commands) <= named
+
+
+def test_readme_tree_is_the_tree() -> None:
+    """Every entry exists, and every module of the library and the programs has one."""
+    tree = next(block for block in _FENCE.findall(README.read_text()) if "\nproto/" in block)
+    folders: list[str] = []
+    listed = set()
+    for line in tree.splitlines()[1:-1]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [line.split()[0].rstrip("/")]
+        listed.add("/".join(folders))
+    assert not [entry for entry in sorted(listed) if not (ROOT / entry).exists()]
+    modules = {str(path.relative_to(ROOT)) for folder in ("swarm", "peers") for path in (ROOT / folder).rglob("*.py")}
+    generated = {name for name in modules if name.startswith("swarm/rpc/v1/")}
+    assert {name for name in modules - generated if not name.endswith("__init__.py")} <= listed
+
+
+def test_architecture_says_which_file_keeps_each_sentence() -> None:
+    rows = _rows((ROOT / "docs" / "architecture.md").read_text())
+    for sentence in DESIGN_SENTENCES:
+        assert [path for path in _LINK.findall(rows[sentence]) if path.endswith(".py")], sentence
+
+
+def test_protocol_names_every_call() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    services = [s for file in (stage_pb2, lease_pb2, averaging_pb2) for s in file.DESCRIPTOR.services_by_name.values()]
+    spoken_of = {*_rows(text), *(f"`{heading}`" for heading in re.findall(r"^### (\w+)$", text, re.MULTILINE))}
+    assert {f"`{method.name}`" for service in services for method in service.methods} <= spoken_of
+
+
+def test_operations_explains_every_metric() -> None:
+    metrics = StepMetrics(
+        step=0, loss=0.0, gradient_norm=None, learning_rate=None, tokens_per_sec=0.0, total_tokens=0, step_time=0.0,
+        dispatch_time=0.0, aggregate_time=None, successful_workers=0, compression_ratio=None,
+    )  # fmt: skip
+    assert {f"`{name}`" for name in metrics.named()} <= _rows((ROOT / "docs" / "operations.md").read_text()).keys()
