@@ -166,12 +166,15 @@ class StageServer:
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._announce()
         number, deadline = self._stage.round, self._clock.monotonic() + LEAVE_SECONDS
-        while self._clock.monotonic() < deadline and (self._stage.num_admitted or self._round_needs_us(number)):
+        while self._clock.monotonic() < deadline and (self._is_busy() or self._round_needs_us(number)):
             await self._clock.sleep(0.1)
         try:
             await self._directory.withdraw()
         except PeerUnavailable as error:
             logger.debug("not withdrawn: %s", error)
+
+    def _is_busy(self) -> bool:
+        return self._stage.num_admitted > 0 or self._stage.num_settling > 0
 
     def _round_needs_us(self, number: int) -> bool:
         progress = self._member.progress()
@@ -242,7 +245,7 @@ class StageServer:
             return GroupLead(leader_id=PeerId(view.leader_id), view=None)
         round_view = RoundView(
             round=view.round, committed=view.committed, highest_microbatch=view.highest_microbatch,
-            quiet_seconds=view.quiet_seconds,
+            quiet_seconds=view.quiet_seconds, complete=view.complete,
         )  # fmt: skip
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 

@@ -27,7 +27,7 @@ def test_toml_overrides_the_defaults() -> None:
     [
         ("[model]\nlayers = 3", "x.toml: unknown key 'model.layers'"),
         ("colour = 1", "x.toml: unknown key 'colour'"),
-        ("[model]\nnum_layers = 0", "x.toml: model: model.num_layers must be at least 1, not 0"),
+        ("[model]\nnum_layers = 0", "x.toml: model.num_layers must be at least 1, not 0"),
         (
             "[model]\nd_model = 100\nnum_heads = 3",
             "model.d_model (100) must be an even multiple of model.num_heads (3)",

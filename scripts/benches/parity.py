@@ -168,7 +168,7 @@ async def _download(
         try:
             snapshot, _ = await state_transfer.download(
                 GrpcTransport(channels), [record], address=address, own_id=identity.generate().peer_id,
-                max_bytes=1 << 30, wanted=lambda standing: standing.round == steps,
+                max_bytes=1 << 30, wanted=lambda standing: standing.round == steps, silence_seconds=ANSWER_SECONDS,
             )  # fmt: skip
         except PeerUnavailable:
             if time.monotonic() > deadline:

@@ -18,9 +18,9 @@ from typing import Protocol
 
 import torch
 
-from swarm.averaging.member import Tensors
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, Retryable, SwarmError
+from swarm.rounds import Tensors
 
 OWNER_PATIENCE = 0.8
 """Share of an exchange's time after which an owner names the member it still waits for; before the others,

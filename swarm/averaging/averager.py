@@ -16,7 +16,6 @@ from swarm.averaging.allreduce import ReducedPart
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.completion import Completion
 from swarm.averaging.leader import AttemptFailed, Leader
-from swarm.averaging.member import RoundMember
 from swarm.averaging.participant import Participant
 from swarm.averaging.reporter import Reporter, wait
 from swarm.averaging.roster import Roster
@@ -34,6 +33,7 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
+from swarm.rounds import RoundMember
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord

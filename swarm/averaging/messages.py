@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from swarm.averaging.group import Ballot
-from swarm.averaging.member import Progress, Snapshot
 from swarm.errors import MalformedMessage
+from swarm.rounds import Progress, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 

@@ -25,11 +25,11 @@ from swarm.averaging.allreduce import (
     unflatten,
 )
 from swarm.averaging.group import Ballot, Group, Refused
-from swarm.averaging.member import Contribution, RoundMember, RoundResult, Snapshot, next_lineage
 from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import IntegrityError, MalformedMessage
+from swarm.rounds import Contribution, RoundMember, RoundResult, Snapshot, next_lineage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.wire import require_finite

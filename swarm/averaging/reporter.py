@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from swarm.averaging import messages, state_transfer
 from swarm.averaging.group import Ballot
-from swarm.averaging.member import RoundMember
 from swarm.averaging.messages import Standing
 from swarm.averaging.participant import Participant, Spawn
 from swarm.averaging.roster import Roster
@@ -17,6 +16,7 @@ from swarm.averaging.timing import Timing
 from swarm.averaging.transport import REPORT, Caller, Transport, contact_of
 from swarm.clock import Clock
 from swarm.errors import SwarmError
+from swarm.rounds import RoundMember
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId, PeerRecord

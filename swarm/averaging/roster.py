@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from swarm.averaging import messages
 from swarm.averaging.group import Ballot
-from swarm.averaging.member import Progress
 from swarm.averaging.messages import Standing
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
 from swarm.clock import Clock
+from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import torch
 
 from swarm.averaging import messages
-from swarm.averaging.member import Snapshot
 from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.tensor_pb2 import TensorChunk

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm.averaging.member import Progress
+from swarm.rounds import Progress
 from swarm.types import PeerId
 
 

@@ -14,7 +14,7 @@ import grpc
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import IncompatibleVersion, Retryable, SwarmError, WrongRun, WrongStage
-from swarm.pipeline.leases import LEASE_SECONDS, Grant, LeaseTable, RoundView
+from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
@@ -61,7 +61,7 @@ class LeaseServicer(LeaseServiceServicer):
             grant = self._grant(lead.view, request)
             if grant.microbatches or request.count == 0 or self._clock.monotonic() >= deadline:
                 return pb.AcquireReply(
-                    microbatches=grant.microbatches, round=lead.view.round, valid_seconds=LEASE_SECONDS,
+                    microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
                     accumulate_only_at=grant.accumulate_only_at,
                 )  # fmt: skip
             await self._clock.sleep(_POLL_SECONDS)
@@ -95,6 +95,8 @@ class Leased:
     round: int
     microbatches: Sequence[int]
     accumulate_only_at: int | None
+    round_complete: bool
+    """The stage itself lacks nothing of the round any more."""
 
 
 class LeaseClient:
@@ -131,8 +133,9 @@ class LeaseClient:
                 self._leaders[stage] = PeerId(record.peer_id)
                 only_at = reply.accumulate_only_at if reply.HasField("accumulate_only_at") else None
                 return Leased(
-                    stage=stage, round=reply.round, microbatches=list(reply.microbatches), accumulate_only_at=only_at
-                )
+                    stage=stage, round=reply.round, microbatches=list(reply.microbatches),
+                    accumulate_only_at=only_at, round_complete=reply.round_complete,
+                )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
         return None
 

@@ -32,6 +32,8 @@ class RoundView:
     """Highest id that any member has seen; -1 for none."""
     quiet_seconds: float
     """Seconds since a member last committed anything."""
+    complete: bool
+    """The stage has all that the round needs."""
 
 
 @dataclass(frozen=True, kw_only=True)

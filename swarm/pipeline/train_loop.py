@@ -226,7 +226,7 @@ class TrainLoop(HopListener):
                 self._on_waiting(0)
             return False
         self._take(leased, last_round)
-        if self._config.rounds.synchronous and not leased.microbatches and room:
+        if self._config.rounds.synchronous and leased.round_complete and room:
             for stage in range(1, self._config.stages.num_stages):
                 lost = await self._ask(stage, room, wait_seconds=0.0)
                 if lost is not None:

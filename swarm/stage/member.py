@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from swarm.averaging.member import Contribution, Progress, RoundResult, Snapshot
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
 from swarm.stage.weights import Round

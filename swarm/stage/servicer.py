@@ -107,8 +107,7 @@ class StageServicer(StageServiceServicer):
                 if acknowledged.WhichOneof("message") != "ack":
                     raise MalformedMessage("after Done only an Ack is expected")
                 self._check_owner(context, computation)
-                # Shielded: the upstream may hang up as soon as its ack is sent.
-                await asyncio.shield(self._stage.acknowledge(computation))
+                self._stage.acknowledge(computation)
             finally:
                 # Does nothing after an ack, or when another call has taken over.
                 self._stage.abandon(computation, context)

@@ -6,7 +6,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,8 @@ class Stage:
         self._tasks = tasks
         self._limits = limits
         self._ages = itertools.count()
+        self.num_settling = 0
+        """Consequences of acknowledgements that are still under way."""
         self._num_admitted = 0
         self._new_round = asyncio.Event()
         self._seconds_per_sample = MovingAverage(0.1)
@@ -203,8 +205,8 @@ class Stage:
 
     # -- the end of a computation --------------------------------------------------------------------------------------
 
-    async def acknowledge(self, computation: Computation) -> None:
-        """The answer was acknowledged: the microbatch counts here, and downstream is told."""
+    def acknowledge(self, computation: Computation) -> None:
+        """The answer was acknowledged: the microbatch counts here from now on, and downstream will be told."""
         computation.subscribe(_ACKNOWLEDGED)
         holder = computation.adopts or computation
         holder.subscribe(_ACKNOWLEDGED)
@@ -216,11 +218,22 @@ class Stage:
             self.ledger.commit(computation.microbatch.index, counts_for, keep_computation=synchronous)
             self.counters.committed += 1
             self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
-            await holder.settle()
-            self.on_change()
+            self._pass_on(self._settle(holder))
         if computation.adopts is not None:
             computation.adopts.close_downstream()
-        await computation.acknowledge_downstream()
+        self._pass_on(computation.acknowledge_downstream())
+
+    async def _settle(self, computation: Computation) -> None:
+        await computation.settle()
+        self.on_change()
+
+    def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:
+        """Let what follows from an acknowledgement happen by itself: its sender need not wait for that."""
+        self.num_settling += 1
+        self._tasks.create_task(consequence).add_done_callback(self._passed_on)
+
+    def _passed_on(self, _: asyncio.Task[None]) -> None:
+        self.num_settling -= 1
 
     def abandon(self, computation: Computation, subscriber: object) -> None:
         """The call that waited for the answer is gone: keep it a while for a retry, then roll it back."""

@@ -10,13 +10,13 @@ import torch
 
 from swarm.averaging.allreduce import ReducedPart
 from swarm.averaging.averager import Averager
-from swarm.averaging.member import Contribution, Progress, RoundResult, Snapshot
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request
 from swarm.clock import SystemClock
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 

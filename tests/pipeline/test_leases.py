@@ -33,7 +33,7 @@ class _Leader:
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
-            highest_microbatch=self.highest, quiet_seconds=quiet_seconds,
+            highest_microbatch=self.highest, quiet_seconds=quiet_seconds, complete=False,
         )  # fmt: skip
         return self.table.acquire(view, trainer, count, holding=holding, released=released)
 

@@ -46,7 +46,7 @@ async def _train(chain: Chain, index: int, rng: random.Random) -> None:
         if rng.random() < 0.3:
             reply.close()
             continue
-        await reply.ack()
+        await chain.ack(reply)
         return
 
 

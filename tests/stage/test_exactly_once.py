@@ -39,9 +39,9 @@ async def test_a_repeat_of_a_tentative_microbatch_is_answered_and_not_counted(co
             assert (chain.counts("forwards"), chain.counts("repeated")) == ([1, 1, 1], [1, 0, 0])
         else:
             assert (chain.counts("forwards"), chain.counts("repeated")) == ([2, 2, 2], [1, 1, 1])
-        await first.ack()
+        await chain.ack(first)
         assert _states(chain, 0) == [EntryState.TENTATIVE] * 3, "only the latest call may acknowledge"
-        await second.ack()
+        await chain.ack(second)
         assert _states(chain, 0) == [EntryState.COMMITTED] * 3
         assert chain.counts("committed") == [1, 1, 1]
         chain.assert_accumulated([0])
@@ -57,7 +57,7 @@ async def test_a_repeat_of_a_running_microbatch_takes_it_over(config: RunConfig)
             second = asyncio.create_task(chain.train(0))
             with pytest.raises(StaleMicrobatch):
                 await first
-        await (await second).ack()
+        await chain.ack(await second)
         assert _states(chain, 0) == [EntryState.COMMITTED] * 3
         chain.assert_accumulated([0])
         await eventually(lambda: _is_idle(chain))
@@ -79,7 +79,7 @@ async def test_many_repeats_at_once_count_once(config: RunConfig) -> None:
 
         async def impatient() -> None:
             with suppress(StaleMicrobatch):
-                await (await chain.train(0)).ack()
+                await chain.ack(await chain.train(0))
 
         await asyncio.gather(*(impatient() for _ in range(8)))
         await chain.train_all([0])
@@ -93,7 +93,7 @@ async def test_of_several_answers_one_is_acknowledged_and_the_others_take_nothin
     clock = ManualClock()
     async with running_chain(DILOCO, clock=clock) as chain:
         replies = [await chain.train(0) for _ in range(3)]
-        await replies[1].ack()
+        await chain.ack(replies[1])
         assert _states(chain, 0) == [EntryState.COMMITTED] * 3
         for reply in replies:
             reply.close()
@@ -137,7 +137,7 @@ async def test_a_retry_in_time_adopts_what_was_left(config: RunConfig) -> None:
         for _ in range(20):
             clock.advance(ORPHAN_SECONDS)
             await asyncio.sleep(0.005)
-        await reply.ack()
+        await chain.ack(reply)
         assert _states(chain, 0) == [EntryState.COMMITTED] * 3
         assert chain.counts("rolled_back") == [0, 0, 0]
         chain.assert_accumulated([0])
@@ -168,7 +168,7 @@ async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
             reply = await chain.train(0)
             proxy.refuse()
             proxy.cut()
-            await reply.ack()
+            await chain.ack(reply)
         first.router.update(1, [middle.record])
         await eventually(
             lambda: _states(chain, 0) == [EntryState.COMMITTED, None, None], meanwhile=lambda: clock.advance(0.5)
@@ -196,7 +196,7 @@ async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer
         (other,) = [peer for peer in chain.at(stage) if peer is not dead]
         await dead.stop()
         await eventually(lambda: len(other.stage.ledger) == 1 and last.stage.counters.repeated == 1)
-    await (await training).ack()
+    await chain.ack(await training)
     return dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead]), other
 
 
@@ -223,7 +223,7 @@ async def test_a_trainer_too_takes_its_microbatch_to_another_peer(config: RunCon
             await dead.stop()
             await eventually(lambda: chain.at(1)[0].stage.counters.repeated == 1)
         reply = await training
-        await reply.ack()
+        await chain.ack(reply)
         assert reply.num_reroutes == 1
         alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
         alive.assert_accumulated([0])
@@ -239,7 +239,7 @@ async def test_the_last_stage_dies_and_another_peer_computes_the_loss() -> None:
             await eventually(lambda: any(len(peer.stage.ledger) for peer in held))
             (dead,) = [peer for peer in held if len(peer.stage.ledger)]
             await dead.stop()
-        await (await training).ack()
+        await chain.ack(await training)
         alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
         alive.assert_accumulated([0])
         await eventually(lambda: _is_idle(alive))
@@ -257,7 +257,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         await middle.stage.settle_round(0, frozenset([1]))
         assert middle.stage.ledger.committed(0) == {0}
         assert (middle.weights.open_bucket.num_samples, middle.num_idle) == (2, (1, 0, 0, 0))
-        await reply.ack()
+        await chain.ack(reply)
         assert _states(chain, 2)[:2] == [EntryState.COMMITTED, None]
         await middle.runtime.control(middle.weights.reopen)
         await chain.train_all([1, 2], accumulate_only_at=1)

@@ -97,7 +97,7 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
         reply = await training
         assert chain.num_samples() == [2, 2, 2]
         chain.assert_accumulated([0])
-        await reply.ack()
+        await chain.ack(reply)
         assert [peer.weights.round.stepped_samples for peer in chain.peers] == [32, 32, 0], "now the second step is due"
 
 
@@ -190,7 +190,7 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
         for peer in others:
             await peer.runtime.control(partial(_apply, peer, peer.weights.close()))
             peer.stage.round_began()
-        await (await training).ack()
+        await chain.ack(await training)
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
 
 
@@ -225,7 +225,7 @@ async def test_busy_against_a_credit_bans_nobody() -> None:
                 await eventually(lambda: chain.peers[0].stage.num_admitted == 1)
                 ours = asyncio.create_task(chain.train_all([2]))
                 await eventually(lambda: chain.counts("busy_replies")[0] > 0)
-            await (await theirs).ack()
+            await chain.ack(await theirs)
             await ours
         chain.assert_accumulated([0, 1, 2])
         assert _failures(chain.router) == 0

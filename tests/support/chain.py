@@ -180,6 +180,11 @@ class Chain:
             inputs = {TOKENS: tokens(self.config, index)}
             return await (hop or self.trainer).train(microbatch, inputs, HopListener(), {})
 
+    async def ack(self, reply: HopReply) -> None:
+        """Acknowledge, and wait until that has reached everybody whom it concerns."""
+        await reply.ack()
+        await eventually(lambda: not any(peer.stage.num_settling for peer in self.peers))
+
     async def train_all(
         self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None
     ) -> list[float]:
@@ -187,7 +192,7 @@ class Chain:
 
         async def one(index: int) -> float:
             reply = await self.train(index, round_number=round_number, accumulate_only_at=accumulate_only_at)
-            await reply.ack()
+            await self.ack(reply)
             return reply.loss
 
         return await asyncio.gather(*(one(index) for index in indices))

@@ -28,14 +28,11 @@ class AcquireRequest(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
-    HOLDING_ROUND_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     count: _builtins.int
     """Microbatches wanted."""
     wait_seconds: _builtins.float
-    holding_round: _builtins.int
-    """The round that `holding` belongs to."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -54,12 +51,11 @@ class AcquireRequest(_message.Message):
         count: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
         holding: _abc.Iterable[_builtins.int] | None = ...,
-        holding_round: _builtins.int = ...,
         released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "count", b"count", "holding", b"holding", "holding_round", b"holding_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "count", b"count", "holding", b"holding", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -72,16 +68,16 @@ class AcquireReply(_message.Message):
     LEADER_PEER_ID_FIELD_NUMBER: _builtins.int
     MICROBATCHES_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
-    VALID_SECONDS_FIELD_NUMBER: _builtins.int
     ACCUMULATE_ONLY_AT_FIELD_NUMBER: _builtins.int
+    ROUND_COMPLETE_FIELD_NUMBER: _builtins.int
     leader_peer_id: _builtins.str
     """Who decides: ask this peer from now on. Empty when this peer does."""
     round: _builtins.int
     """The round they are admitted to."""
-    valid_seconds: _builtins.float
-    """Seconds from the sending of the request after which the trainer must have let go of them."""
     accumulate_only_at: _builtins.int
     """Set where these are replays: only this stage lacks their gradients."""
+    round_complete: _builtins.bool
+    """The stage has all microbatches of the round: what is still missing is missing at another stage."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -90,12 +86,12 @@ class AcquireReply(_message.Message):
         leader_peer_id: _builtins.str = ...,
         microbatches: _abc.Iterable[_builtins.int] | None = ...,
         round: _builtins.int = ...,
-        valid_seconds: _builtins.float = ...,
         accumulate_only_at: _builtins.int | None = ...,
+        round_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "valid_seconds", b"valid_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015

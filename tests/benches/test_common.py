@@ -1,0 +1,64 @@
+"""The parts of the benches that can be wrong without anybody noticing: configurations, references, names."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.supervisor import Supervisor
+from scripts.benches import __main__ as command
+from scripts.benches.common import wait_for_json, with_corpus, write_config, write_json
+from scripts.benches.parity import Options, _config
+from scripts.benches.reference import Reference
+from swarm import config as configs
+from swarm.config import DataConfig, RunConfig
+from swarm.errors import PeerUnavailable
+
+
+@pytest.fixture
+def run_config(tmp_path: Path) -> RunConfig:
+    """The parity bench's run, on a small text of its own."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} bottles\n" for number in range(3000)))
+    config = _config(Options(dataset=str(text)))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, held_out_fraction=0.05))
+
+
+def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    data = DataConfig(dataset='a "quoted" name', held_out_fraction=1e-3)
+    config = dataclasses.replace(RunConfig(), data=data)
+    write_config(config, tmp_path / "run.toml")
+    assert configs.load(tmp_path / "run.toml") == config
+
+
+def test_the_reference_steps_on_the_mean_gradient_of_the_microbatches_that_count(run_config: RunConfig) -> None:
+    """Leaving all but one microbatch out is a round of that microbatch alone, once or twice counted."""
+    config, data = with_corpus(run_config)
+    only_first = {index: 0 for index in range(1, config.microbatches_per_round)}
+    once, twice, plain = (Reference(config, data) for _ in range(3))
+    once.step(0, only_first)
+    twice.step(0, {0: 2, **only_first})
+    plain.step(0)
+    for name, weight in once.weights.items():
+        torch.testing.assert_close(twice.weights[name], weight)
+    assert any(not torch.allclose(plain.weights[name], weight) for name, weight in once.weights.items())
+
+
+def test_a_child_that_ends_is_noticed_by_who_waits_for_its_file(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        children.start("short", [sys.executable, "-c", "print('no luck')"])
+        with pytest.raises(PeerUnavailable, match="short ended early: no luck"):
+            wait_for_json(tmp_path / "never.json", children)
+        write_json(tmp_path / "there.json", {"port": 7})
+        assert wait_for_json(tmp_path / "there.json", children) == {"port": 7}
+
+
+def test_an_unknown_name_gets_the_list_of_benches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "speed"])
+    assert command.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(name in line for name in command.BENCHES)
