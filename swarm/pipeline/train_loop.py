@@ -18,7 +18,7 @@ from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
-from swarm.hop import Hop, HopListener, Microbatch
+from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
@@ -34,7 +34,11 @@ MAX_FAILURES = 20
 
 @dataclass
 class StepTotals:
-    """What one trainer has seen since the last step."""
+    """What one trainer has seen since the last step.
+
+    Attributes:
+        losses: of the microbatches that were admitted to the step's round.
+    """
 
     losses: list[float] = field(default_factory=list)
     busy_seconds: float = 0.0
@@ -82,6 +86,7 @@ class TrainLoop(HopListener):
         self._wanted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._totals = StepTotals()
+        self._losses: dict[int, list[float]] = {}
         self._counted_until = clock.monotonic()
         self._paused = False
         self._num_failures = 0
@@ -119,6 +124,9 @@ class TrainLoop(HopListener):
             now = self._clock.monotonic()
             self._count_busy()
             totals, self._totals = self._totals, StepTotals()
+            # By round, not by time: the next round may be under way already.
+            for round_number in [known for known in self._losses if known <= number]:
+                totals.losses += self._losses.pop(round_number)
             report = self._watcher.report(number)
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
             started_at = now
@@ -158,6 +166,8 @@ class TrainLoop(HopListener):
             tokens = torch.from_numpy(self._data.tokens(index))
             reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, {})
             answered = True
+            # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
+            self._answered(work.microbatch, reply)
             await reply.ack()
         except asyncio.CancelledError:
             # Once an ack may be under way it may count, and nobody else is to run it.
@@ -171,14 +181,18 @@ class TrainLoop(HopListener):
         else:
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
-            self._totals.losses.append(reply.loss)
-            self._totals.num_tokens += reply.num_tokens
-            self._totals.num_microbatches += 1
-            self._totals.num_rerouted += reply.num_reroutes > 0
         finally:
             self._count_busy()
             self._in_flight.pop(index, None)
             self._arrived.set()
+
+    def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
+        if microbatch.accumulate_only_at is not None:
+            return  # A replay: its loss has been counted before.
+        self._losses.setdefault(microbatch.round, []).append(reply.loss)
+        self._totals.num_tokens += reply.num_tokens
+        self._totals.num_microbatches += 1
+        self._totals.num_rerouted += reply.num_reroutes > 0
 
     def _count_busy(self) -> None:
         """Before anything changes: was the time since the last change spent with microbatches under way?"""
