@@ -74,7 +74,7 @@ class PeerOptions:
     name: str = ""
     """What others see; by default host name and process id."""
     max_in_flight: int = 0
-    """Microbatches to work on at once; 0 takes one for each stage from here on, and one more."""
+    """Microbatches to work on at once; 0 takes two more than there are stages."""
     graph_memory_mib: int = 4096
     """Memory for what backward needs of forward; beyond it forwards are computed again."""
     insecure: bool = False

@@ -97,7 +97,6 @@ class StageServer:
             weights=StageWeights(config, module, lineage=genesis(config, stage)),
             budget=GraphBudget(limit_bytes=options.graph_bytes),
         )  # fmt: skip
-        num_later = config.stages.num_stages - stage
         hop = None
         if not backend.is_last:
             hop = Hop(
@@ -106,7 +105,7 @@ class StageServer:
             )  # fmt: skip
         self._stage = Stage(
             config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
-            limits=StageLimits(max_in_flight=options.max_in_flight or num_later + 1),
+            limits=StageLimits(max_in_flight=options.max_in_flight or config.stages.num_stages + 2),
         )  # fmt: skip
         self._hop = hop
         self._member = StageMember(self._stage, num_alive=lambda: len(known.others(stage)) + 1)

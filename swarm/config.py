@@ -6,6 +6,7 @@ is a command's option.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import tomllib
@@ -316,12 +317,12 @@ class RunConfig:
         """Microbatches of the whole swarm in one round."""
         return self.rounds.round_samples // self.data.microbatch_size
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of the canonical JSON, in hexadecimal: the configuration's content address."""
         return hashlib.sha256(to_json(self).encode()).hexdigest()
 
-    @property
+    @functools.cached_property
     def run_id(self) -> str:
         """What separates this run from every other one, in DHT keys and in requests."""
         return f"{self.run}.{self.digest[:16]}"

@@ -7,7 +7,6 @@ the peers that worked on it before are asked first. Never looks into the tensors
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,7 +40,10 @@ logger = logging.getLogger(__name__)
 _NOBODY_SECONDS = 1.0
 """A stage whose every peer is banned for longer than this is reported as empty."""
 
+_SHORTEST_WAIT_SECONDS = 0.005
+
 _Answer = TypeVar("_Answer")
+
 Tensors = Mapping[str, torch.Tensor]
 Call = Any
 """grpc.aio.StreamStreamCall; its type arguments differ between Train and Evaluate."""
@@ -58,7 +60,7 @@ class HopLimits:
     stall_seconds: float = 120.0
     """Longest time that the next peer may itself be what is waited for."""
     retry_seconds: float = 0.25
-    """Wait before asking again when no peer can be asked."""
+    """Longest wait before asking again when no peer can be asked."""
     max_failures: int = 12
     """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count."""
 
@@ -195,10 +197,7 @@ class Hop:
         while True:
             record = self._choose(num_samples, attempt)
             if record is None:
-                available_seconds = self._router.next_available_seconds(self.stage)
-                no_peer = available_seconds is None or available_seconds > _NOBODY_SECONDS
-                listener.progress(self.stage, no_peer=no_peer)
-                await self._clock.sleep(self._limits.retry_seconds * random.uniform(0.5, 1.0))
+                await self._wait_for_somebody(listener, attempt)
                 continue
             peer_id = PeerId(record.peer_id)
             try:
@@ -210,6 +209,17 @@ class Hop:
             except (Retryable, WrongStage) as error:
                 # Of the wrong stage is a peer that has moved since it was announced.
                 self._failed(peer_id, record.name, error, attempt)
+
+    async def _wait_for_somebody(self, listener: HopListener, attempt: _Attempt) -> None:
+        """Wait until a peer can be asked, or for a moment: new ones may come at any time."""
+        available_seconds = self._router.next_available_seconds(self.stage)
+        no_peer = available_seconds is None or available_seconds > _NOBODY_SECONDS
+        listener.progress(self.stage, no_peer=no_peer)
+        seconds = self._limits.retry_seconds
+        if attempt.excluded:
+            first = min(attempt.excluded.values()) - self._clock.monotonic()
+            seconds = min(seconds, max(first, _SHORTEST_WAIT_SECONDS))
+        await self._clock.sleep(seconds)
 
     def _choose(self, num_samples: int, attempt: _Attempt) -> PeerRecord | None:
         now = self._clock.monotonic()

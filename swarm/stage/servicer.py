@@ -89,6 +89,23 @@ class StageServicer(StageServiceServicer):
             incoming.expect(self._specs)
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
+        computation = await self._compute(context, incoming, opening, microbatch)
+        try:
+            acknowledged = await incoming.read(seconds=None)
+            if acknowledged is None:
+                return
+            if acknowledged.WhichOneof("message") != "ack":
+                raise MalformedMessage("after Done only an Ack is expected")
+            self._check_owner(context, computation)
+            self._stage.acknowledge(computation)
+        finally:
+            # Does nothing after an ack, or when another call has taken over.
+            self._stage.abandon(computation, context)
+
+    async def _compute(
+        self, context: Context, incoming: "_Incoming", opening: pb.Open, microbatch: Microbatch
+    ) -> Computation:
+        """From the admission to Done; the slot is free again when the answer is sent."""
         self._stage.admit(microbatch)
         try:
             incoming.expect(self._specs)
@@ -99,18 +116,11 @@ class StageServicer(StageServiceServicer):
             try:
                 await self._stream_news(context, computation)
                 await self._answer(context, computation)
-                if opening.rerouted_backward:
-                    self._stage.counters.rerouted_backwards += 1
-                acknowledged = await incoming.read(seconds=None)
-                if acknowledged is None:
-                    return
-                if acknowledged.WhichOneof("message") != "ack":
-                    raise MalformedMessage("after Done only an Ack is expected")
-                self._check_owner(context, computation)
-                self._stage.acknowledge(computation)
-            finally:
-                # Does nothing after an ack, or when another call has taken over.
+            except BaseException:
                 self._stage.abandon(computation, context)
+                raise
+            self._stage.counters.rerouted_backwards += opening.rerouted_backward
+            return computation
         finally:
             self._stage.leave()
 

@@ -118,8 +118,14 @@ class Stage:
         elif self.backend.weights.backlog_samples > 4 * self.config.rounds.inner_batch_samples:
             raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
         if self.num_free <= 0:
-            raise Overloaded(f"{self._num_admitted} microbatches are in flight", retry_after_seconds=0.1)
+            reason = f"{self._num_admitted} microbatches are in flight"
+            raise Overloaded(reason, retry_after_seconds=self._microbatch_seconds())
         self._num_admitted += 1
+
+    def _microbatch_seconds(self) -> float:
+        """How long it is likely to take until a slot is free."""
+        seconds = (self._seconds_per_sample.value or 0.0) * self.config.data.microbatch_size
+        return min(max(seconds, 0.02), 1.0)
 
     def leave(self) -> None:
         """Give a slot back."""

@@ -256,7 +256,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         await middle.runtime.control(middle.weights.close)
         await middle.stage.settle_round(0, frozenset([1]))
         assert middle.stage.ledger.committed(0) == {0}
-        assert (middle.weights.open_bucket.num_samples, middle.num_idle) == (2, (1, 0, 0, 0))
+        assert (middle.weights.open_bucket.num_samples, middle.num_idle) == (2, (0, 0, 0, 0))
         await chain.ack(reply)
         assert _states(chain, 2)[:2] == [EntryState.COMMITTED, None]
         await middle.runtime.control(middle.weights.reopen)
