@@ -45,7 +45,7 @@ class Options(BenchOptions):
     """Layers of the model, half of them at each stage."""
     microbatch_size: int = 2
     """Samples of 256 tokens in a microbatch."""
-    microbatches: int = 16
+    microbatches: int = 32
     """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
     n / (n + 1) of the limit at best."""
     steps: int = 1
