@@ -153,7 +153,7 @@ class LocalSwarm:
     async def _run(self) -> int:
         self.channels = ChannelPool(insecure=self.options.insecure)
         with LiveTable() as table:
-            self._note(table, f"starting {self.num_stages} x {self.options.peers_per_stage} peers and a trainer")
+            self._note(f"starting {self.num_stages} x {self.options.peers_per_stage} peers and a trainer")
             first = self._start_peer(0)
             await self._until_ready([first], table)
             for number in range(1, self.num_stages * self.options.peers_per_stage):
@@ -231,7 +231,7 @@ class LocalSwarm:
             view = await self._view()
             table.show(view)
             step = view.trainers[0].step if view.trainers else 0
-            self._kill_and_join(step, table, metrics)
+            self._kill_and_join(step, metrics)
             for exit_ in self.children.exits():
                 if self.trainer is not None and exit_.name == self.trainer.name:
                     table.show(await self._view())
@@ -239,28 +239,28 @@ class LocalSwarm:
                         raise PeerUnavailable(f"the trainer ended early: {_without_prefix(exit_.reason)}")
                     return 0
                 self.peers = [peer for peer in self.peers if peer.child.name != exit_.name]
-                self._note(table, f"{exit_.name} ended by itself: {_without_prefix(exit_.reason)}", metrics, step)
+                self._note(f"{exit_.name} ended by itself: {_without_prefix(exit_.reason)}", metrics, step)
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _kill_and_join(self, step: int, table: LiveTable, metrics: MetricsLog) -> None:
+    def _kill_and_join(self, step: int, metrics: MetricsLog) -> None:
         options = self.options
         if options.kill_at is not None and step >= options.kill_at and not self.num_killed:
             victim = self._random.choice(self.peers)
             self.peers.remove(victim)
             self.children.kill9(victim.child)
             self.num_killed += 1
-            self._note(table, f"step {step}: kill -9 {victim.child.name} of stage {victim.stage}", metrics, step)
+            self._note(f"step {step}: kill -9 {victim.child.name} of stage {victim.stage}", metrics, step)
         if options.join_at is not None and step >= options.join_at and not self.num_joined and not self._joining:
             counts = {stage: 0 for stage in range(self.num_stages)}
             for peer in self.peers:
                 counts[peer.stage] += 1
             self._joining.append(self._start_peer(min(counts, key=lambda stage: (counts[stage], stage))))
             newcomer = self._joining[0]
-            self._note(table, f"step {step}: {newcomer.child.name} starts for stage {newcomer.stage}", metrics, step)
+            self._note(f"step {step}: {newcomer.child.name} starts for stage {newcomer.stage}", metrics, step)
         if self._joining and self._is_ready(self._joining[0]):
             newcomer = self._joining.pop()
             self.num_joined += 1
-            self._note(table, f"step {step}: {newcomer.child.name} joined stage {newcomer.stage}", metrics, step)
+            self._note(f"step {step}: {newcomer.child.name} joined stage {newcomer.stage}", metrics, step)
 
     async def _view(self) -> SwarmView:
         stages: dict[int, list[PeerRecord]] = {stage: [] for stage in range(self.num_stages)}
@@ -283,7 +283,7 @@ class LocalSwarm:
             ),
         )  # fmt: skip
 
-    def _note(self, table: LiveTable, text: str, metrics: MetricsLog | None = None, step: int = 0) -> None:
+    def _note(self, text: str, metrics: MetricsLog | None = None, step: int = 0) -> None:
         self.events.append(text)
         if metrics is not None:
             metrics.event(step, text)
@@ -303,7 +303,9 @@ class LocalSwarm:
             print(sample.read_text(encoding="utf-8"))
         console = Console()
         console.print_json(data=summary)
-        console.print(f"Figures, plot and logs are in {output}", highlight=False)
+        console.print(f"Figures, plot and logs are in {output}", highlight=False, soft_wrap=True)
+        for run in sorted((output / "wandb").glob("offline-run-*"))[-1:]:
+            console.print(f"To upload this run to Weights & Biases: wandb sync {run}", highlight=False, soft_wrap=True)
 
 
 def _command(program: str, arguments: Sequence[str]) -> list[str]:
