@@ -189,8 +189,9 @@ async def run(
             tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
             tasks.create_task(republish(directory, config)),
         ]
-        host = options.announce or own_host(node)
-        async with server.serving(options.host, options.port, host, node.addresses()[0]) as endpoint:
+        addresses = outside_addresses(node)
+        host = options.announce or addresses[0].split("/")[2]
+        async with server.serving(options.host, options.port, host, addresses[0]) as endpoint:
             announce_to_people(options, config, node, known)
             write_ready_file(options, identity, endpoint, node)
             await stop.wait()
@@ -210,15 +211,16 @@ async def republish(directory: Directory, config: RunConfig) -> None:
         await asyncio.sleep(20.0)
 
 
-def own_host(node: DhtNode) -> str:
-    """The address at which the DHT node sees itself: the first that is not loopback, if there is one."""
-    hosts = [address.split("/")[2] for address in node.addresses()]
-    return next((host for host in hosts if not host.startswith("127.")), hosts[0])
+def outside_addresses(node: DhtNode) -> list[str]:
+    """Where others enter the DHT: the addresses that reach beyond this machine, if it has any."""
+    addresses = node.addresses()
+    outside = [address for address in addresses if address.split("/")[2] != "::1" and "/127." not in address]
+    return outside or addresses
 
 
 def announce_to_people(options: PeerOptions, config: RunConfig, node: DhtNode, known: KnownPeers) -> None:
     """Say on stdout how others join, with several peers' addresses where there are several."""
-    addresses = list(dict.fromkeys([*node.addresses()[:2], *known.dht_addresses(4)]))
+    addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
     joined = " ".join(addresses[:5])
     insecure = " --insecure" if options.insecure else ""
     last = config.stages.num_stages - 1
@@ -233,7 +235,7 @@ def write_ready_file(options: PeerOptions, identity: Identity, endpoint: str, no
     if options.ready_file is None:
         return
     ready = {
-        "peer_id": identity.peer_id, "stage": options.stage, "endpoint": endpoint, "dht_addresses": node.addresses(),
+        "peer_id": identity.peer_id, "stage": options.stage, "endpoint": endpoint, "dht_addresses": outside_addresses(node),
         "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
     }  # fmt: skip
     temporary = options.ready_file.with_suffix(".tmp")

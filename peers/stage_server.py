@@ -121,7 +121,8 @@ class StageServer:
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
         credentials = None if self._options.insecure else tls.server_credentials(self._identity)
-        self._endpoint = f"{announced_host}:{bind_server(server, host, port, credentials)}"
+        announced = f"[{announced_host}]" if ":" in announced_host else announced_host
+        self._endpoint = f"{announced}:{bind_server(server, host, port, credentials)}"
         self._dht_address = dht_address
         self._runtime.start()
         try:

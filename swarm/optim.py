@@ -66,7 +66,7 @@ def step(
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
     """Sum of squares over all elements, accumulated in float64."""
-    return sum(float(torch.linalg.vector_norm(t.double())) ** 2 for t in tensors)
+    return sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
 
 
 def clip_factor(total_squared_norm: float, max_norm: float) -> float:

@@ -222,7 +222,7 @@ class TrainLoop(HopListener):
             self._wanted.clear()
             if len(self._queue) < self._window.size:
                 # Nothing to be had just now, or more is wanted: ask again soon.
-                await self._clock.sleep(0.02 if self._queue else 0.1)
+                await self._clock.sleep(0.02)
                 continue
             try:
                 async with asyncio.timeout(RENEW_SECONDS):

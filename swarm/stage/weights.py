@@ -192,10 +192,13 @@ class StageWeights:
 
     def state_tensors(self) -> Tensors:
         """Anchor and outer state of the current round as named CPU tensors that nobody writes to."""
+        return {name: value.to("cpu", copy=True) for name, value in self._live_state().items()}
+
+    def _live_state(self) -> Tensors:
         tensors = {f"anchor/{name}": value for name, value in self._anchors[self.round.number].items()}
         optimizer = self._adamw if self._outer is None else self._outer
         tensors |= {f"outer/{key}": value for key, value in optim.state_tensors(optimizer, self.masters).items()}
-        return {name: value.detach().to("cpu", copy=True) for name, value in sorted(tensors.items())}
+        return {name: value.detach() for name, value in sorted(tensors.items())}
 
     def check(self, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
         """Raise IntegrityError unless `tensors` are a whole state of this stage, and the one of that digest."""
@@ -218,7 +221,7 @@ class StageWeights:
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""
-        return _digest(self.state_tensors())
+        return _digest({name: value.cpu() for name, value in self._live_state().items()})
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
