@@ -32,8 +32,9 @@ class StageLimits:
 
     max_in_flight: int
     """Microbatches admitted at once."""
-    orphan_seconds: float = 10.0
-    """How long an answer whose call died waits for a retry before it is rolled back."""
+    orphan_seconds: float = 2.5
+    """How long, at least, an answer whose call died waits for a retry before it is rolled back. Inner steps, and
+    so the round, wait for it; a retry that comes later is merely computed again."""
     round_wait_seconds: float = 30.0
     """How long a microbatch of the next round waits for this peer to commit the current one."""
 
@@ -115,7 +116,7 @@ class Stage:
             raise NotReady("the peer is joining or leaving")
         if self.config.rounds.synchronous:
             self._check_round(microbatch)
-        elif self.backend.weights.backlog_samples > 4 * self.config.rounds.inner_batch_samples:
+        elif self._averages_too_long():
             raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
         if self.num_free <= 0:
             reason = f"{self._num_admitted} microbatches are in flight"
@@ -130,6 +131,11 @@ class Stage:
     def leave(self) -> None:
         """Give a slot back."""
         self._num_admitted -= 1
+
+    def _averages_too_long(self) -> bool:
+        """Whether a round's worth of samples waits for the one step that follows the exchange."""
+        weights = self.backend.weights
+        return weights.round.closed and weights.backlog_samples >= self.config.rounds.round_samples
 
     def _check_round(self, microbatch: Microbatch) -> None:
         if microbatch.round < self.round:
@@ -251,7 +257,9 @@ class Stage:
 
     async def _expire(self, computation: Computation, orphan: object) -> None:
         if not computation.failed:
-            await self._clock.sleep(self._limits.orphan_seconds)
+            # Whoever takes the dead neighbour's place has its own computation to do before it asks.
+            own_seconds = (self._seconds_per_sample.value or 0.0) * computation.microbatch.num_samples
+            await self._clock.sleep(max(self._limits.orphan_seconds, 3 * own_seconds))
         if computation.subscriber is orphan:
             self._discard(computation)
             if computation.adopts is not None and computation.adopts.subscriber is computation:
