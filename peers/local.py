@@ -23,7 +23,7 @@ from peers import cli, process
 from peers.live_table import LiveTable
 from peers.observe import observe
 from peers.supervisor import Child, Supervisor
-from peers.view import SwarmView, TrainerRow
+from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
@@ -154,8 +154,8 @@ class LocalSwarm:
         self.channels = ChannelPool(insecure=self.options.insecure)
         with LiveTable() as table:
             self._note(f"starting {self.num_stages} x {self.options.peers_per_stage} peers and a trainer")
-            first = self._start_peer(0)
-            await self._until_ready([first], table)
+            # The others join through the first.
+            await self._until_ready([self._start_peer(0)])
             for number in range(1, self.num_stages * self.options.peers_per_stage):
                 self._start_peer(number % self.num_stages)
             await self._until_ready(self.peers, table)
@@ -203,11 +203,12 @@ class LocalSwarm:
         arguments += ["--insecure"] if options.insecure else []
         self.trainer = self.children.start("trainer", _command("trainer", arguments))
 
-    async def _until_ready(self, peers: Sequence[LocalPeer], table: LiveTable) -> None:
+    async def _until_ready(self, peers: Sequence[LocalPeer], table: LiveTable | None = None) -> None:
         async with asyncio.timeout(START_SECONDS):
             while not all([self._is_ready(peer) for peer in peers]):
                 self._fail_on_exit()
-                table.show(await self._view())
+                if table is not None:
+                    table.show(await self._view())
                 await asyncio.sleep(0.1)
 
     def _is_ready(self, peer: LocalPeer) -> bool:
@@ -268,7 +269,16 @@ class LocalSwarm:
             if peer.record is not None:
                 stages[peer.stage].append(peer.record)
         view = await observe(self.config.run, stages, (), self.channels, self.events)
-        return SwarmView(run=view.run, stages=view.stages, trainers=self._trainer_rows(), events=view.events)
+        rows = tuple(StageRow(stage=row.stage, peers=row.peers + self._starting(row.stage)) for row in view.stages)
+        return SwarmView(run=view.run, stages=rows, trainers=self._trainer_rows(), events=view.events)
+
+    def _starting(self, stage: int) -> tuple[PeerRow, ...]:
+        """Our peers of a stage that cannot be asked yet."""
+        return tuple(
+            PeerRow(name=peer.child.name, peer_id="", state="joining")
+            for peer in self.peers
+            if peer.stage == stage and peer.record is None
+        )
 
     def _trainer_rows(self) -> tuple[TrainerRow, ...]:
         path = self.options.output / "metrics.jsonl"
