@@ -235,7 +235,8 @@ def write_ready_file(options: PeerOptions, identity: Identity, endpoint: str, no
     if options.ready_file is None:
         return
     ready = {
-        "peer_id": identity.peer_id, "stage": options.stage, "endpoint": endpoint, "dht_addresses": outside_addresses(node),
+        "peer_id": identity.peer_id, "stage": options.stage, "endpoint": endpoint,
+        "dht_addresses": outside_addresses(node),
         "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
     }  # fmt: skip
     temporary = options.ready_file.with_suffix(".tmp")
