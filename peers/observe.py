@@ -43,7 +43,8 @@ async def _stage_row(run_id: str, stage: int, records: Sequence[PeerRecord], cha
 async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> PeerRow:
     try:
         call: Any = StageServiceStub(channels.channel(record)).Describe
-        reply: pb.DescribeReply = await asyncio.wait_for(call(pb.DescribeRequest(run_id=run_id)), ANSWER_SECONDS)
+        async with asyncio.timeout(ANSWER_SECONDS):
+            reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
     except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable):
         return PeerRow(name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round)
     counters = reply.counters

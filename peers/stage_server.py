@@ -206,7 +206,8 @@ class StageServer:
     async def _answers(self, record: PeerRecord) -> bool:
         call: Any = StageServiceStub(self._channels.channel(record)).Describe
         try:
-            await asyncio.wait_for(call(pb.DescribeRequest(run_id=self._config.run_id)), ANSWER_SECONDS)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await call(pb.DescribeRequest(run_id=self._config.run_id))
         except (grpc.aio.AioRpcError, TimeoutError):
             return False
         return True

@@ -147,7 +147,9 @@ class LeaseClient:
     async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
         call: Any = LeaseServiceStub(self._channels.channel(record)).Acquire
         try:
-            reply: pb.AcquireReply = await asyncio.wait_for(call(request), seconds)
+            # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the answer.
+            async with asyncio.timeout(seconds):
+                reply: pb.AcquireReply = await call(request)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         except TimeoutError:

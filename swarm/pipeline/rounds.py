@@ -104,9 +104,8 @@ class RoundWatcher:
         for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
             call: Any = StageServiceStub(self._channels.channel(record)).Describe
             try:
-                reply: pb.DescribeReply = await asyncio.wait_for(
-                    call(pb.DescribeRequest(run_id=self._run_id)), timeout_seconds
-                )
+                async with asyncio.timeout(timeout_seconds):
+                    reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=self._run_id))
             except (grpc.aio.AioRpcError, TimeoutError):
                 continue
             return reply

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 3.0
 """Leases are renewed at least this often."""
+REPORT_POLLS = 10
+"""Times that a committed round's figures are asked for again."""
 MAX_FAILURES = 20
 """Microbatches that may fail one after another before the trainer gives up."""
 
@@ -122,6 +124,12 @@ class TrainLoop(HopListener):
                 await self._clock.sleep(0.1)
                 await self._watcher.poll()
             now = self._clock.monotonic()
+            # A peer is in the next round a moment before it has the figures of the last one.
+            for _ in range(REPORT_POLLS):
+                if self._watcher.report(number) is not None:
+                    break
+                await self._clock.sleep(0.1)
+                await self._watcher.poll()
             self._count_busy()
             totals, self._totals = self._totals, StepTotals()
             # By round, not by time: the next round may be under way already.
