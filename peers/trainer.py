@@ -236,7 +236,7 @@ class Session:
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
                 try:
-                    return await work(self.watcher.round)
+                    return await work(self.watcher.latest_round)
                 except Fatal as error:
                     logger.info("evaluating again: %s", error)
         logger.warning("no evaluation: the swarm moves on faster than it evaluates")

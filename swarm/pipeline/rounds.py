@@ -64,6 +64,11 @@ class RoundWatcher:
         """The round that every stage has reached."""
         return min(self._rounds)
 
+    @property
+    def latest_round(self) -> int:
+        """The round that the foremost stage has reached."""
+        return max(self._rounds)
+
     async def poll(self, timeout_seconds: float = 2.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it."""
         replies = await asyncio.gather(*(self._describe(stage, timeout_seconds) for stage in range(len(self._rounds))))

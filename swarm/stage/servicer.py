@@ -189,7 +189,10 @@ class StageServicer(StageServiceServicer):
             )
         specs = request_specs(self._config, self._stage.number, opening.num_samples, opening.sequence_length)
         incoming.expect(specs)
-        parameters = self._stage.backend.weights.anchor(opening.round)
+        # With DiLoCo the stages need not be at one round: each answers with its newest anchor up to the named one.
+        synchronous = self._config.rounds.synchronous
+        round_number = opening.round if synchronous else min(opening.round, self._stage.round)
+        parameters = self._stage.backend.weights.anchor(round_number)
         if parameters is None:
             raise RoundMismatch(
                 f"round {opening.round} is not kept, this peer is at {self._stage.round}",

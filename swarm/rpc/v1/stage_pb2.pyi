@@ -382,7 +382,7 @@ class EvaluateOpen(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SEQUENCE_LENGTH_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """Round whose anchor weights are wanted."""
+    """Round whose anchor weights are wanted; with DiLoCo, the newest up to that round."""
     want_logits: _builtins.bool
     """Send back the logits of the last position instead of the loss."""
     num_samples: _builtins.int
