@@ -13,6 +13,8 @@ from tests.support.swarm import RealSwarm, run, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 STALL_SECONDS = 5.0
+TRAINER_STALL_SECONDS = 10.0
+"""After a trainer's death each stage in turn waits for a retry before it takes back what nobody acknowledged."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
     assert swarm.wait_for_end(survivor) == 0
     steps = swarm.steps("survivor")
     assert len(steps) == 30
-    assert max(row["train/step_time"] for row in steps) < STALL_SECONDS
+    assert max(row["train/step_time"] for row in steps) < TRAINER_STALL_SECONDS
 
 
 def test_an_empty_stage_is_named_and_waited_for(swarm: RealSwarm) -> None:
