@@ -27,13 +27,11 @@ from swarm.compression.codec import get_codec
 from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
-    IncompatibleVersion,
     NotReady,
     PeerUnavailable,
-    WrongRun,
-    WrongStage,
 )
 from swarm.rounds import RoundMember
+from swarm.rpc.address import check_address
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
@@ -305,13 +303,5 @@ class Averager:
         return self._tasks
 
     def _check(self, address: Address) -> None:
-        if address.protocol_version != PROTOCOL_VERSION:
-            raise IncompatibleVersion(
-                f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
-                "use the same release of swarm on every machine"
-            )
-        if address.run_id != self._config.run_id:
-            raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
-        if address.stage != self._own.stage:
-            raise WrongStage(f"this peer serves stage {self._own.stage}, not {address.stage}")
+        check_address(address, run_id=self._config.run_id, stage=self._own.stage)
         self._running()

@@ -13,8 +13,9 @@ import grpc
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.errors import IncompatibleVersion, Retryable, SwarmError, WrongRun, WrongStage
+from swarm.errors import Retryable, SwarmError
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
+from swarm.rpc.address import check_address
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
@@ -75,15 +76,7 @@ class LeaseServicer(LeaseServiceServicer):
         )  # fmt: skip
 
     def _check(self, address: Address) -> None:
-        if address.protocol_version != PROTOCOL_VERSION:
-            raise IncompatibleVersion(
-                f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
-                "use the same release of swarm on every machine"
-            )
-        if address.run_id != self._config.run_id:
-            raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
-        if address.stage != self._stage:
-            raise WrongStage(f"this peer serves stage {self._stage}, not {address.stage}")
+        check_address(address, run_id=self._config.run_id, stage=self._stage)
 
 
 @dataclass(frozen=True, kw_only=True)

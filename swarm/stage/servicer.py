@@ -16,17 +16,15 @@ import torch
 from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
-    IncompatibleVersion,
     MalformedMessage,
     Overloaded,
     PeerUnavailable,
     RoundMismatch,
     StaleMicrobatch,
     SwarmError,
-    WrongRun,
-    WrongStage,
 )
 from swarm.hop import Hop, Microbatch, route_entries
+from swarm.rpc.address import check_address
 from swarm.rpc.channels import abort
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
@@ -35,7 +33,7 @@ from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, r
 from swarm.stage.computation import Computation
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
-from swarm.types import PROTOCOL_VERSION, PeerId
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -233,15 +231,7 @@ class StageServicer(StageServiceServicer):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _check_address(self, address: pb.Address) -> None:
-        if address.protocol_version != PROTOCOL_VERSION:
-            raise IncompatibleVersion(
-                f"protocol version {address.protocol_version} is not {PROTOCOL_VERSION}, which this peer speaks: "
-                "use the same release of swarm on every machine"
-            )
-        if address.run_id != self._config.run_id:
-            raise WrongRun(f"run {address.run_id[:80]!r} is not {self._config.run_id!r}, which this peer serves")
-        if address.stage != self._stage.number:
-            raise WrongStage(f"this peer serves stage {self._stage.number}, not {address.stage}")
+        check_address(address, run_id=self._config.run_id, stage=self._stage.number)
 
 
 class _Incoming:
