@@ -199,25 +199,31 @@ class OptimizerConfig:
     clip_norm: float = 1.0
     """Largest norm of a gradient; 0 turns clipping off. Over the whole model in the synchronous setting, over
     a peer's stage in DiLoCo's inner steps."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Shape after the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "cosine-restarts"] = "constant"
+    """Shape after the warm-up; `cosine-restarts` begins again at the peak every `restart_samples`."""
     warmup_samples: int = 0
     """Samples over which the rate rises linearly."""
     total_samples: int = 0
-    """Samples at which a cosine reaches its floor; needed by `cosine`."""
+    """Samples at which the rate reaches its floor; needed by `linear` and `cosine`."""
+    restart_samples: int = 0
+    """Samples between two restarts; needed by `cosine-restarts`."""
     final_fraction: float = 0.1
-    """Floor of a cosine, as a share of the peak."""
+    """Floor, as a share of the peak."""
 
     def __post_init__(self) -> None:
         _require(self.learning_rate > 0, f"optimizer.learning_rate must be positive, not {self.learning_rate}")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), not {getattr(self, name)}")
         _require(self.epsilon > 0, f"optimizer.epsilon must be positive, not {self.epsilon}")
-        for name in ("weight_decay", "clip_norm", "warmup_samples", "total_samples"):
+        for name in ("weight_decay", "clip_norm", "warmup_samples", "total_samples", "restart_samples"):
             _require(getattr(self, name) >= 0, f"optimizer.{name} must not be negative, not {getattr(self, name)}")
         _require(
-            self.schedule == "constant" or self.total_samples > self.warmup_samples,
-            "optimizer.schedule = 'cosine' needs optimizer.total_samples above optimizer.warmup_samples",
+            self.schedule not in ("linear", "cosine") or self.total_samples > self.warmup_samples,
+            f"optimizer.schedule = {self.schedule!r} needs optimizer.total_samples above optimizer.warmup_samples",
+        )
+        _require(
+            self.schedule != "cosine-restarts" or self.restart_samples > 0,
+            "optimizer.schedule = 'cosine-restarts' needs optimizer.restart_samples",
         )
         _require(
             0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], not {self.final_fraction}"
@@ -246,10 +252,46 @@ class AveragingConfig:
 
     __pydantic_config__ = _STRICT
 
-    codec: Literal["fp32", "fp16"] = "fp32"
-    """How contributions and results are encoded on the wire."""
+    codec: Literal["fp32", "fp16", "bf16", "int8", "int4", "topk", "dct-topk", "dct-lowpass"] = "fp32"
+    """How contributions and results are encoded on the wire; docs/protocol.md has the layouts and sizes."""
+    top_k: int = 64
+    """`topk` and `dct-topk`: coefficients kept of each tile of 4096; a multiple of 4."""
+    values: Literal["lut8", "2bit", "sign"] = "2bit"
+    """`topk` and `dct-topk`: kept values as 8 bits by lookup table, as a sign and one of two magnitudes a tile, or as
+    a sign and one magnitude a tile."""
+    indices: Literal["12bit", "elias-fano"] = "elias-fano"
+    """`topk` and `dct-topk`: places of the kept values as 12 bits each, or entropy-coded in a fixed size."""
+    feedback_decay: float = 0.95
+    """Share of the residual (what encoding dropped) that a member adds to its next contribution, with the codecs that
+    drop much: `int4`, `topk`, `dct-topk`, `dct-lowpass`. 0 turns error feedback off."""
+    gather_members: int = 4
+    """`topk` and `dct-topk`: largest group in which every member sends its contribution to every other one. In larger
+    ones each tile has an owner that sums it and encodes the sum again, with four times as many coefficients."""
+    clip_to_median: float = 3.0
+    """DiLoCo only: a contribution's norm is cut to so many times the median norm of the members; 0 turns it off."""
+    overlap_steps: int = 0
+    """DiLoCo only: inner steps a peer may take while a round is exchanged; the result is merged as soon as it is
+    committed. 0: it waits, accumulating gradients."""
+    num_fragments: int = 1
+    """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn."""
     quorum: Literal["majority", "available"] = "available"
     """Members a round needs: more than half of those of the last committed round, or whoever is there."""
+
+    def __post_init__(self) -> None:
+        _require(
+            4 <= self.top_k <= 1024 and self.top_k % 4 == 0,
+            f"averaging.top_k must be a multiple of 4 between 4 and 1024, not {self.top_k}",
+        )
+        _require(
+            0 <= self.feedback_decay <= 1, f"averaging.feedback_decay must be in [0, 1], not {self.feedback_decay}"
+        )
+        for name in ("gather_members", "num_fragments"):
+            _require(getattr(self, name) >= 1, f"averaging.{name} must be at least 1, not {getattr(self, name)}")
+        _require(self.overlap_steps >= 0, f"averaging.overlap_steps must not be negative, not {self.overlap_steps}")
+        _require(
+            self.clip_to_median == 0 or self.clip_to_median >= 1,
+            f"averaging.clip_to_median must be 0 or at least 1, not {self.clip_to_median}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

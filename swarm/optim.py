@@ -15,15 +15,18 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
-    """The rate after `run_samples` samples of the whole run: linear warm-up, then constant or cosine."""
+    """The rate after `run_samples` samples of the whole run: linear warm-up, then the configured shape."""
     if run_samples < config.warmup_samples:
         return config.learning_rate * (run_samples + 1) / (config.warmup_samples + 1)
+    since_warmup = run_samples - config.warmup_samples
     if config.schedule == "constant":
         return config.learning_rate
-    span = config.total_samples - config.warmup_samples
-    progress = min(1.0, (run_samples - config.warmup_samples) / span)
-    floor = config.final_fraction
-    return config.learning_rate * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    if config.schedule == "cosine-restarts":
+        progress = since_warmup % config.restart_samples / config.restart_samples
+    else:
+        progress = min(1.0, since_warmup / (config.total_samples - config.warmup_samples))
+    height = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * height)
 
 
 def build_adamw(parameters: Parameters, config: OptimizerConfig) -> torch.optim.AdamW:
