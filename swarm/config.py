@@ -343,6 +343,15 @@ class RunConfig:
             "model.tied_embeddings needs stages.num_stages = 1: a matrix shared by the first and the last stage "
             "is not averaged between them yet",
         )
+        fewest = min(layers) if layers else self.model.num_layers // self.stages.num_stages
+        _require(
+            self.averaging.num_fragments <= max(1, fewest),
+            f"averaging.num_fragments ({self.averaging.num_fragments}) must not exceed the layers of a stage ({fewest})",
+        )
+        _require(
+            not self.rounds.synchronous or (self.averaging.num_fragments == 1 and self.averaging.overlap_steps == 0),
+            "averaging.num_fragments and averaging.overlap_steps are for rounds.setting = 'diloco' only",
+        )
         size = self.data.microbatch_size
         _require(
             self.rounds.round_samples % size == 0,

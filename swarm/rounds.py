@@ -41,13 +41,17 @@ class Contribution:
     Attributes:
         tensors: a mean over this member's samples: the gradient in the synchronous setting, anchor minus
             weights in DiLoCo. Anything finite where `num_samples` is 0.
-        num_samples: its weight.
+        num_samples: behind it: its weight.
+        round_samples: of these, the ones that count towards the round.
         committed: the microbatches in it, without the dropped ones.
+        fragment: which part of the member's parameters it is about.
     """
 
     tensors: Tensors
     num_samples: int
+    round_samples: int
     committed: frozenset[int]
+    fragment: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +71,9 @@ class RoundResult:
         bytes_received: payload it received.
         compression_ratio: size in float32 over size on the wire.
         seconds: from this member's closing to the commit.
+        exchange_seconds: of these, what the exchange itself took here.
+        contribution_norm: of this member's own contribution.
+        residual_bytes: what error feedback keeps here.
         digest: SHA-256 over the members and the averaged bytes, in hexadecimal.
     """
 
@@ -83,6 +90,9 @@ class RoundResult:
     compression_ratio: float
     seconds: float
     digest: str
+    exchange_seconds: float = 0.0
+    contribution_norm: float = 0.0
+    residual_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

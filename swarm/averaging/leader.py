@@ -9,6 +9,7 @@ has prepared it; from then on it is never aborted, by no leader. Never touches t
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +21,11 @@ from swarm.averaging.barrier import Barrier
 from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
+from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Caller, Method, Reply, Request, contact_of
 from swarm.clock import Clock
+from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -80,7 +83,6 @@ class Leader:
     call: Caller
     barrier: Barrier
     is_complete: Completion
-    contribution_bytes: Callable[[], int]
     has_quorum: Callable[[Collection[str]], bool]
     clock: Clock
     timing: Timing
@@ -90,6 +92,10 @@ class Leader:
     """What it came to, until it is committed."""
     decided: Callable[[], None] = lambda: None
     times: LeaderTimes = field(default_factory=LeaderTimes)
+    codec: Codec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codec = contribution_codec(self.config.averaging)
 
     async def attempt(self, members: Members, standing: Standing, number: int) -> None:
         """Try to commit the round among `members`.
@@ -156,7 +162,7 @@ class Leader:
                         raise _failure("a member could not drop a duplicate", {peer: reply})
                     begun[peer] = reply
             committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
-            num_samples = sum(reply.num_samples for reply in begun.values())
+            num_samples = sum(reply.round_samples for reply in begun.values())
             if not self.is_complete(standing.round, committed, num_samples):
                 failed = _failure("the round is not complete any more", unreached)
                 failed.void = True
@@ -166,13 +172,18 @@ class Leader:
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
         started_at = self.clock.monotonic()
+        shares = self._shares(begun)
         # There and back at every member, at worst all of it over one line.
-        floor = self.timing.average_seconds + 4 * self.contribution_bytes() / self.timing.bytes_per_second
+        num_bytes = 4 * self.codec.num_bytes(shares.num_elements)
+        floor = self.timing.average_seconds + num_bytes / self.timing.bytes_per_second
         request = pb.AverageRequest(
             address=self.address, peer_id=self.own_id, round=standing.round, ballot=messages.pack_ballot(ballot),
             shares=[
-                pb.Share(contact=contact_of(members[peer]), num_samples=begun[peer].num_samples)
-                for peer in sorted(begun)
+                pb.Share(
+                    contact=contact_of(members[PeerId(share.peer_id)]), num_samples=share.num_samples,
+                    round_samples=share.round_samples, weight=share.weight, num_elements=share.num_elements,
+                )
+                for share in shares.members
             ],
             timeout_seconds=self._deadline(floor, self.times.average_seconds),
         )  # fmt: skip
@@ -191,6 +202,28 @@ class Leader:
         self.times.total_exchange_seconds += self.times.average_seconds
         self.times.num_timeouts = 0
         return results[0]
+
+    def _shares(self, begun: Begun) -> Shares:
+        """Who exchanges with which weight; raises AttemptFailed if a contribution is of no use."""
+        useless = {peer for peer, reply in begun.items() if not math.isfinite(reply.norm)}
+        if useless:
+            failed = AttemptFailed("a contribution is not finite")
+            failed.excluded = useless
+            logger.warning("left out, since NaN or infinity is in its contribution: %s", ", ".join(sorted(useless)))
+            raise failed
+        sizes = {reply.num_elements for reply in begun.values()}
+        if len(sizes) > 1:
+            raise AttemptFailed(f"the members' contributions have different sizes: {sorted(sizes)}")
+        offers = [
+            Offer(
+                peer_id=peer, num_samples=reply.num_samples, round_samples=reply.round_samples, norm=reply.norm,
+                bytes_per_second=reply.bytes_per_second,
+            )
+            for peer, reply in sorted(begun.items())
+        ]  # fmt: skip
+        # Clipped, the gradients would not add up to that of a single process.
+        clip_to_median = 0.0 if self.config.rounds.synchronous else self.config.averaging.clip_to_median
+        return divide(offers, num_elements=sizes.pop(), tile=self.codec.tile, clip_to_median=clip_to_median)
 
     def _blame(self, replies: Mapping[PeerId, Any], took_long: bool) -> AttemptFailed:
         errors = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}

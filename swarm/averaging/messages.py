@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from swarm.averaging.group import Ballot
+from swarm.averaging.shares import Share, Shares
 from swarm.errors import MalformedMessage
 from swarm.rounds import Progress, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -67,3 +68,16 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
         previous += gap
         indices.append(previous)
     return frozenset(indices)
+
+
+def unpack_shares(shares: Iterable[pb.Share]) -> Shares:
+    """From the wire. Raises MalformedMessage for members named twice and weights that make no sense."""
+    return Shares(
+        tuple(
+            Share(
+                peer_id=share.contact.peer_id, num_samples=share.num_samples, round_samples=share.round_samples,
+                weight=share.weight, num_elements=share.num_elements,
+            )
+            for share in shares
+        )
+    )  # fmt: skip

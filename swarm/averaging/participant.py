@@ -11,28 +11,26 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from swarm.averaging import messages
-from swarm.averaging.allreduce import (
-    Average,
-    MemberFailed,
-    ReducedPart,
-    Reduction,
-    Weight,
-    all_reduce,
-    flatten,
-    shares_digest,
-    split,
-    unflatten,
-)
+from swarm.averaging.allreduce import Average
+from swarm.averaging.donor import Donor
+from swarm.averaging.exchange import Closed, Exchanges
+from swarm.averaging.feedback import Residual
 from swarm.averaging.group import Ballot, Group, Refused
+from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
+from swarm.averaging.results import Committed
+from swarm.averaging.shares import Shares
 from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
-from swarm.compression.codec import Buffer, Codec
+from swarm.compression.codec import Buffer
+from swarm.compression.layout import unflatten
+from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, MalformedMessage
-from swarm.rounds import Contribution, RoundMember, RoundResult, Snapshot, next_lineage
+from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors, next_lineage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.rpc.wire import require_finite
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -48,30 +46,43 @@ class _Attempt:
     """What belongs to the attempt for which this member is closed."""
 
     ballot: Ballot
-    contribution: Contribution
+    closed: Closed
     began_at: float
-    reduction: "asyncio.Future[Reduction]"
+    exchanged: "asyncio.Future[Reduction | HandOut]"
     """Comes with Average; others may be quicker than the leader's call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """A finished exchange's result, applied or not."""
+
+    prepared: pb.Prepared
+    round_result: RoundResult
+    residual: Residual
+    fragment: int
+    began_at: float
 
 
 class Participant:
     """One member of one stage's group."""
 
     def __init__(
-        self, *, own_id: PeerId, address: Address, member: RoundMember, codec: Codec, transport: Transport,
-        clock: Clock, spawn: Spawn, moved: Callable[[], None],
+        self, *, own_id: PeerId, address: Address, member: RoundMember, config: AveragingConfig,
+        transport: Transport, clock: Clock, donor: Donor, spawn: Spawn, moved: Callable[[], None],
     ) -> None:  # fmt: skip
         """
         Args:
+            donor: is told of every commit.
             spawn: starts a task that outlives the call that asked for it.
             moved: called when `standing` has changed.
         """
         self._own_id = own_id
         self._address = address
         self._member = member
-        self._codec = codec
+        self._exchanges = Exchanges(config, own_id)
         self._transport = transport
         self._clock = clock
+        self._donor = donor
         self._spawn = spawn
         self._moved = moved
         self._lock = asyncio.Lock()
@@ -79,21 +90,17 @@ class Participant:
         self._attempt: _Attempt | None = None
         self._scope: asyncio.Timeout | None = None
         """The exchange under way; expiring it ends it."""
-        self._result: RoundResult | None = None
-        self._result_began_at = 0.0
+        self._result: _Result | None = None
         self._state_digest = ""
-        self.prepared: pb.Prepared | None = None
         self.standing = messages.standing_of(member.progress())
         """Where this member is; changes together with what it can answer about the round before."""
         self.group = Group(self.standing.round)
         self.outcomes: dict[int, pb.Outcome] = {}
         """How the last rounds were committed."""
-
-    @property
-    def contribution_bytes(self) -> int:
-        """Size in float32 of what this member is closed with; 0 while it trains."""
-        tensors = self._attempt.contribution.tensors.values() if self._attempt else ()
-        return 4 * sum(tensor.numel() for tensor in tensors)
+        self.is_catching_up = False
+        """Behind the group, and on its way to it: no attempt is promised."""
+        self.is_sound = True
+        """False where a replayed round gave another state than it should: `standing` stays at the round before."""
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -102,73 +109,71 @@ class Participant:
         ballot = messages.require_ballot(request.ballot)
         async with self._lock:
             try:
+                if self.is_catching_up:
+                    raise Refused("this member is catching up")
                 if messages.unpack_standing(request.standing) != self.standing:
                     raise Refused(f"this member is at round {self.group.round}, or on another branch")
                 self.group.begin(request.standing.round, ballot)
             except Refused as refused:
                 return pb.BeginReply(refusal=self._refusal(refused))
             self._end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
+            began_at = self._clock.monotonic()
             contribution = await self._member.close(self.group.round, drop=messages.unpack_indices(request.drop_gaps))
+            closed = await self._exchanges.close(contribution)
             self._attempt = _Attempt(
-                ballot=ballot, contribution=contribution, began_at=self._clock.monotonic(),
-                reduction=asyncio.get_running_loop().create_future(),
+                ballot=ballot, closed=closed, began_at=began_at, exchanged=asyncio.get_running_loop().create_future()
             )  # fmt: skip
             return pb.BeginReply(
-                num_samples=contribution.num_samples, committed_gaps=messages.pack_indices(contribution.committed),
-                prepared=self.prepared if self.group.prepared else None, since=messages.pack_ballot(self.group.since),
+                num_samples=contribution.num_samples, round_samples=contribution.round_samples,
+                committed_gaps=messages.pack_indices(contribution.committed),
+                prepared=self._result.prepared if self._result and self.group.prepared else None,
+                since=messages.pack_ballot(self.group.since), norm=closed.norm, num_elements=closed.vector_D.numel(),
+                bytes_per_second=self._exchanges.bytes_per_second,
             )  # fmt: skip
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
         """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt."""
         ballot = messages.require_ballot(request.ballot)
-        weights = [Weight(peer_id=share.contact.peer_id, num_samples=share.num_samples) for share in request.shares]
+        shares = messages.unpack_shares(request.shares)
         try:
             async with self._lock:
-                attempt = self._join(request, ballot, weights)
-            average = await self._exchange(request, attempt, weights)
+                attempt, exchanged = self._join(request, ballot, shares)
+            average, seconds = await self._exchange(request, attempt, shares, exchanged)
             async with self._lock:
                 self.group.prepare(request.round, ballot, average.digest)
-                self._keep(average, attempt, [weight.peer_id for weight in weights])
+                self._result = result = self._keep(average, seconds, attempt, shares)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:
             return pb.AverageReply(failure=pb.Failure(blamed_id=failed.peer_id, reason=str(failed)))
-        return pb.AverageReply(prepared=self.prepared)
+        return pb.AverageReply(prepared=result.prepared)
 
-    def _join(self, request: pb.AverageRequest, ballot: Ballot, weights: list[Weight]) -> _Attempt:
+    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> tuple[_Attempt, Reduction | HandOut]:
         attempt = self._attempt
-        own = [weight.num_samples for weight in weights if weight.peer_id == self._own_id]
-        if attempt is None or attempt.ballot != ballot or own != [attempt.contribution.num_samples]:
+        if attempt is None or attempt.ballot != ballot:
+            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
+        own, contribution = shares.of(self._own_id), attempt.closed.contribution
+        if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
-        self.group.join(request.round, ballot, shares_digest(weights, self._codec))
-        index = [weight.peer_id for weight in weights].index(self._own_id)
-        num_elements = sum(tensor.numel() for tensor in attempt.contribution.tensors.values())
-        part = split(num_elements, len(weights))[index]
-        reduction = Reduction(weights=weights, num_elements=part.stop - part.start, codec=self._codec)
-        attempt.reduction.set_result(reduction)
-        return attempt
+        self.group.join(request.round, ballot, shares.digest)
+        exchanged = self._exchanges.open(attempt.closed, shares)
+        attempt.exchanged.set_result(exchanged)
+        return attempt, exchanged
 
-    async def _exchange(self, request: pb.AverageRequest, attempt: _Attempt, weights: list[Weight]) -> Average:
-        vector_D = await asyncio.to_thread(flatten, attempt.contribution.tensors)
-        reduction = attempt.reduction.result()
-        try:
-            await asyncio.to_thread(require_finite, "contribution", vector_D)
-        except MalformedMessage as error:
-            failed = MemberFailed(self._own_id, str(error))
-            reduction.fail(failed)
-            raise failed from None
+    async def _exchange(
+        self, request: pb.AverageRequest, attempt: _Attempt, shares: Shares, exchanged: Reduction | HandOut
+    ) -> tuple[Average, float]:
         opening = pb.ExchangeOpen(
             address=self._address, peer_id=self._own_id, round=request.round, ballot=request.ballot,
             shares_digest=self.group.shares_digest,
         )  # fmt: skip
-        owners = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
+        others = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
         try:
             async with asyncio.timeout(request.timeout_seconds) as scope:
                 self._scope = scope
-                return await all_reduce(
-                    vector_D, own_id=self._own_id, weights=weights, reduction=reduction,
-                    transport=_Owners(self._transport, owners, opening, request.timeout_seconds),
-                    timeout_seconds=request.timeout_seconds,
+                return await self._exchanges.run(
+                    attempt.closed, shares, exchanged,
+                    _Others(self._transport, others, opening, request.timeout_seconds), request.timeout_seconds,
                 )  # fmt: skip
         except TimeoutError:
             raise Refused(f"attempt {request.ballot.attempt} was given up, or took too long") from None
@@ -176,45 +181,50 @@ class Participant:
             if self._scope is scope:
                 self._scope = None
 
-    def _keep(self, average: Average, attempt: _Attempt, member_ids: list[str]) -> None:
-        self.prepared = pb.Prepared(
+    def _keep(self, average: Average, seconds: float, attempt: _Attempt, shares: Shares) -> _Result:
+        standing, closed = self.standing, attempt.closed
+        member_ids = [share.peer_id for share in shares.members]
+        prepared = pb.Prepared(
             ballot=messages.pack_ballot(attempt.ballot), digest=average.digest, squared_norm=average.squared_norm,
             member_ids=member_ids, num_samples=average.num_samples,
         )  # fmt: skip
-        standing = self.standing
-        self._result_began_at = attempt.began_at
-        self._result = RoundResult(
-            round=standing.round, tensors=unflatten(average.vector_D, attempt.contribution.tensors),
+        result = RoundResult(
+            round=standing.round, tensors=unflatten(average.vector_D, closed.contribution.tensors),
             num_samples=average.num_samples, squared_norm=average.squared_norm,
             total_squared_norm=average.squared_norm, members=tuple(member_ids),
             lineage=next_lineage(standing.lineage, standing.round, average.digest, member_ids),
             attempts=attempt.ballot.attempt, bytes_sent=average.bytes_sent, bytes_received=average.bytes_received,
             compression_ratio=average.compression_ratio, seconds=0.0, digest=average.digest,
+            exchange_seconds=seconds, contribution_norm=closed.norm if closed.contribution.num_samples else 0.0,
+        )  # fmt: skip
+        return _Result(
+            prepared=prepared, round_result=result, residual=average.residual,
+            fragment=closed.contribution.fragment, began_at=attempt.began_at,
         )  # fmt: skip
 
-    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> ReducedPart:
-        """Take another member's part and answer with the average, as the owner.
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
+        """Take another member's part and answer with the sum, or hand out this member's contribution.
 
         Raises:
             Refused: not this attempt, or not these members.
-            MemberFailed: there will be no average.
+            MemberFailed: there will be no answer.
             MalformedMessage: more bytes than the part has.
         """
         attempt = self._attempt
         if attempt is None or self.group.active is None or attempt.ballot != messages.unpack_ballot(opening.ballot):
             raise Refused(f"attempt {opening.ballot.attempt} of {opening.ballot.leader_id} is not under way here")
-        reduction = await asyncio.shield(attempt.reduction)
+        exchanged = await asyncio.shield(attempt.exchanged)
         if opening.shares_digest != self.group.shares_digest:
             raise Refused("the member lists differ")
-        expected = reduction.num_bytes_from(opening.peer_id)
+        expected = exchanged.num_bytes_from(opening.peer_id)
         received = bytearray()
         async for piece in pieces:
             received += piece
             if len(received) > expected:
                 raise MalformedMessage(f"a part of {expected} bytes is expected, {len(received)} came")
-        if opening.peer_id in reduction.missing:
-            await reduction.add(opening.peer_id, received)
-        return await reduction.result()
+        if opening.peer_id in exchanged.missing:
+            await exchanged.add(opening.peer_id, received)
+        return await exchanged.result()
 
     # -- second phase ------------------------------------------------------------------------------------------------
 
@@ -240,15 +250,24 @@ class Participant:
                     return None
             except Refused as refused:
                 return refused
-            assert self._result is not None
-            assert self.prepared is not None
+            kept = self._result
+            assert kept is not None
             self._end_exchange("the round was committed")
-            seconds = self._clock.monotonic() - self._result_began_at
-            result = dataclasses.replace(self._result, total_squared_norm=total_squared_norm, seconds=seconds)
+            self._exchanges.committed(kept.fragment, kept.residual)
+            result = dataclasses.replace(
+                kept.round_result, total_squared_norm=total_squared_norm,
+                seconds=self._clock.monotonic() - kept.began_at, residual_bytes=self._exchanges.residual_bytes,
+            )  # fmt: skip
             self._state_digest = await self._member.apply(result)
             self.group.commit(round_number, digest)
-            outcome = pb.Outcome(round=round_number, prepared=self.prepared, total_squared_norm=total_squared_norm)
+            outcome = pb.Outcome(round=round_number, prepared=kept.prepared, total_squared_norm=total_squared_norm)
+            before = self.standing
             self._remember([outcome])
+            self._donor.committed(
+                Committed(
+                    before=before, after=self.standing, result=result, outcome=outcome, state_digest=self._state_digest
+                )
+            )
         return None
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
@@ -288,10 +307,54 @@ class Participant:
                 await self._member.install(snapshot)
             except IntegrityError as unfit:
                 return unfit
+            self._exchanges.reset()
+            self._donor.jumped()
+            self.is_sound = True
             self.group.install(snapshot.round)
             self.outcomes.clear()
             self._remember(outcomes)
         return None
+
+    async def replay(self, committed: Committed) -> None:
+        """Apply a round that the group committed without this member. Nothing happens unless it stands right before.
+
+        Runs to its end even if the caller is cancelled.
+
+        Raises:
+            IntegrityError: it does not fit this stage; or it gave another state, and then this one is not sound.
+        """
+        wrong: IntegrityError | None = await asyncio.shield(self._spawn(self._replay(committed)))
+        if wrong is not None:
+            raise wrong
+
+    async def _replay(self, committed: Committed) -> IntegrityError | None:
+        async with self._lock:
+            if committed.before != self.standing or not self.is_sound:
+                return None
+            self._end_exchange("the round was committed without this member")
+            # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
+            contribution = await self._member.close(self.standing.round, drop=())
+            if _shapes(committed.result.tensors) != _shapes(contribution.tensors):
+                await self._reopen("a result of another stage came")
+                return IntegrityError(f"the result of round {committed.before.round} does not fit this stage")
+            self._state_digest = await self._member.apply(committed.result)
+            reached = messages.standing_of(self._member.progress())
+            self.is_sound = (self._state_digest, reached) == (committed.state_digest, committed.after)
+            if not self.is_sound:
+                self.group.install(committed.before.round)
+                self._attempt = self._result = None
+                self._donor.jumped()
+                return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
+            self.group.install(reached.round)
+            self.group.last_digest = committed.result.digest
+            self._remember([committed.outcome])
+            self._donor.committed(committed)
+        return None
+
+    async def snapshot(self) -> Snapshot:
+        """The state at the last committed round."""
+        async with self._lock:
+            return await self._member.snapshot()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -299,7 +362,7 @@ class Participant:
         self.outcomes |= {outcome.round: outcome for outcome in outcomes}
         for round_number in sorted(self.outcomes)[:-KEPT_OUTCOMES]:
             del self.outcomes[round_number]
-        self._attempt = self._result = self.prepared = None
+        self._attempt = self._result = None
         self.standing = messages.standing_of(self._member.progress())
         self._moved()
 
@@ -307,16 +370,16 @@ class Participant:
         self._end_exchange(reason)
         self._attempt = None
         if self.group.prepared is None:
-            self._result = self.prepared = None
+            self._result = None
         await self._member.reopen(self.group.round)
 
     def _end_exchange(self, reason: str) -> None:
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())
         self._scope = None
-        if self._attempt is not None and not self._attempt.reduction.done():
-            self._attempt.reduction.set_exception(Refused(reason))
-            self._attempt.reduction.exception()  # Retrieved: it may be that nobody waits.
+        if self._attempt is not None and not self._attempt.exchanged.done():
+            self._attempt.exchanged.set_exception(Refused(reason))
+            self._attempt.exchanged.exception()  # Retrieved: it may be that nobody waits.
 
     def _refusal(self, refused: Refused) -> pb.Refusal:
         return pb.Refusal(
@@ -324,16 +387,20 @@ class Participant:
         )
 
 
+def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
-class _Owners:
-    """The other members, as owners of parts."""
+class _Others:
+    """The other members, as the exchange reaches them."""
 
     transport: Transport
     records: dict[str, PeerRecord]
     opening: pb.ExchangeOpen
     timeout_seconds: float
 
-    async def exchange(self, owner_id: str, part: Buffer, reply_bytes: int) -> ReducedPart:
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
         return await self.transport.exchange(
-            self.records[owner_id], self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
+            self.records[peer_id], self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
         )

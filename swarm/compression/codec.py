@@ -11,10 +11,15 @@ from typing import Protocol
 
 import torch
 
+from swarm.compression.buffers import Buffer as Buffer
+from swarm.compression.dct import DctLowpass
+from swarm.compression.layout import TILE
 from swarm.compression.quantize import Cast, Int4, Int8
+from swarm.compression.sparsify import TopK
 from swarm.config import AveragingConfig
 
-Buffer = bytes | bytearray | memoryview
+RESULT_GROWTH = 4
+"""How many times the coefficients of a contribution a sum of several keeps."""
 
 
 class Codec(Protocol):
@@ -55,3 +60,38 @@ class Codec(Protocol):
     def num_bytes(self, num_elements: int) -> int:
         """Exact size of `num_elements` encoded elements; it depends on nothing else."""
         ...
+
+
+_SIMPLE: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Cast("fp32", torch.float32),
+        Cast("fp16", torch.float16),
+        Cast("bf16", torch.bfloat16),
+        Int8(),
+        Int4(),
+    )
+}
+
+
+def simple_codec(name: str) -> Codec:
+    """A codec that needs no options: fp32, fp16, bf16, int8 or int4. Raises ValueError naming them."""
+    if name not in _SIMPLE:
+        raise ValueError(f"unknown codec {name!r}; those without options are {', '.join(_SIMPLE)}")
+    return _SIMPLE[name]
+
+
+def contribution_codec(config: AveragingConfig) -> Codec:
+    """What a member's contribution is encoded with."""
+    return _codec(config, config.top_k)
+
+
+def result_codec(config: AveragingConfig) -> Codec:
+    """What the owner of a part encodes the sum with: a sparse codec keeps more of it, as a sum is less sparse."""
+    return _codec(config, min(RESULT_GROWTH * config.top_k, TILE))
+
+
+def _codec(config: AveragingConfig, top_k: int) -> Codec:
+    if config.codec in ("topk", "dct-topk"):
+        return TopK(top_k, config.values, config.indices, transform=config.codec == "dct-topk")
+    return DctLowpass() if config.codec == DctLowpass.name else simple_codec(config.codec)

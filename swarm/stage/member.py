@@ -59,10 +59,11 @@ class StageMember:
             # Closed first: what arrives from now on must not be accumulated behind our back.
             await self._stage.runtime.control(self._weights.close)
             await self._stage.settle_round(round_number, dropped)
-        tensors = await self._stage.runtime.control(self._weights.close)
+        closing = await self._stage.runtime.control(self._weights.close)
         contribution = Contribution(
-            tensors=tensors, num_samples=self._weights.round_samples, committed=self._committed()
-        )
+            tensors=closing.tensors, num_samples=closing.num_samples, round_samples=closing.round_samples,
+            committed=self._committed(), fragment=closing.fragment,
+        )  # fmt: skip
         self._closed = (dropped, contribution)
         return contribution
 
@@ -95,6 +96,10 @@ class StageMember:
                 aggregate_seconds=result.seconds + time.perf_counter() - start, bytes_sent=result.bytes_sent,
                 bytes_received=result.bytes_received, compression_ratio=result.compression_ratio,
                 attempts=result.attempts, num_samples=result.num_samples, state_digest=self.state_digest,
+                averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
+                contribution_norm=result.contribution_norm, exchange_seconds=result.exchange_seconds,
+                wait_seconds=max(0.0, result.seconds - result.exchange_seconds),
+                residual_bytes=result.residual_bytes,
             )
         )  # fmt: skip
         self._stage.round_began()

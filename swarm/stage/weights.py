@@ -3,6 +3,10 @@
 Owned by the compute thread; the backend reads versions and fills buckets, the round member closes and commits
 rounds. Weights are double-buffered as in PipeDream-2BW (arXiv 2006.09503): an optimizer writes only into the
 masters, microbatches compute with an immutable copy of them, and at most two copies are in use.
+
+With DiLoCo a stage may be averaged in fragments, a round each, in turn, and may go on training while a round is
+exchanged (Streaming DiLoCo, arXiv 2501.18512): what was learnt since the contribution was closed is then carried over
+to the new anchor, and counts towards the next round.
 """
 
 import hashlib
@@ -68,7 +72,27 @@ class Round:
     """Members of the last committed round."""
     lineage: str = ""
     closed: bool = field(default=False)
-    """A contribution has been handed out: no inner step until the round commits or is reopened."""
+    """A contribution has been handed out; until the round commits or is reopened, few inner steps are taken or
+    none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closing:
+    """What a stage contributes to a round, frozen.
+
+    Attributes:
+        tensors: a mean over the samples, on the CPU.
+        num_samples: samples behind it.
+        round_samples: of these, the ones of this round.
+        fragment: the part of the parameters it is about.
+        version: the weights it was taken from.
+    """
+
+    tensors: Tensors
+    num_samples: int
+    round_samples: int
+    fragment: int
+    version: Version
 
 
 class StageWeights:
@@ -80,8 +104,15 @@ class StageWeights:
         self.round = Round(lineage=lineage)
         self._adamw = optim.build_adamw(self.masters, config.optimizer)
         self._outer = None if config.rounds.synchronous else optim.build_outer_sgd(self.masters, config.outer)
+        self._fragments = fragments(self.masters, 1 if self._outer is None else config.averaging.num_fragments)
+        self._unaveraged_samples = [0] * len(self._fragments)
+        """By fragment, samples of inner steps since it was last averaged."""
         self.open_bucket = self._new_bucket()
         self._closing: GradientBucket | None = None
+        self._closed: Closing | None = None
+        """The newest contribution of this round, also after it was reopened: its result may be decided all the same."""
+        self._num_overlapped = 0
+        """Inner steps since the round was closed."""
         self.version = self._publish()
         self._old_versions: list[Version] = []
         self._anchors: dict[int, Tensors] = {0: self.version.parameters}
@@ -96,7 +127,7 @@ class StageWeights:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready."""
         if self._config.rounds.synchronous:
             return
-        while not self.round.closed:
+        while not self.round.closed or self._num_overlapped < self._config.averaging.overlap_steps:
             if self._closing is None and self.open_bucket.num_samples >= self._config.rounds.inner_batch_samples:
                 self._closing, self.open_bucket = self.open_bucket, self._new_bucket()
             self._old_versions = [version for version in self._old_versions if version.users]
@@ -118,6 +149,8 @@ class StageWeights:
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(self._adamw, self.masters, gradients, self.learning_rate)
         self.round.stepped_samples += bucket.num_samples
+        self._unaveraged_samples = [samples + bucket.num_samples for samples in self._unaveraged_samples]
+        self._num_overlapped += self.round.closed
         self._old_versions.append(self.version)
         self.version = self._publish()
 
@@ -126,6 +159,11 @@ class StageWeights:
         """The rate at the run's sample count, as well as this peer can know it within a round."""
         elsewhere = 0 if self._config.rounds.synchronous else self.round.stepped_samples * self.round.num_members
         return optim.learning_rate(self._config.optimizer, self.round.run_samples + elsewhere)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(master.numel() for master in self.masters.values())
 
     # -- rounds ------------------------------------------------------------------------------------------------
 
@@ -136,17 +174,27 @@ class StageWeights:
             return self.open_bucket.num_samples
         return self.round.stepped_samples
 
-    def close(self) -> Tensors:
-        """This round's contribution, a mean over `round_samples`, on the CPU; no step is taken until it is applied.
+    def close(self) -> Closing:
+        """Freeze this round's contribution.
 
         In the synchronous setting the accumulated gradient itself: as a difference of weights it would lose
-        its small entries to rounding. With DiLoCo the pseudo-gradient, anchor minus weights.
+        its small entries to rounding. With DiLoCo the pseudo-gradient, anchor minus weights, of this round's
+        fragment.
         """
-        self.round.closed = True
-        if self._config.rounds.synchronous:
-            return {name: value.cpu() for name, value in self.open_bucket.mean().items()}
-        anchor = self._anchors[self.round.number]
-        return {name: (anchor[name] - master).detach().cpu() for name, master in self.masters.items()}
+        self.round.closed, self._num_overlapped = True, 0
+        fragment = self.round.number % len(self._fragments)
+        if self._outer is None:
+            tensors = {name: value.cpu() for name, value in self.open_bucket.mean().items()}
+            num_samples = self.open_bucket.num_samples
+        else:
+            anchor, weights = self._anchors[self.round.number], self.masters
+            tensors = {name: (anchor[name] - weights[name]).detach().cpu() for name in self._fragments[fragment]}
+            num_samples = self._unaveraged_samples[fragment]
+        self._closed = Closing(
+            tensors=tensors, num_samples=num_samples, round_samples=self.round_samples, fragment=fragment,
+            version=self.version,
+        )  # fmt: skip
+        return self._closed
 
     def reopen(self) -> None:
         """Go on in the same round: its attempt to average was aborted."""
@@ -158,33 +206,55 @@ class StageWeights:
         lineage: str,
     ) -> float:  # fmt: skip
         """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used."""
-        gradients = {name: average[name].to(master.device) for name, master in self.masters.items()}
+        rate = self.learning_rate
+        carried: Tensors = {}
+        gradients = {name: value.to(self.masters[name].device) for name, value in average.items()}
         if self._outer is None:
-            rate = self.learning_rate
             factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
             gradients = {name: value * factor for name, value in gradients.items()}
             optim.step(self._adamw, self.masters, gradients, rate)
             self.open_bucket = self._new_bucket()
+            carried_samples = 0
         else:
-            rate = self.learning_rate
-            self._load_masters(self._anchors[self.round.number])
-            optim.step(self._outer, self.masters, gradients, self._config.outer.learning_rate)
+            carried_samples, carried = self._outer_step(gradients)
         self._old_versions.append(self.version)
-        self._begin(
-            Round(
-                number=self.round.number + 1,
-                run_samples=self.round.run_samples + num_samples,
-                num_members=num_members,
-                lineage=lineage,
-            )
+        moved = {name: self.masters[name].detach().clone() for name in carried}
+        if carried:
+            torch._foreach_add_([self.masters[name].data for name in carried], list(carried.values()))
+        self.version = self._publish()
+        # Without anything carried over, the new version is the anchor: no second copy of it.
+        moved = moved or {name: self.version.parameters[name] for name in gradients}
+        new_round = Round(
+            number=self.round.number + 1,
+            run_samples=self.round.run_samples + num_samples,
+            stepped_samples=carried_samples,
+            num_members=num_members,
+            lineage=lineage,
         )
+        self._begin(new_round, {**self._anchors[self.round.number], **moved})
         self.step_if_due()
         return rate
 
-    def _begin(self, new_round: Round) -> None:
-        self.version = self._publish()
-        self.round = new_round
-        self._anchors[new_round.number] = self.version.parameters
+    def _outer_step(self, gradients: Tensors) -> tuple[int, Tensors]:
+        """Step from the anchor; gives the samples and the change of weights that came after the closing."""
+        assert self._outer is not None
+        closed, names = self._closed, list(gradients)
+        carried: Tensors = {}
+        carried_samples = 0
+        # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
+        if closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
+            carried = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
+            carried_samples = self.round.stepped_samples - closed.round_samples
+        fragment = self.round.number % len(self._fragments)
+        self._unaveraged_samples[fragment] = carried_samples
+        self._load_masters({name: self._anchors[self.round.number][name] for name in names})
+        stepped = {name: self.masters[name] for name in names}
+        optim.step(self._outer, stepped, gradients, self._config.outer.learning_rate)
+        return carried_samples, carried
+
+    def _begin(self, new_round: Round, anchor: Tensors) -> None:
+        self.round, self._closed = new_round, None
+        self._anchors[new_round.number] = anchor
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
 
@@ -217,7 +287,9 @@ class StageWeights:
         self.open_bucket, self._closing = self._new_bucket(), None
         self._old_versions.clear()
         self._anchors.clear()
-        self._begin(new_round)
+        self._unaveraged_samples = [0] * len(self._fragments)
+        self.version = self._publish()
+        self._begin(new_round, self.version.parameters)
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""
@@ -233,8 +305,24 @@ class StageWeights:
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(values[name])
+            for name, value in values.items():
+                self.masters[name].copy_(value)
+
+
+def fragments(names: Iterable[str], num_fragments: int) -> list[list[str]]:
+    """Parameter names dealt out by block (embedding, each layer, head), so that a fragment's layers are far apart.
+
+    Raises:
+        ValueError: there are fewer blocks than fragments.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        blocks.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
+    if len(blocks) < num_fragments:
+        raise ValueError(f"averaging.num_fragments is {num_fragments}, but a stage has only {len(blocks)} blocks")
+    dealt = list(blocks.values())
+    return [[name for block in dealt[first::num_fragments] for name in block] for first in range(num_fragments)]
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

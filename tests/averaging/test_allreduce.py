@@ -1,5 +1,6 @@
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,35 +8,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.averaging.allreduce import (
-    Average,
-    MemberFailed,
-    ReducedPart,
-    Reduction,
-    Weight,
-    all_reduce,
-    flatten,
-    split,
-    unflatten,
-)
-from swarm.compression.codec import Buffer, get_codec
-from swarm.errors import PeerUnavailable
+from swarm.averaging.allreduce import Average, butterfly, gather
+from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload, Reduction
+from swarm.averaging.shares import Offer, Shares, divide
+from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
+from swarm.config import AveragingConfig
+from swarm.errors import MalformedMessage, PeerUnavailable
+
+FP32 = simple_codec("fp32")
 
 
 @dataclass
 class Hall:
-    """All members' reductions in one process."""
+    """All members' sides in one process."""
 
-    reductions: dict[str, Reduction]
+    sides: dict[str, Exchanged]
     silent: set[str] = field(default_factory=set)
 
-    async def exchange(self, sender: str, owner_id: str, part: Buffer) -> ReducedPart:
-        if owner_id in self.silent:
+    async def exchange(self, sender: str, peer_id: str, part: Buffer) -> Payload:
+        if peer_id in self.silent:
             raise PeerUnavailable("hung up")
-        reduction = self.reductions[owner_id]
-        if sender in reduction.missing:
-            await reduction.add(sender, bytes(part))
-        return await reduction.result()
+        side = self.sides[peer_id]
+        if sender in side.missing:
+            await side.add(sender, bytes(part))
+        return await side.result()
 
 
 @dataclass
@@ -45,113 +41,158 @@ class Door:
     hall: Hall
     own_id: str
 
-    async def exchange(self, owner_id: str, part: Buffer, reply_bytes: int) -> ReducedPart:
-        return await self.hall.exchange(self.own_id, owner_id, part)
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+        payload = await self.hall.exchange(self.own_id, peer_id, part)
+        assert len(payload.encoded) == reply_bytes
+        return payload
+
+
+def shares_of(samples: list[int], num_elements: int, tile: int = 1) -> Shares:
+    offers = [
+        Offer(peer_id=str(i), num_samples=n, round_samples=n, norm=1.0, bytes_per_second=0.0)
+        for i, n in enumerate(samples)
+    ]
+    return divide(offers, num_elements=num_elements, tile=tile, clip_to_median=0.0)
 
 
 async def average(
     vectors: list[torch.Tensor],
     samples: list[int],
-    codec: str = "fp32",
+    codec: Codec = FP32,
+    of_results: Codec | None = None,
     *,
     silent: int | None = None,
-) -> list[Average | MemberFailed]:
-    weights = [Weight(peer_id=str(i), num_samples=n) for i, n in enumerate(samples)]
-    parts = split(vectors[0].numel(), len(vectors))
-    reductions = {
-        str(i): Reduction(weights=weights, num_elements=part.stop - part.start, codec=get_codec(codec))
-        for i, part in enumerate(parts)
-    }
-    hall = Hall(reductions, set() if silent is None else {str(silent)})
+    gathers: bool = False,
+) -> list[Any]:
+    """What each member ends with, or what it says went wrong."""
+    of_results = of_results or codec
+    shares = shares_of(samples, vectors[0].numel(), codec.tile)
+    names = [str(i) for i in range(len(vectors))]
+    if gathers:
+        sides: dict[str, Any] = {name: HandOut(shares) for name in names}
+    else:
+        sides = {name: Reduction(shares, name, codec=codec, result_codec=of_results) for name in names}
+    hall = Hall(sides, set() if silent is None else {str(silent)})
 
-    async def member(i: int) -> Average | MemberFailed:
+    async def member(name: str) -> Average | MemberFailed:
+        vector_D, transport = vectors[int(name)], Door(hall, name)
         try:
-            return await all_reduce(
-                vectors[i], own_id=str(i), weights=weights, reduction=reductions[str(i)],
-                transport=Door(hall, str(i)), timeout_seconds=2.0,
+            if gathers:
+                return await gather(
+                    vector_D, own_id=name, shares=shares, hand_out=sides[name], codec=codec, transport=transport
+                )
+            return await butterfly(
+                vector_D, own_id=name, shares=shares, reduction=sides[name], codec=codec, result_codec=of_results,
+                transport=transport, timeout_seconds=2.0,
             )  # fmt: skip
         except MemberFailed as failed:
             return failed
 
-    return list(await asyncio.gather(*(member(i) for i in range(len(vectors)) if i != silent)))
+    return list(await asyncio.gather(*(member(name) for name in names if name != str(silent))))
+
+
+def random_vectors(size: int, num_elements: int) -> list[torch.Tensor]:
+    return [torch.randn(num_elements, generator=torch.Generator().manual_seed(i)) for i in range(size)]
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(1, 6), st.integers(1, 50), st.lists(st.integers(0, 9), min_size=6, max_size=6),
-    st.sampled_from(["fp32", "fp16"]),
+    st.sampled_from(["fp32", "fp16"]), st.booleans(),
 )  # fmt: skip
-def test_all_end_with_the_same_weighted_mean(size: int, num_elements: int, samples: list[int], codec: str) -> None:
+def test_all_end_with_the_same_weighted_mean(
+    size: int, num_elements: int, samples: list[int], codec: str, gathers: bool
+) -> None:
     """Any number of members and elements, members without samples included."""
     samples = [max(1, samples[0]), *samples[1:size]]
-    vectors = [torch.randn(num_elements, generator=torch.Generator().manual_seed(i)) for i in range(size)]
-    results = asyncio.run(average(vectors, samples, codec))
+    vectors = random_vectors(size, num_elements)
+    results = asyncio.run(average(vectors, samples, simple_codec(codec), gathers=gathers))
     expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
     for result in results:
-        assert isinstance(result, Average)
         np.testing.assert_allclose(result.vector_D.numpy(), expected, atol=1e-6 if codec == "fp32" else 4e-3)
-        assert torch.equal(result.vector_D, results[0].vector_D)  # type: ignore[union-attr]
-        assert (result.digest, result.squared_norm) == (results[0].digest, results[0].squared_norm)  # type: ignore[union-attr]
+        assert torch.equal(result.vector_D, results[0].vector_D)
+        assert (result.digest, result.squared_norm) == (results[0].digest, results[0].squared_norm)
+        assert result.squared_norm == pytest.approx(float(np.sum(expected**2)), rel=1e-2)
         assert result.num_samples == sum(samples)
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("name", ["int4", "topk", "dct-topk", "dct-lowpass"])
+async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: bool) -> None:
+    """Sum over members of weight * residual, and the owners' residuals, make up for what is missing in the sum."""
+    config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # names of codecs
+    codec, of_results = contribution_codec(config), result_codec(config)
+    samples = [1, 3, 4]
+    vectors = random_vectors(3, 5 * 4096 + 17)
+    results = await average(vectors, samples, codec, of_results, gathers=gathers)
+    found = results[0].vector_D.double()
+    for result, count in zip(results, samples, strict=True):
+        assert torch.equal(result.vector_D, results[0].vector_D)
+        residual = result.residual
+        found += residual.contribution_D.double() * count / sum(samples)
+        if residual.sum_P is not None:
+            found[residual.part] += residual.sum_P.double()
+    expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
+    np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
+    assert results[0].compression_ratio == pytest.approx(4 * vectors[0].numel() / codec.num_bytes(vectors[0].numel()))
+
+
 async def test_bytes_are_counted_at_both_ends() -> None:
-    results = await average([torch.ones(12)] * 3, [1, 1, 0], "fp16")
-    sent = [result.bytes_sent for result in results if isinstance(result, Average)]
-    received = [result.bytes_received for result in results if isinstance(result, Average)]
+    results = await average([torch.ones(12)] * 3, [1, 1, 0], simple_codec("fp16"))
     # Parts of 4 elements, 8 bytes: two members send two parts each, and each owner answers two members.
-    assert sent == [32, 32, 16]
-    assert received == [24, 24, 32]
-    assert sum(sent) == sum(received)
-    assert isinstance(results[0], Average)
+    assert [result.bytes_sent for result in results] == [32, 32, 16]
+    assert [result.bytes_received for result in results] == [24, 24, 32]
     assert results[0].compression_ratio == 2.0
+    gathered = await average([torch.ones(12)] * 3, [1, 1, 0], simple_codec("fp16"), gathers=True)
+    assert [result.bytes_sent for result in gathered] == [48, 48, 0]
+    assert [result.bytes_received for result in gathered] == [24, 24, 48]
 
 
 async def test_weights_are_part_of_the_digest() -> None:
     one, other = [(await average([torch.ones(4)] * 2, samples))[0] for samples in ([1, 1], [2, 2])]
-    assert isinstance(one, Average)
-    assert isinstance(other, Average)
     assert torch.equal(one.vector_D, other.vector_D)
     assert one.digest != other.digest
 
 
-async def test_non_finite_part_names_its_sender_to_everybody() -> None:
+@pytest.mark.parametrize("gathers", [True, False])
+async def test_non_finite_part_names_its_sender_to_everybody(gathers: bool) -> None:
     vectors = [torch.ones(9), torch.ones(9), torch.full((9,), torch.inf)]
-    failures = await average(vectors, [1, 1, 1])
+    failures = await average(vectors, [1, 1, 1], gathers=gathers)
     assert [failed.peer_id for failed in failures if isinstance(failed, MemberFailed)] == ["2", "2", "2"]
 
 
-async def test_dead_owner_is_named() -> None:
-    failures = await average([torch.ones(9)] * 3, [1, 1, 1], silent=1)
+@pytest.mark.parametrize("gathers", [True, False])
+async def test_dead_owner_is_named(gathers: bool) -> None:
+    failures = await average([torch.ones(9)] * 3, [1, 1, 1], silent=1, gathers=gathers)
     assert [failed.peer_id for failed in failures if isinstance(failed, MemberFailed)] == ["1", "1"]
 
 
 async def test_owner_names_the_member_that_sends_nothing() -> None:
-    weights = [Weight(peer_id="0", num_samples=1), Weight(peer_id="1", num_samples=1)]
-    reduction = Reduction(weights=weights, num_elements=2, codec=get_codec("fp32"))
+    shares = shares_of([1, 1], 4)
+    reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
 
     class Patient:
-        async def exchange(self, owner_id: str, part: Buffer, reply_bytes: int) -> ReducedPart:
+        async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
             await asyncio.sleep(10)
             raise AssertionError
 
     with pytest.raises(MemberFailed) as failed:
-        await all_reduce(
-            torch.ones(4), own_id="0", weights=weights, reduction=reduction, transport=Patient(), timeout_seconds=0.05
-        )
+        await butterfly(
+            torch.ones(4), own_id="0", shares=shares, reduction=reduction, codec=FP32, result_codec=FP32,
+            transport=Patient(), timeout_seconds=0.05,
+        )  # fmt: skip
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
         await reduction.result()
 
 
-def test_flatten_goes_by_name_and_back() -> None:
-    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(7.0)}
-    vector_D = flatten(tensors)
-    assert vector_D.tolist() == [7, 0, 1, 2, 3, 4, 5]
-    back = unflatten(vector_D, tensors)
-    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
-
-
-def test_parts_cover_the_vector_evenly() -> None:
-    assert [(part.start, part.stop) for part in split(7, 3)] == [(0, 3), (3, 5), (5, 7)]
-    assert [part.stop - part.start for part in split(2, 4)] == [1, 1, 0, 0]
+async def test_a_part_counts_once() -> None:
+    reduction = Reduction(shares_of([1, 1], 4), "0", codec=FP32, result_codec=FP32)
+    await reduction.add("1", FP32.encode(torch.ones(2)))
+    with pytest.raises(MalformedMessage, match="already"):
+        await reduction.add("1", FP32.encode(torch.ones(2)))
+    reduction.add_decoded("0", torch.zeros(2))
+    payload = await reduction.result()
+    assert FP32.decode(payload.encoded, 2).tolist() == [0.5, 0.5]
+    with pytest.raises(MalformedMessage, match="already"):
+        await reduction.add("1", FP32.encode(torch.ones(2)))

@@ -279,7 +279,7 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
 async def test_a_committed_rounds_microbatches_are_stale() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         first = chain.peers[0]
-        average = first.weights.close()
+        average = first.weights.close().tensors
         first.weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
         first.stage.round_began()
         with pytest.raises(StaleMicrobatch, match="round 0 has committed"):

@@ -182,13 +182,13 @@ async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
 async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         first, *others = chain.peers
-        await first.runtime.control(lambda: _apply(first, first.weights.close()))
+        await first.runtime.control(lambda: _apply(first, first.weights.close().tensors))
         training = asyncio.create_task(chain.train(8, round_number=1))
         await eventually(lambda: chain.peers[1].stage.num_admitted == 1)
         await asyncio.sleep(0.1)
         assert chain.counts("forwards") == [1, 0, 0]
         for peer in others:
-            await peer.runtime.control(partial(_apply, peer, peer.weights.close()))
+            await peer.runtime.control(partial(_apply, peer, peer.weights.close().tensors))
             peer.stage.round_began()
         await chain.ack(await training)
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3

@@ -1,5 +1,6 @@
 """Versions, buckets and steps of a stage's weights, against torch's optimizers in one process."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 from torch import nn
 
 from swarm import optim
-from swarm.config import DataConfig, OptimizerConfig, RoundsConfig, RunConfig
+from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import IntegrityError
-from swarm.stage.weights import GradientBucket, Round, StageWeights
+from swarm.stage.weights import GradientBucket, Round, StageWeights, fragments
 
 _INNER_SAMPLES = 4
 
@@ -195,7 +196,7 @@ def test_synchronous_commits_are_adamw_in_one_process() -> None:
         _accumulate(weights, 2 * number)
         _accumulate(weights, 2 * number + 1)
         assert weights.round_samples == 4
-        contribution = weights.close()
+        contribution = weights.close().tensors
         used = weights.commit(
             contribution, total_squared_norm=9.0, num_samples=16, num_members=4, lineage=f"after {number}"
         )
@@ -226,7 +227,8 @@ def test_a_reopened_round_goes_on_with_what_it_had() -> None:
     weights.close()
     weights.reopen()
     _accumulate(weights, 1)
-    _assert_same(weights.close(), {name: (_gradients(0)[name] + _gradients(1)[name]) / 2 for name in _gradients(0)})
+    expected = {name: (_gradients(0)[name] + _gradients(1)[name]) / 2 for name in _gradients(0)}
+    _assert_same(weights.close().tensors, expected)
 
 
 # -- DiLoCo rounds -----------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
     for number in range(3):
         for inner in range(4):
             _accumulate(weights, 10 * number + inner)
-        contribution = weights.close()
+        contribution = weights.close().tensors
         assert weights.round_samples == 8
         assert not any(value.requires_grad for value in contribution.values())
         _assert_same(contribution, {name: anchor[name] - weights.masters[name] for name in anchor})
@@ -257,22 +259,112 @@ def test_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> Non
     weights = _weights("diloco")
     for number in range(2):
         _accumulate(weights, number)
-    contribution, version = weights.close(), weights.version
+    contribution, version = weights.close().tensors, weights.version
     for number in range(2, 4):
         _accumulate(weights, number)
     assert weights.version is version
     assert weights.backlog_samples == 4
-    _assert_same(weights.close(), contribution)
+    _assert_same(weights.close().tensors, contribution)
     weights.reopen()
     assert weights.version is not version
     assert weights.round_samples == 8
+
+
+def _overlapping(overlap_steps: int, num_fragments: int = 1) -> StageWeights:
+    config = _config("diloco")
+    averaging = AveragingConfig(overlap_steps=overlap_steps, num_fragments=num_fragments)
+    model = ModelConfig(num_layers=12)
+    return StageWeights(dataclasses.replace(config, averaging=averaging, model=model), _module(), lineage="")
+
+
+def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() -> None:
+    weights = _overlapping(1)
+    anchor = _values(weights.masters)
+    for number in range(2):
+        _accumulate(weights, number)
+    closing = weights.close()
+    at_closing = _values(weights.masters)
+    for number in range(2, 6):
+        _accumulate(weights, number)
+    assert weights.backlog_samples == 4, "one step at most while the round is exchanged"
+    change = {name: weights.masters[name].detach() - at_closing[name] for name in anchor}
+    assert any(bool(value.any()) for value in change.values())
+    # A closing again gives what was learnt meanwhile as well; its own result is what is committed here.
+    average = {name: 0.5 * value for name, value in closing.tensors.items()}
+    weights.commit(average, total_squared_norm=0.0, num_samples=8, num_members=2, lineage="")
+    moved = {name: anchor[name] - 0.7 * 1.9 * average[name] for name in anchor}
+    new_anchor = weights.anchor(1)
+    assert new_anchor is not None
+    _assert_same(new_anchor, moved)
+    # The backlog was stepped at once, on top of what was carried over.
+    assert weights.round_samples == 8
+    assert weights.backlog_samples == 0
+
+
+def test_the_carried_change_is_the_next_contribution() -> None:
+    weights = _overlapping(1)
+    for number in range(2):
+        _accumulate(weights, number)
+    closing = weights.close()
+    at_closing = _values(weights.masters)
+    for number in range(2, 4):
+        _accumulate(weights, number)
+    change = {name: weights.masters[name].detach() - at_closing[name] for name in at_closing}
+    weights.commit(closing.tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
+    later = weights.close()
+    assert (later.num_samples, later.round_samples) == (4, 4)
+    _assert_same(later.tensors, {name: -value for name, value in change.items()})
+
+
+def test_an_aborted_exchange_keeps_the_steps_taken_meanwhile() -> None:
+    weights = _overlapping(1)
+    anchor = _values(weights.masters)
+    for number in range(2):
+        _accumulate(weights, number)
+    weights.close()
+    for number in range(2, 4):
+        _accumulate(weights, number)
+    weights.reopen()
+    closing = weights.close()
+    assert closing.num_samples == 8
+    _assert_same(closing.tensors, {name: anchor[name] - weights.masters[name] for name in anchor})
+
+
+def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> None:
+    weights = _overlapping(0, num_fragments=2)
+    start = _values(weights.masters)
+    samples = []
+    for round_number in range(4):
+        for number in range(2 * round_number, 2 * round_number + 2):
+            _accumulate(weights, number)
+        before = _values(weights.masters)
+        closing = weights.close()
+        name, other = ("weight", "bias") if round_number % 2 == 0 else ("bias", "weight")
+        assert list(closing.tensors) == [name]
+        assert closing.round_samples == 4
+        samples.append(closing.num_samples)
+        zero = {name: torch.zeros_like(closing.tensors[name])}
+        weights.commit(zero, total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
+        # Back to its anchor, which an average of zero does not move; the other one goes on undisturbed.
+        torch.testing.assert_close(weights.masters[name].detach(), start[name])
+        assert torch.equal(weights.masters[other].detach(), before[other])
+    assert samples == [4, 8, 8, 8]
+
+
+def test_fragments_deal_out_whole_blocks() -> None:
+    names = ["embedding.weight", "layers.0.a", "layers.0.b", "layers.1.a", "layers.10.a", "head.norm", "head.weight"]
+    assert fragments(names, 2) == [
+        ["embedding.weight", "layers.1.a", "head.norm", "head.weight"], ["layers.0.a", "layers.0.b", "layers.10.a"]
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="only 5 blocks"):
+        fragments(names, 6)
 
 
 def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
     weights = _weights("diloco")
     for number in range(2):
         _accumulate(weights, number)
-    average = weights.close()
+    average = weights.close().tensors
     for number in range(2, 4):
         _accumulate(weights, number)
     weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
@@ -298,14 +390,17 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
         anchors.append(_values(weights.version.parameters))
         for inner in range(2):
             _accumulate(weights, 10 * number + inner)
-        weights.commit(weights.close(), total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+        weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
     assert weights.anchor(0) is None
     assert weights.anchor(1) is None
     assert weights.anchor(4) is None
     kept = weights.anchor(2)
     assert kept is not None
     _assert_same(kept, anchors[2])
-    assert weights.anchor(3) is weights.version.parameters
+    anchor = weights.anchor(3)
+    assert anchor is not None
+    # No second copy of the weights.
+    assert all(anchor[name] is value for name, value in weights.version.parameters.items())
 
 
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
@@ -313,7 +408,7 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     holder = _weights(setting)
     for number in range(2):
         _accumulate(holder, number)
-    holder.commit(holder.close(), total_squared_norm=1.0, num_samples=16, num_members=1, lineage="a")
+    holder.commit(holder.close().tensors, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="a")
     _accumulate(holder, 7)
     state, digest = holder.state_tensors(), holder.state_digest()
 
@@ -334,7 +429,7 @@ def test_a_state_is_a_copy() -> None:
     state, digest = weights.state_tensors(), weights.state_digest()
     for number in range(2):
         _accumulate(weights, number)
-    weights.commit(weights.close(), total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
     assert weights.state_digest() != digest
     weights.check(state, digest)
 

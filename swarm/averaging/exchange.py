@@ -1,0 +1,115 @@
+"""One member's exchanges: its closed contribution, how it travels, and what error feedback keeps of it.
+
+Used by averaging/participant. Chooses between the two ways of all-reduce. Knows nothing of attempts and phases.
+
+Shapes: D elements of the vector.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import torch
+
+from swarm.averaging.allreduce import AllReduceTransport, Average, butterfly, gather
+from swarm.averaging.feedback import ErrorFeedback, Residual
+from swarm.averaging.reduction import HandOut, Reduction, squared_norm
+from swarm.averaging.shares import Shares
+from swarm.compression.codec import contribution_codec, result_codec
+from swarm.compression.layout import flatten
+from swarm.config import AveragingConfig
+from swarm.rounds import Contribution
+
+SMOOTHING = 0.3
+"""Weight of the newest measurement of the own line."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Closed:
+    """A contribution as it will be exchanged.
+
+    Attributes:
+        vector_D: the contribution with what earlier rounds owe.
+        norm: of that; not finite if some element is not.
+    """
+
+    contribution: Contribution
+    vector_D: torch.Tensor
+    norm: float
+
+
+class Exchanges:
+    """What a member knows from one exchange to the next."""
+
+    def __init__(self, config: AveragingConfig, own_id: str) -> None:
+        self.codec = contribution_codec(config)
+        self.result_codec = result_codec(config)
+        self.bytes_per_second = 0.0
+        """What this member's line carries away, as far as it was measured."""
+        self._config = config
+        self._own_id = own_id
+        self._feedback: dict[int, ErrorFeedback] = {}
+        self._last: Closed | None = None
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory that error feedback takes."""
+        return sum(feedback.num_bytes for feedback in self._feedback.values())
+
+    async def close(self, contribution: Contribution) -> Closed:
+        """Make a contribution ready; the same one gives the same vector, attempt after attempt."""
+        if self._last is None or self._last.contribution is not contribution:
+            self._last = await asyncio.to_thread(self._close, contribution)
+        return self._last
+
+    def _close(self, contribution: Contribution) -> Closed:
+        vector_D = flatten(contribution.tensors)
+        if contribution.num_samples and contribution.fragment in self._feedback:
+            vector_D = self._feedback[contribution.fragment].compensate(vector_D)
+        return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
+
+    def open(self, closed: Closed, shares: Shares) -> Reduction | HandOut:
+        """What the other members of an exchange will ask this one for."""
+        if self._gathers(shares):
+            return HandOut(shares)
+        own_part = shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]
+        feedback = self._feedback.get(closed.contribution.fragment)
+        return Reduction(
+            shares, self._own_id, codec=self.codec, result_codec=self.result_codec,
+            owed_P=feedback.owed(own_part) if feedback else None,
+        )  # fmt: skip
+
+    async def run(
+        self, closed: Closed, shares: Shares, exchanged: Reduction | HandOut, transport: AllReduceTransport,
+        timeout_seconds: float,
+    ) -> tuple[Average, float]:  # fmt: skip
+        """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
+        started_at = time.perf_counter()
+        if isinstance(exchanged, HandOut):
+            average = await gather(
+                closed.vector_D, own_id=self._own_id, shares=shares, hand_out=exchanged, codec=self.codec,
+                transport=transport,
+            )  # fmt: skip
+        else:
+            average = await butterfly(
+                closed.vector_D, own_id=self._own_id, shares=shares, reduction=exchanged, codec=self.codec,
+                result_codec=self.result_codec, transport=transport, timeout_seconds=timeout_seconds,
+            )  # fmt: skip
+        if (rate := average.upload_bytes_per_second) > 0:
+            self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
+        return average, time.perf_counter() - started_at
+
+    def committed(self, fragment: int, residual: Residual) -> None:
+        """The exchange that left this residual was committed."""
+        self._last = None
+        if self.codec.needs_feedback and self._config.feedback_decay > 0:
+            feedback = self._feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
+            feedback.commit(residual)
+
+    def reset(self) -> None:
+        """Another state was installed: what this member owed was about weights that it no longer has."""
+        self._last = None
+        self._feedback.clear()
+
+    def _gathers(self, shares: Shares) -> bool:
+        return self.codec.is_sparse and len(shares.members) <= self._config.gather_members

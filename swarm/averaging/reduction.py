@@ -1,0 +1,190 @@
+"""What a member of an exchange does for the others: sums the part it owns, or hands out its contribution.
+
+Used by averaging/participant, which serves it to the other members, and by averaging/allreduce. Knows nothing of
+rounds or of gRPC. Work on tensors runs in threads, never on the event loop.
+
+Shapes: P elements of the part.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from swarm.averaging.shares import Shares
+from swarm.compression.codec import Buffer, Codec
+from swarm.errors import MalformedMessage, Retryable, SwarmError
+
+
+class MemberFailed(Retryable):
+    """The exchange cannot be completed, and one member seems to be the cause."""
+
+    def __init__(self, peer_id: str, reason: str) -> None:
+        super().__init__(reason)
+        self.peer_id = peer_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payload:
+    """What a member gets from another one.
+
+    Attributes:
+        encoded: the sum over a part, or a whole contribution.
+        squared_norm: of what it decodes to, as its sender has it.
+        upload_seconds: how long sending our own part there took; 0 if nothing was sent.
+    """
+
+    encoded: Buffer
+    squared_norm: float
+    upload_seconds: float = 0.0
+
+
+class Exchanged(Protocol):
+    """One member's side of an exchange, as the others see it."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Members whose contribution is still waited for."""
+        ...
+
+    def num_bytes_from(self, peer_id: str) -> int:
+        """Bytes a member has to send. Raises MalformedMessage for one that is no member."""
+        ...
+
+    async def add(self, peer_id: str, encoded: Buffer) -> None:
+        """Take what a member sent."""
+        ...
+
+    async def result(self) -> Payload:
+        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
+        ...
+
+    def fail(self, error: SwarmError) -> None:
+        """End the wait of everybody who waits."""
+        ...
+
+
+class HandOut:
+    """The side of a member whose contribution goes to all others as it is (sparse codecs, small groups)."""
+
+    def __init__(self, shares: Shares) -> None:
+        self.missing: list[str] = []
+        self._shares = shares
+        self._result: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+
+    def num_bytes_from(self, peer_id: str) -> int:
+        self._shares.of(peer_id)
+        return 0
+
+    async def add(self, peer_id: str, encoded: Buffer) -> None:
+        raise AssertionError(f"nothing is expected of {peer_id}")
+
+    def offer(self, payload: Payload) -> None:
+        """Let the others have it."""
+        if not self._result.done():
+            self._result.set_result(payload)
+
+    async def result(self) -> Payload:
+        return await asyncio.shield(self._result)
+
+    def fail(self, error: SwarmError) -> None:
+        _fail(self._result, error)
+
+
+class Reduction:
+    """The owner's side: collects one part from every member with samples, sums them with their weights, once.
+
+    The owner encodes the sum and everybody, the owner included, applies the decoded bytes. Its own contribution goes
+    into the sum as it is, for it need not travel.
+    """
+
+    def __init__(
+        self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec, owed_P: torch.Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            codec: of the contributions.
+            result_codec: of the sum.
+            owed_P: what earlier sums owe; added to this one.
+        """
+        part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
+        self.num_elements = part.stop - part.start
+        self.residual_P: torch.Tensor | None = None
+        """What encoding the sum dropped, where that is to be fed back; once there is a result."""
+        self.sum_P: torch.Tensor | None = None
+        """The sum as its bytes decode; once there is a result."""
+        self._shares = shares
+        self._codec = codec
+        self._result_codec = result_codec
+        self._owed_P = owed_P
+        self._parts: dict[str, torch.Tensor] = {}
+        self._arrived: set[str] = set()
+        self._result: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+
+    @property
+    def missing(self) -> list[str]:
+        return [share.peer_id for share in self._shares.senders if share.peer_id not in self._arrived]
+
+    def num_bytes_from(self, peer_id: str) -> int:
+        return self._codec.num_bytes(self.num_elements) if self._shares.of(peer_id).num_samples else 0
+
+    async def add(self, peer_id: str, encoded: Buffer) -> None:
+        """Take a member's part; the last one starts the sum.
+
+        A part that is malformed or not finite ends the exchange for everybody, and names its sender.
+        """
+        if peer_id not in self.missing:
+            raise MalformedMessage(f"{peer_id} has sent its part already")
+        try:
+            part_P = await asyncio.to_thread(self._codec.decode, encoded, self.num_elements)
+        except MalformedMessage as error:
+            self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}"))
+            return
+        self.add_decoded(peer_id, part_P)
+
+    def add_decoded(self, peer_id: str, part_P: torch.Tensor) -> None:
+        """Take a part that needs no decoding: the owner's own."""
+        self._parts[peer_id] = part_P
+        self._arrived.add(peer_id)
+        if not self.missing and not self._result.done():
+            # Not awaited here: a caller that hangs up must not stop what the others wait for.
+            work = asyncio.get_running_loop().run_in_executor(None, self._reduce)
+            work.add_done_callback(self._finish)
+
+    async def result(self) -> Payload:
+        return await asyncio.shield(self._result)
+
+    def fail(self, error: SwarmError) -> None:
+        _fail(self._result, error)
+
+    def _reduce(self) -> Payload:
+        sum_P = torch.zeros(self.num_elements) if self._owed_P is None else self._owed_P
+        for share in self._shares.senders:
+            sum_P.add_(self._parts.pop(share.peer_id), alpha=share.weight)
+        encoded = self._result_codec.encode(sum_P)
+        self.sum_P = self._result_codec.decode(encoded, self.num_elements)
+        if self._result_codec.needs_feedback:
+            self.residual_P = sum_P.sub_(self.sum_P)
+        return Payload(encoded=encoded, squared_norm=squared_norm(self.sum_P))
+
+    def _finish(self, work: "asyncio.Future[Payload]") -> None:
+        self._parts.clear()
+        if work.cancelled() or self._result.done():
+            return
+        error = work.exception()
+        if error is None:
+            self._result.set_result(work.result())
+        else:
+            self._result.set_exception(error)
+
+
+def squared_norm(vector_N: torch.Tensor) -> float:
+    """Sum of squares, accumulated in float64; not finite exactly if some element is not."""
+    return float(torch.linalg.vector_norm(vector_N, dtype=torch.float64)) ** 2
+
+
+def _fail(result: "asyncio.Future[Payload]", error: SwarmError) -> None:
+    if not result.done():
+        result.set_exception(error)
+        result.exception()  # Retrieved: it may be that nobody waits.

@@ -1,0 +1,168 @@
+"""Who takes part in an exchange: with which weight, and owning which part of the vector. Pure.
+
+The leader works it out with `divide`; every member, the leader included, gets it with the Average call and checks
+that it is sound.
+"""
+
+import hashlib
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from swarm.errors import MalformedMessage
+
+BANDWIDTH_NOISE = 1.5
+"""Lines whose bandwidths differ by less than this factor are taken for equal: so much is noise on a fast network."""
+BANDWIDTH_RANGE = 8.0
+"""A line counts for at most so many times the median, and at least for the inverse: bandwidths are hearsay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One member.
+
+    Attributes:
+        num_samples: behind its contribution; with none it sends nothing and receives all the same.
+        round_samples: of these, the ones that count towards the round.
+        weight: what its contribution is multiplied by in the sum.
+        num_elements: of the part that it owns.
+    """
+
+    peer_id: str
+    num_samples: int
+    round_samples: int
+    weight: float
+    num_elements: int
+
+
+@dataclass(frozen=True)
+class Shares:
+    """All members, in the order that is the same everywhere: of summation, and of the parts."""
+
+    members: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        if len({share.peer_id for share in self.members}) < len(self.members):
+            raise MalformedMessage("a member is named twice")
+        if not all(math.isfinite(share.weight) and share.weight >= 0 for share in self.members):
+            raise MalformedMessage("a member's weight is negative or not finite")
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the whole vector."""
+        return sum(share.num_elements for share in self.members)
+
+    @property
+    def round_samples(self) -> int:
+        """Samples of the round."""
+        return sum(share.round_samples for share in self.members)
+
+    @cached_property
+    def parts(self) -> list[slice]:
+        """The part of each member."""
+        ends = list(itertools.accumulate((share.num_elements for share in self.members), initial=0))
+        return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+    @property
+    def senders(self) -> list[Share]:
+        """Those who contribute."""
+        return [share for share in self.members if share.num_samples]
+
+    def of(self, peer_id: str) -> Share:
+        """A member's share. Raises MalformedMessage for anybody else."""
+        for share in self.members:
+            if share.peer_id == peer_id:
+                return share
+        raise MalformedMessage(f"{peer_id} is no member of this exchange")
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all of it, in hexadecimal."""
+        lines = (
+            f"{s.peer_id} {s.num_samples} {s.round_samples} {s.weight.hex()} {s.num_elements}" for s in self.members
+        )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What a member told when it closed its contribution.
+
+    Attributes:
+        num_samples: behind the contribution.
+        round_samples: of these, the ones that count towards the round.
+        norm: of the contribution.
+        bytes_per_second: what its line carries away; 0 if that is not known.
+    """
+
+    peer_id: str
+    num_samples: int
+    round_samples: int
+    norm: float
+    bytes_per_second: float = 0.0
+
+
+def divide(offers: Sequence[Offer], *, num_elements: int, tile: int, clip_to_median: float) -> Shares:
+    """Weigh the members and cut the vector into their parts.
+
+    Args:
+        num_elements: length of the vector.
+        tile: parts are multiples of so many elements, but for the last one.
+        clip_to_median: contributions whose norm is above so many medians count for less; 0 turns that off.
+    """
+    weights = _weights(offers, clip_to_median)
+    sizes = part_sizes(num_elements, [offer.bytes_per_second for offer in offers], tile=tile)
+    members = (
+        Share(
+            peer_id=offer.peer_id,
+            num_samples=offer.num_samples,
+            round_samples=offer.round_samples,
+            weight=weight,
+            num_elements=size,
+        )
+        for offer, weight, size in zip(offers, weights, sizes, strict=True)
+    )
+    return Shares(tuple(members))
+
+
+def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
+    total = sum(offer.num_samples for offer in offers)
+    assert total > 0, "a round without samples is never averaged"
+    median = statistics.median(offer.norm for offer in offers if offer.num_samples)
+    limit = clip_to_median * median if clip_to_median and median else math.inf
+    return [offer.num_samples / total * min(1.0, limit / max(offer.norm, 1e-300)) for offer in offers]
+
+
+def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> list[int]:
+    """Lengths of the parts, such that the members are done at the same time.
+
+    Of a vector of D elements among M members, the owner of P elements sends D - P of its own and its part's result
+    M - 1 times: D + (M - 2) P. The parts that make D + (M - 2) P over the bandwidth equal for all, or as nearly as a
+    slow line allows, are found by filling up from the fastest line. Between two members no division helps.
+    """
+    num_members = len(bandwidths)
+    known = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
+    shares = [1.0 / num_members] * num_members
+    if num_members > 2 and known and max(known) > BANDWIDTH_NOISE * min(known):
+        median = statistics.median(known)
+        low, high = median / BANDWIDTH_RANGE, median * BANDWIDTH_RANGE
+        lines = [min(high, max(low, bandwidth or median)) for bandwidth in bandwidths]
+        shares = _fill(lines)
+    ends = [round(end * num_elements / tile) * tile for end in itertools.accumulate(shares, initial=0.0)]
+    ends = [min(end, num_elements) for end in ends[:-1]] + [num_elements]
+    return [end - start for start, end in itertools.pairwise(ends)]
+
+
+def _fill(lines: Sequence[float]) -> list[float]:
+    """Shares p of 1 with (1 + (M - 2) p) / line equal wherever p > 0, and no smaller where p = 0."""
+    extra = len(lines) - 2
+    fastest = sorted(lines, reverse=True)
+    for count in range(len(lines), 0, -1):
+        # All of the `count` fastest take part: sum((time * line - 1) / extra) = 1.
+        time = (extra + count) / sum(fastest[:count])
+        if time * fastest[count - 1] >= 1.0:
+            break
+    return [max(0.0, (time * line - 1.0) / extra) for line in lines]

@@ -1,0 +1,106 @@
+"""The discrete cosine transform of tiles, and the codec that keeps its low frequencies.
+
+sparsify uses the transform as well. It is the orthonormal DCT-II of a tile seen as 64 x 64, along both axes, as two
+matrix products. Different processors round their sums differently, so that members of a group may decode the same
+bytes to numbers that differ in the last bits. Who needs equal bits must keep to the bytes and to one member's decoding.
+
+Shapes: T tiles, E = 4096 elements of a tile, F = 2048 frequencies kept.
+"""
+
+import functools
+import math
+
+import torch
+
+from swarm.compression.buffers import (
+    CHUNK_ELEMENTS,
+    Buffer,
+    as_tensor,
+    check_finite,
+    check_scales,
+    clamp_scales,
+    in_chunks,
+    reciprocals,
+    slices,
+)
+from swarm.compression.layout import SIDE, TILE
+
+
+def dct(tiles_TE: torch.Tensor) -> torch.Tensor:
+    """Coefficients of the tiles, shape (T, E); the frequency along a tile's rows is the slower index."""
+    matrix = _matrix()
+    return (matrix @ (tiles_TE.view(-1, SIDE, SIDE) @ matrix.T)).view(-1, TILE)
+
+
+def inverse_dct(coefficients_TE: torch.Tensor) -> torch.Tensor:
+    """The tiles, shape (T, E)."""
+    matrix = _matrix()
+    return (matrix.T @ (coefficients_TE.view(-1, SIDE, SIDE) @ matrix)).view(-1, TILE)
+
+
+class DctLowpass:
+    """Of each tile the half of the coefficients with the lowest frequencies, as halves relative to the largest one.
+
+    First a float32 scale a tile, then the float16 numbers of all tiles, in rising order of the sum of both
+    frequencies, then of the first. The last tile is filled up with zeros. The filter is that of torchrun-ddp.
+    """
+
+    name = "dct-lowpass"
+    tile = TILE
+    needs_feedback = True
+    is_sparse = False
+
+    def encode(self, vector_N: torch.Tensor) -> Buffer:
+        """Transform, choose, and scale to at most 1."""
+        encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
+        all_scales_T, all_halves_TF = self._split(encoded, vector_N.numel())
+        for rows, tiles_TE in in_chunks(vector_N, TILE):
+            kept_TF = dct(tiles_TE)[:, _low_frequencies()]
+            all_scales_T[rows] = clamp_scales(kept_TF.abs().amax(1))
+            inverse_T = reciprocals(all_scales_T[rows])
+            all_halves_TF[rows] = kept_TF.mul_(inverse_T[:, None]).clamp_(-1, 1)
+        return encoded.numpy().data
+
+    def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
+        """The inverse transform, with zeros for the high frequencies.
+
+        Raises:
+            MalformedMessage: a wrong length, a scale that is no positive number, or halves that are not finite.
+        """
+        encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
+        scales_T, halves_TF = self._split(encoded, num_elements)
+        check_scales(scales_T, self.name)
+        check_finite(halves_TF, f"a vector in {self.name}")
+        vector_TE = torch.empty(len(scales_T), TILE)
+        for rows in slices(len(scales_T), CHUNK_ELEMENTS // TILE):
+            coefficients_TE = torch.zeros(rows.stop - rows.start, TILE)
+            coefficients_TE[:, _low_frequencies()] = halves_TF[rows].float() * scales_T[rows, None]
+            vector_TE[rows] = inverse_dct(coefficients_TE)
+        return vector_TE.view(-1)[:num_elements]
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Exact size: whole tiles."""
+        return -(-num_elements // TILE) * (4 + 2 * len(_low_frequencies()))
+
+    def _split(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the scales, float32 (T,), and of the halves, float16 (T, F)."""
+        num_tiles = -(-num_elements // TILE)
+        scales_T = encoded[: 4 * num_tiles].view(torch.float32)
+        return scales_T, encoded[4 * num_tiles :].view(torch.float16).view(num_tiles, len(_low_frequencies()))
+
+
+@functools.cache
+def _matrix() -> torch.Tensor:
+    """The orthonormal DCT-II of 64 numbers: row k is the cosine of frequency k."""
+    frequencies = torch.arange(SIDE, dtype=torch.float64)[:, None]
+    positions = torch.arange(SIDE, dtype=torch.float64)[None, :]
+    matrix = torch.cos(math.pi / (2 * SIDE) * (2 * positions + 1) * frequencies) * math.sqrt(2 / SIDE)
+    matrix[0] /= math.sqrt(2)
+    return matrix.float()
+
+
+@functools.cache
+def _low_frequencies() -> torch.Tensor:
+    """Places of the lower half of the frequencies in a tile."""
+    places = sorted(range(TILE), key=lambda place: (place // SIDE + place % SIDE, place // SIDE))
+    return torch.tensor(places[: TILE // 2])

@@ -1,0 +1,62 @@
+"""Tile order: one vector of all tensors, in which 4096 consecutive elements are a 64 x 64 tile of one matrix.
+
+Used by averaging/ for what it averages, so that the codecs that look at tiles see parts of one matrix and need not
+know the tensors. In the order of their names the matrices give their full tiles, row by row of tiles, each tile row by
+row. What is left of all tensors follows, again in the order of their names: of a matrix the strip right of its full
+tiles, then the strip below them; of a vector all of it. A tensor of more dimensions counts as a matrix of shape
+(first, all the others).
+
+Shapes: D elements of all tensors.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from einops import rearrange
+
+SIDE = 64
+"""Rows and columns of a tile."""
+TILE = SIDE * SIDE
+"""Elements of a tile."""
+
+
+def flatten(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tensors as one new float32 vector in tile order, shape (D,)."""
+    vector_D = torch.empty(sum(tensor.numel() for tensor in tensors.values()))
+    for target, piece in _pieces(vector_D, tensors):
+        target.copy_(piece.detach())
+    return vector_D
+
+
+def unflatten(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `flatten`: new float32 tensors on the CPU, with the names and shapes of `like`."""
+    tensors = {name: torch.empty(tensor.shape) for name, tensor in like.items()}
+    for source, piece in _pieces(vector_D, tensors):
+        piece.copy_(source)
+    return tensors
+
+
+def _pieces(vector_D: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the vector, each with the view of a tensor that belongs there, of the same shape."""
+    matrices = [_matrix(tensors[name]) for name in sorted(tensors)]
+    start = 0
+    for matrix in matrices:
+        rows, columns = (SIDE * (length // SIDE) for length in matrix.shape)
+        tiles = matrix[:rows, :columns]
+        part = vector_D[start : start + tiles.numel()].view(rows // SIDE, columns // SIDE, SIDE, SIDE)
+        yield rearrange(part, "row column h w -> row h column w"), _tiled(tiles)
+        start += tiles.numel()
+    for matrix in matrices:
+        rows, columns = (SIDE * (length // SIDE) for length in matrix.shape)
+        for strip in (matrix[:rows, columns:], matrix[rows:]):
+            yield vector_D[start : start + strip.numel()].view(strip.shape), strip
+            start += strip.numel()
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with two dimensions; a vector is a row, and so has no full tile."""
+    return tensor.flatten(1) if tensor.ndim >= 2 else tensor.view(1, -1)
+
+
+def _tiled(matrix: torch.Tensor) -> torch.Tensor:
+    return rearrange(matrix, "(row h) (column w) -> row h column w", h=SIDE, w=SIDE)

@@ -1,0 +1,159 @@
+"""Dense codecs: casts to a smaller floating-point type, and blockwise integers.
+
+codec.py picks one. They keep every element; nothing here chooses. Decoding takes one product an element, which
+rounds alike on every processor.
+
+Shapes: N elements of the part, B blocks, E elements of a block.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from swarm.compression.buffers import (
+    CHUNK_ELEMENTS,
+    Buffer,
+    as_tensor,
+    check_finite,
+    check_scales,
+    clamp_scales,
+    in_chunks,
+    reciprocals,
+    slices,
+)
+from swarm.errors import MalformedMessage
+
+
+class Cast:
+    """Elements of a floating-point type, little-endian, one after the other."""
+
+    tile = 1
+    needs_feedback = False
+    is_sparse = False
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self._dtype = dtype
+
+    def encode(self, vector_N: torch.Tensor) -> Buffer:
+        """Cast; numbers beyond the type's range become its largest. As float32 the bytes are the vector's own."""
+        encoded_N = vector_N.detach().contiguous()
+        if self._dtype is not torch.float32:
+            encoded_N = torch.empty(vector_N.numel(), dtype=self._dtype)
+            # Larger numbers would become infinite and be refused by every receiver.
+            limit = torch.finfo(self._dtype).max
+            for piece in slices(vector_N.numel(), CHUNK_ELEMENTS):
+                encoded_N[piece] = vector_N.detach()[piece].clamp(-limit, limit)
+        return encoded_N.view(torch.uint8).numpy().data
+
+    def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
+        """Cast back. Raises MalformedMessage for a wrong length, NaN or infinity."""
+        encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
+        return check_finite(encoded.view(self._dtype).float(), f"a vector in {self.name}")
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Exact size."""
+        return num_elements * self._dtype.itemsize
+
+
+class _Blockwise(ABC):
+    """Integers with one bfloat16 scale a block: the scales of all blocks, then the codes of all blocks.
+
+    A block's largest magnitude gets the largest code. bfloat16 has the range of float32; the codes are taken relative
+    to the scale as it travels, so its coarse steps cost next to nothing. The last block is filled up with zeros.
+    """
+
+    name: str
+    tile: int
+    needs_feedback: bool
+    is_sparse = False
+    _limit: int
+    _bits: int
+
+    def encode(self, vector_N: torch.Tensor) -> Buffer:
+        """Quantise to the nearest code; a tie goes to the even one."""
+        encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
+        all_scales_B, all_codes = self._split(encoded, vector_N.numel())
+        temporary = torch.empty(CHUNK_ELEMENTS)
+        for rows, blocks_BE in in_chunks(vector_N, self.tile):
+            scaled_BE = temporary[: blocks_BE.numel()].view(blocks_BE.shape)
+            all_scales_B[rows] = clamp_scales(torch.abs(blocks_BE, out=scaled_BE).amax(1) / self._limit)
+            inverse_B = reciprocals(all_scales_B[rows].float())
+            torch.mul(blocks_BE, inverse_B[:, None], out=scaled_BE)
+            self._pack(scaled_BE.round_().clamp_(-self._limit, self._limit), all_codes[rows])
+        return encoded.numpy().data
+
+    def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
+        """Codes times scales.
+
+        Raises:
+            MalformedMessage: a wrong length, a scale that is no positive number, or a code below the range.
+        """
+        encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
+        scales_B, codes = self._split(encoded, num_elements)
+        scales_B1 = check_scales(scales_B, self.name)[:, None]
+        vector_BE = torch.empty(len(codes), self.tile)
+        for rows in slices(len(codes), CHUNK_ELEMENTS // self.tile):
+            self._unpack(codes[rows], scales_B1[rows], vector_BE[rows])
+        return vector_BE.view(-1)[:num_elements]
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Exact size: whole blocks."""
+        return -(-num_elements // self.tile) * (2 + self.tile * self._bits // 8)
+
+    def _split(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the scales, bfloat16 (B,), and of the codes, uint8 (B, bytes of a block)."""
+        num_blocks = -(-num_elements // self.tile)
+        scales = encoded[: 2 * num_blocks].view(torch.bfloat16)
+        return scales, encoded[2 * num_blocks :].view(num_blocks, self.tile * self._bits // 8)
+
+    @abstractmethod
+    def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
+        """Write whole numbers in float32 as codes."""
+
+    @abstractmethod
+    def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
+        """Multiply codes and scales. Raises MalformedMessage for a code below the range."""
+
+
+class Int8(_Blockwise):
+    """Codes from -127 to 127, a byte each."""
+
+    name = "int8"
+    tile = 128
+    needs_feedback = False
+    _limit = 127
+    _bits = 8
+
+    def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
+        target.view(torch.int8).copy_(codes_BE)
+
+    def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
+        codes_BE = codes.view(torch.int8)
+        if int(codes_BE.amin()) < -127:
+            raise MalformedMessage("int8 holds the code -128")
+        torch.mul(codes_BE, scales_B1, out=target_BE)
+
+
+class Int4(_Blockwise):
+    """Codes from -7 to 7, plus 8, two in a byte: the low half is of the block's first half, the high one of its second.
+
+    Neighbours in a byte lie half a block apart, so that packing moves whole rows.
+    """
+
+    name = "int4"
+    tile = 64
+    needs_feedback = True
+    _limit = 7
+    _bits = 4
+
+    def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
+        low, high = codes_BE.chunk(2, 1)
+        target.copy_(low.add(high, alpha=16).add_(8 + 8 * 16))
+
+    def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
+        halves = codes & 15, codes >> 4
+        for half, target in zip(halves, target_BE.chunk(2, 1), strict=True):
+            if int(half.amin()) == 0:
+                raise MalformedMessage("int4 holds the code -8")
+            torch.mul(half.view(torch.int8).sub_(8), scales_B1, out=target)

@@ -1,0 +1,140 @@
+"""What the kept elements of a tile are: two ways to write their values.
+
+Used by sparsify. Both look magnitudes up in a table of 256 numbers that goes before the tiles.
+
+Shapes: T tiles, K kept elements of a tile, R some of the tiles.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm.compression.packing import Bytes, Field, Numbers
+from swarm.errors import MalformedMessage
+
+Floats = npt.NDArray[np.float32]
+LEVELS_PER_OCTAVE = 16
+_ROOT = math.sqrt(math.sqrt(math.sqrt(math.sqrt(0.5))))
+# Roots and products round alike on every processor, which powers need not.
+_POWERS = [*itertools.accumulate(itertools.repeat(_ROOT, 254), operator.mul, initial=1.0), 0.0]
+LEVELS = np.array(_POWERS, dtype=np.float32)
+"""Magnitudes relative to the largest: 2 ** (-code / 16), and zero for the last code."""
+
+
+class ValueCoder(Protocol):
+    """One way to write them."""
+
+    groups: list[int]
+    """How many elements make up each group of a tile, the largest ones first."""
+    header_bytes: int
+    fields: tuple[Field, ...]
+
+    def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
+        """The header and the columns of `fields`; values that are not real are padding, and do not matter."""
+        ...
+
+    def read_header(self, header: Bytes) -> Floats:
+        """The table of 256 values. Raises MalformedMessage unless they are finite."""
+        ...
+
+    def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
+        """Values of some tiles, shape (R, K)."""
+        ...
+
+
+class Signs:
+    """A sign each, and for every group of a tile the mean magnitude.
+
+    Magnitudes are 8-bit codes on a logarithmic scale, relative to the largest one of the part: within 2.2 %, down to
+    1/60,000 of it; smaller ones become zero.
+    """
+
+    header_bytes = 4
+
+    def __init__(self, groups: list[int]) -> None:
+        self.groups = groups
+        self.fields: tuple[Field, ...] = (Field(len(groups), 8), Field(sum(groups), 1))
+
+    def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
+        """The largest magnitude; codes and signs. The mean leaves the least squared error of one magnitude."""
+        # In float64 no sum overflows.
+        sums = torch.split(values_TK.abs().double() * is_real_TK, self.groups, 1)
+        counts = torch.split(is_real_TK, self.groups, 1)
+        means = [s.sum(1) / c.sum(1).clamp(min=1) for s, c in zip(sums, counts, strict=True)]
+        means_TG = torch.stack(means, 1).float()
+        largest = means_TG.max() if means_TG.numel() else torch.zeros(())
+        codes_TG = torch.log2(means_TG / largest).mul(-LEVELS_PER_OCTAVE).round_()
+        is_zero_TG = (means_TG == 0) | (codes_TG >= len(LEVELS) - 1)
+        codes_TG = torch.where(is_zero_TG, len(LEVELS) - 1, codes_TG).to(torch.uint8)
+        header = np.array(largest, dtype="<f4").tobytes()
+        return header, [codes_TG.numpy().astype(np.uint16), (values_TK < 0).numpy().astype(np.uint16)]
+
+    def read_header(self, header: Bytes) -> Floats:
+        """The levels times the largest magnitude."""
+        largest = header.view("<f4")[0]
+        if not (np.isfinite(largest) and largest >= 0):
+            raise MalformedMessage("the largest magnitude is not a finite number")
+        table: Floats = LEVELS * largest
+        return table
+
+    def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
+        """Each element the magnitude of its group, with its own sign."""
+        codes_RG, is_negative_RK = columns
+        magnitudes_RK = np.repeat(table[codes_RG], self.groups, axis=1)
+        return np.where(is_negative_RK, -magnitudes_RK, magnitudes_RK)
+
+
+class Table:
+    """A byte each, into a table of 256 values that fits the part's own values.
+
+    256 bins of equal width span three standard deviations to both sides of the mean; a bin's entry is the mean of what
+    fell into it. The quantiser of the templar trainer (CCLoco, SparseLoCo) and of hivemind's uniform 8 bits.
+    """
+
+    header_bytes = 4 * 256
+
+    def __init__(self, count: int) -> None:
+        self.groups = [count]
+        self.fields: tuple[Field, ...] = (Field(count, 8),)
+
+    def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
+        """The table, and the codes."""
+        codes, table = quantize_statistically(values_TK[is_real_TK].numpy(), 256)
+        all_codes_TK = np.zeros(values_TK.shape, dtype=np.uint16)
+        all_codes_TK[is_real_TK.numpy()] = codes
+        return table.astype("<f4").tobytes(), [all_codes_TK]
+
+    def read_header(self, header: Bytes) -> Floats:
+        """The table."""
+        table = header.view("<f4").astype(np.float32)
+        if not np.isfinite(table).all():
+            raise MalformedMessage("a table of values holds NaN or infinity")
+        return table
+
+    def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
+        """Look up."""
+        return table[columns[0]]
+
+
+def quantize_statistically(values: Floats, num_bins: int) -> tuple[Numbers, Floats]:
+    """Codes of the values, and the mean of the values of each code; shapes as `values`, and (num_bins,).
+
+    The statistical quantiser of the templar trainer: bins of 6 standard deviations / num_bins around the mean, the
+    outer ones open. Its table is relative to the mean; ours includes it.
+    """
+    shift = values.mean(dtype=np.float64) if values.size else 0.0
+    centred = values.astype(np.float64) - shift
+    scale = 6 * math.sqrt(float(np.square(centred).sum()) / max(1, values.size - 1)) / num_bins
+    if not (math.isfinite(scale) and scale > 0):
+        scale = 1.0
+    codes = np.clip(np.rint(centred / scale + num_bins // 2), 0, num_bins - 1)
+    codes = np.nan_to_num(codes).astype(np.uint16)
+    counts = np.bincount(codes.ravel(), minlength=num_bins)
+    sums = np.bincount(codes.ravel(), weights=centred.ravel(), minlength=num_bins)
+    return codes, (sums / np.maximum(counts, 1) + shift).astype(np.float32)
