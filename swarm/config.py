@@ -339,14 +339,14 @@ class RunConfig:
                 f"({self.model.num_layers})",
             )
         _require(
-            not (self.model.tied_embeddings and self.stages.num_stages > 1),
-            "model.tied_embeddings needs stages.num_stages = 1: a matrix shared by the first and the last stage "
-            "is not averaged between them yet",
+            not (self.model.tied_embeddings and self.model.custom_class and self.stages.num_stages > 1),
+            "model.tied_embeddings is not for a model.custom_class of several stages: it has parameters of its own",
         )
         fewest = min(layers) if layers else self.model.num_layers // self.stages.num_stages
         _require(
             self.averaging.num_fragments <= max(1, fewest),
-            f"averaging.num_fragments ({self.averaging.num_fragments}) must not exceed the layers of a stage ({fewest})",
+            f"averaging.num_fragments ({self.averaging.num_fragments}) must not exceed the layers of a stage "
+            f"({fewest})",
         )
         _require(
             not self.rounds.synchronous or (self.averaging.num_fragments == 1 and self.averaging.overlap_steps == 0),

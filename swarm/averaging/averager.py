@@ -11,19 +11,23 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
-from swarm.averaging import messages, state_transfer
-from swarm.averaging.allreduce import ReducedPart
+from swarm.averaging import messages
 from swarm.averaging.barrier import Barrier
+from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.completion import Completion
+from swarm.averaging.donor import Donor
 from swarm.averaging.leader import AttemptFailed, Leader
 from swarm.averaging.participant import Participant
+from swarm.averaging.reduction import Payload
 from swarm.averaging.reporter import Reporter, wait
 from swarm.averaging.roster import Roster
+from swarm.averaging.shared import SharedBlocks
+from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request, Transport, contact_of
 from swarm.averaging.view import AveragingStatistics, GroupView
 from swarm.clock import Clock
-from swarm.compression.codec import get_codec
+from swarm.compression.codec import Buffer
 from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
@@ -71,24 +75,39 @@ class Averager:
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
         )  # fmt: skip
+        self._donor = Donor(
+            snapshot=lambda: self._participant.snapshot(), standing=lambda: self._participant.standing,
+            outcomes=lambda: self._participant.outcomes.values(), clock=clock,
+        )  # fmt: skip
+        self._shared = SharedBlocks(
+            config=config, stage=own.stage, own_id=self._own_id, transport=transport, peers=peers, clock=clock,
+            timing=timing,
+        )  # fmt: skip
         self._participant = Participant(
-            own_id=self._own_id, address=self._address, member=member, codec=get_codec(config.averaging.codec),
-            transport=transport, clock=clock, spawn=self._spawn, moved=self._moved,
+            own_id=self._own_id, address=self._address, member=member, config=config.averaging, shared=self._shared,
+            transport=transport, clock=clock, donor=self._donor, spawn=self._spawn, moved=self._moved,
+        )  # fmt: skip
+        self._catch_up = CatchUp(
+            participant=self._participant,
+            transfer=StateTransfer(
+                transport, address=self._address, own_id=self._own_id, silence_seconds=timing.silence_seconds
+            ),
+            donors=lambda: self._roster.donors(self._participant.standing), is_ahead=self._roster.is_ahead,
+            clock=clock, retry_seconds=timing.max_retry_seconds,
         )  # fmt: skip
         self._reporter = Reporter(
             own=own, address=self._address, member=member, roster=self._roster, participant=self._participant,
-            transport=transport, call=self._call, clock=clock, timing=timing, spawn=self._spawn,
+            catch_up=self._catch_up, call=self._call, clock=clock, timing=timing, spawn=self._spawn,
             changed=self._progress_changed,
         )  # fmt: skip
         barrier = Barrier(
-            num_stages=config.stages.num_stages, own_id=self._own_id, address=self._address, call=self._call,
-            peers=peers, current_round=lambda: self._participant.standing.round, clock=clock, timing=timing,
+            own_id=self._own_id, address=self._address, call=self._call, peers=peers,
+            current_round=lambda: self._participant.standing.round, clock=clock, timing=timing,
         )  # fmt: skip
         self._leader = Leader(
             config=config, own_id=self._own_id, address=self._address, call=self._call, barrier=barrier,
-            is_complete=self._is_complete,
-            contribution_bytes=lambda: self._participant.contribution_bytes, has_quorum=self._has_quorum,
-            decided=self._signal, clock=clock, timing=timing,
+            shared=self._shared, is_complete=self._is_complete, has_quorum=self._has_quorum, decided=self._signal,
+            clock=clock, timing=timing,
         )  # fmt: skip
         self._handlers: dict[str, Callable[[Any], Any]] = {
             "Report": self._report_handler, "Begin": self._participant.begin, "Average": self._participant.average,
@@ -140,7 +159,7 @@ class Averager:
         return AveragingStatistics(
             num_attempts=self._num_attempts, aborted=dict(self._aborted),
             exchange_seconds=self._leader.times.total_exchange_seconds,
-            barrier_seconds=self._leader.times.total_barrier_seconds, num_downloads=self._reporter.num_downloads,
+            barrier_seconds=self._leader.times.total_barrier_seconds, num_downloads=self._catch_up.num_downloads,
             num_members=len(last.prepared.member_ids) if last else 0,
             num_alive=max(self._reporter.num_alive, len(self._roster.alive())),
         )  # fmt: skip
@@ -151,6 +170,7 @@ class Averager:
         num_failures = 0
         while True:
             await wait(self._changed, self._timing.heartbeat_seconds)
+            self._donor.expire()
             while self._should_attempt():
                 if await self._attempt():
                     num_failures = 0
@@ -162,7 +182,7 @@ class Averager:
     def _should_attempt(self) -> bool:
         view = self.view()
         group = self._participant.group
-        if not view.is_leader or self._reporter.is_catching_up or group.active is not None:
+        if not view.is_leader or self._participant.is_catching_up or group.active is not None:
             return False
         members = self._roster.members(self._participant.standing)
         unfinished = group.prepared is not None or any(report.prepared for report in members.values())
@@ -217,17 +237,21 @@ class Averager:
         self._signal()
         return reply
 
-    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> ReducedPart:
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         """Answer as the owner of a part; see Participant.exchange."""
         self._check(opening.address)
         return await self._participant.exchange(opening, pieces)
 
     async def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
-        """Send the state at the last committed round."""
+        """Answer a peer that is behind; see Donor.serve."""
         self._check(request.address)
-        snapshot = await self._member.snapshot()
-        async for reply in state_transfer.send(snapshot, list(self._participant.outcomes.values())):
+        async for reply in self._donor.serve(request):
             yield reply
+
+    async def shared(self, request: pb.SharedRequest) -> Buffer:
+        """Give another stage this one's average of the blocks that both hold. Raises NotReady."""
+        self._check(request.address)
+        return self._shared.answer(request)
 
     async def _report_handler(self, request: pb.ReportRequest) -> pb.ReportReply:
         if self._roster.hear(request):
@@ -246,9 +270,11 @@ class Averager:
         while True:
             outcome, decision = self._participant.outcomes.get(request.round), self._leader.decision
             if outcome is not None:
-                return pb.BarrierReply(ready=True, squared_norm=outcome.prepared.squared_norm)
+                norm, digest = outcome.stage_squared_norm, outcome.prepared.digest
+                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=contact_of(self._own))
             if decision is not None and decision.round == request.round:
-                return pb.BarrierReply(ready=True, squared_norm=decision.prepared.squared_norm)
+                norm, digest = decision.squared_norm, decision.prepared.digest
+                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=contact_of(self._own))
             leader, remaining = self._leader_contact(), deadline - self._clock.monotonic()
             if leader.peer_id != self._own_id or remaining <= 0:
                 return pb.BarrierReply(leader=leader)

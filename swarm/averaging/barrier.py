@@ -1,12 +1,13 @@
-"""The run-wide barrier of the synchronous setting: no stage steps before all hold their averaged gradient.
+"""The barrier between stages: a round is committed only once the others have decided theirs as well.
 
-Used by averaging/leader, once its own stage's result is decided. The answers carry squared norms, because
-clipping goes by the norm of the whole model.
+In the synchronous setting it is run-wide: no stage steps before all hold their averaged gradient. With DiLoCo only
+stages that share a block wait for each other. Used by averaging/leader, once its own stage's result is decided. The
+answers carry squared norms, because clipping goes by the norm of the whole model.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import BARRIER, Caller, record_of
@@ -23,15 +24,14 @@ class Barrier:
     """One stage's side of it."""
 
     def __init__(
-        self, *, num_stages: int, own_id: PeerId, address: Address, call: Caller,
-        peers: Callable[[int], Sequence[PeerRecord]], current_round: Callable[[], int], clock: Clock, timing: Timing,
+        self, *, own_id: PeerId, address: Address, call: Caller, peers: Callable[[int], Sequence[PeerRecord]],
+        current_round: Callable[[], int], clock: Clock, timing: Timing,
     ) -> None:  # fmt: skip
         """
         Args:
             peers: the directory's last known view of a stage.
             current_round: this peer's round.
         """
-        self._num_stages = num_stages
         self._own_id = own_id
         self._address = address
         self._call = call
@@ -40,27 +40,26 @@ class Barrier:
         self._clock = clock
         self._timing = timing
 
-    async def total_squared_norm(self, round_number: int, own_squared_norm: float) -> float | None:
-        """Wait until every other stage is ready, and add up.
+    async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
+        """Wait until every one of these stages has decided the round; gives their answers, in the order of stages.
 
-        Waits for as long as it takes: the stage's result is decided, so there is no way back.
+        Waits for as long as it takes: the own stage's result is decided, so there is no way back.
 
         Returns:
-            The whole model's squared norm, the same bits at every stage; None if another leader of this stage
-            committed the round meanwhile.
+            None if another leader of this stage committed the round meanwhile.
         """
-        norms: dict[int, float | None] = {self._address.stage: own_squared_norm}
+        replies: dict[int, pb.BarrierReply | None] = dict.fromkeys(sorted(stages))
 
         async def ask(stage: int) -> None:
-            norms[stage] = await self._stage_norm(stage, round_number)
+            replies[stage] = await self._until_ready(stage, round_number)
 
         async with asyncio.TaskGroup() as tasks:
-            for stage in set(range(self._num_stages)) - {self._address.stage}:
+            for stage in stages:
                 tasks.create_task(ask(stage))
-        known = [norm for _, norm in sorted(norms.items()) if norm is not None]
-        return sum(known) if len(known) == self._num_stages else None
+        ready = {stage: reply for stage, reply in replies.items() if reply is not None}
+        return ready if len(ready) == len(replies) else None
 
-    async def _stage_norm(self, stage: int, round_number: int) -> float | None:
+    async def _until_ready(self, stage: int, round_number: int) -> pb.BarrierReply | None:
         address = Address(
             run_id=self._address.run_id, protocol_version=self._address.protocol_version, stage=stage
         )  # fmt: skip
@@ -77,7 +76,7 @@ class Barrier:
                     timeout_seconds = self._timing.barrier_seconds + self._timing.report_seconds
                     reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
                     if reply.ready:
-                        return float(reply.squared_norm)
+                        return reply
                     if reply.leader.peer_id != target.peer_id:
                         hint = record_of(reply.leader, stage)
                 except SwarmError as error:

@@ -21,6 +21,7 @@ from swarm.averaging.barrier import Barrier
 from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
+from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Caller, Method, Reply, Request, contact_of
@@ -58,6 +59,8 @@ class Decision:
 
     round: int
     prepared: pb.Prepared
+    squared_norm: float
+    """Of the stage's gradient, with the shared blocks that are counted here."""
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Leader:
     address: Address
     call: Caller
     barrier: Barrier
+    shared: SharedBlocks
     is_complete: Completion
     has_quorum: Callable[[Collection[str]], bool]
     clock: Clock
@@ -115,11 +119,7 @@ class Leader:
             else:
                 logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
                 holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
-            self.decision = Decision(round=standing.round, prepared=prepared)
-            self.decided()
-            total_squared_norm = await self._total_squared_norm(standing.round, prepared.squared_norm)
-            if total_squared_norm is not None:
-                await self._commit({peer: members[peer] for peer in holders}, self.decision, total_squared_norm)
+            await self._finish(standing.round, prepared, {peer: members[peer] for peer in holders})
         except AttemptFailed as failed:
             reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
             await self._abort(reachable, standing.round, self.active, failed)
@@ -252,19 +252,42 @@ class Leader:
 
     # -- second phase ------------------------------------------------------------------------------------------------
 
-    async def _total_squared_norm(self, round_number: int, own_squared_norm: float) -> float | None:
-        if not self.config.rounds.synchronous:
-            return own_squared_norm
+    async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
+        """Commit what is decided, once the stages that have to be waited for have decided theirs."""
         started_at = self.clock.monotonic()
-        total: float | None = await self.barrier.total_squared_norm(round_number, own_squared_norm)
-        self.times.total_barrier_seconds += self.clock.monotonic() - started_at
-        return total
+        stage = self.address.stage
+        norm = prepared.squared_norm
+        partners = self.shared.partners(round_number)
+        shares = [pb.Partner(stage=stage, digest=prepared.digest, contact=contact_of(next(iter(holders.values()))))]
+        ready: dict[int, pb.BarrierReply] = {}
 
-    async def _commit(self, holders: Members, decision: Decision, total_squared_norm: float) -> None:
+        async def wait_for(stages: Collection[int]) -> bool:
+            replies = await self.barrier.wait_for(stages, round_number)
+            ready.update(replies or {})
+            return replies is not None
+
+        if self.shared.counts_norm(round_number):
+            # The others need this stage's norm, and that needs the partners' averages: these decide without us.
+            if not await wait_for(partners):
+                return
+            norm += await self.shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
+        self.decision = Decision(round=round_number, prepared=prepared, squared_norm=norm)
+        self.decided()
+        others = set(range(self.config.stages.num_stages)) - {stage} if self.config.rounds.synchronous else partners
+        if not await wait_for(others - ready.keys()):
+            return
+        self.times.total_barrier_seconds += self.clock.monotonic() - started_at
+        norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
+        # In the same order at every stage, so that the sum is the same bits.
+        total_squared_norm = sum(norms[number] for number in sorted(norms)) if len(norms) > 1 else norm
         request = pb.CommitRequest(
-            address=self.address, peer_id=self.own_id, round=decision.round, digest=decision.prepared.digest,
-            total_squared_norm=total_squared_norm,
+            address=self.address, peer_id=self.own_id, round=round_number, digest=prepared.digest,
+            total_squared_norm=total_squared_norm, stage_squared_norm=norm,
+            partners=[*shares, *_partners(ready, partners)] if partners else [],
         )  # fmt: skip
+        await self._commit(holders, request)
+
+    async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at = self.clock.monotonic()
         timeout_seconds = self._deadline(self.timing.commit_seconds, self.times.commit_seconds)
         replies = await self._all(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
@@ -277,7 +300,7 @@ class Leader:
             elif not reply.HasField("refusal"):
                 digests.setdefault(reply.state_digest, []).append(peer)
         if len(digests) > 1:
-            logger.error("members differ after the same round %d: %s", decision.round, digests)
+            logger.error("members differ after the same round %d: %s", request.round, digests)
 
     def _is_first_timeout(self, timed_out: bool) -> bool:
         """Slow is not dead: the first time-out only doubles the deadlines."""
@@ -316,6 +339,10 @@ class Leader:
             for task in pending:
                 task.cancel()
         return replies
+
+
+def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
+    return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
 
 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:

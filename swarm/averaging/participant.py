@@ -21,13 +21,14 @@ from swarm.averaging.feedback import Residual
 from swarm.averaging.group import Ballot, Group, Refused
 from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.results import Committed
+from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Shares
 from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.compression.layout import unflatten
 from swarm.config import AveragingConfig
-from swarm.errors import IntegrityError, MalformedMessage
+from swarm.errors import IntegrityError, MalformedMessage, SwarmError
 from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors, next_lineage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -68,7 +69,7 @@ class Participant:
 
     def __init__(
         self, *, own_id: PeerId, address: Address, member: RoundMember, config: AveragingConfig,
-        transport: Transport, clock: Clock, donor: Donor, spawn: Spawn, moved: Callable[[], None],
+        shared: SharedBlocks, transport: Transport, clock: Clock, donor: Donor, spawn: Spawn, moved: Callable[[], None],
     ) -> None:  # fmt: skip
         """
         Args:
@@ -80,6 +81,7 @@ class Participant:
         self._address = address
         self._member = member
         self._exchanges = Exchanges(config, own_id)
+        self._shared = shared
         self._transport = transport
         self._clock = clock
         self._donor = donor
@@ -142,6 +144,7 @@ class Participant:
             async with self._lock:
                 self.group.prepare(request.round, ballot, average.digest)
                 self._result = result = self._keep(average, seconds, attempt, shares)
+                await self._shared.offer(request.round, average.digest, result.round_result.tensors)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:
@@ -184,12 +187,16 @@ class Participant:
     def _keep(self, average: Average, seconds: float, attempt: _Attempt, shares: Shares) -> _Result:
         standing, closed = self.standing, attempt.closed
         member_ids = [share.peer_id for share in shares.members]
+        tensors = unflatten(average.vector_D, closed.contribution.tensors)
+        squared_norm = average.squared_norm
+        if self._shared.is_due(standing.round):
+            squared_norm = self._shared.squared_norm_of_rest(tensors)
         prepared = pb.Prepared(
-            ballot=messages.pack_ballot(attempt.ballot), digest=average.digest, squared_norm=average.squared_norm,
+            ballot=messages.pack_ballot(attempt.ballot), digest=average.digest, squared_norm=squared_norm,
             member_ids=member_ids, num_samples=average.num_samples,
         )  # fmt: skip
         result = RoundResult(
-            round=standing.round, tensors=unflatten(average.vector_D, closed.contribution.tensors),
+            round=standing.round, tensors=tensors,
             num_samples=average.num_samples, squared_norm=average.squared_norm,
             total_squared_norm=average.squared_norm, members=tuple(member_ids),
             lineage=next_lineage(standing.lineage, standing.round, average.digest, member_ids),
@@ -231,19 +238,24 @@ class Participant:
     async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """Apply the prepared result. Runs to its end even if the leader hangs up."""
         try:
-            await self.apply(request.round, request.digest, request.total_squared_norm)
+            await self.apply(
+                pb.Outcome(
+                    round=request.round, prepared=pb.Prepared(digest=request.digest), partners=request.partners,
+                    total_squared_norm=request.total_squared_norm, stage_squared_norm=request.stage_squared_norm,
+                )
+            )  # fmt: skip
         except Refused as refused:
             return pb.CommitReply(refusal=self._refusal(refused))
         return pb.CommitReply(state_digest=self._state_digest)
 
-    async def apply(self, round_number: int, digest: str, total_squared_norm: float) -> None:
+    async def apply(self, outcome: pb.Outcome) -> None:
         """Apply the prepared result, once. Raises Refused if it is not the prepared one."""
-        refused: Refused | None
-        refused = await asyncio.shield(self._spawn(self._apply(round_number, digest, total_squared_norm)))
+        refused: Refused | None = await asyncio.shield(self._spawn(self._apply(outcome)))
         if refused is not None:
             raise refused
 
-    async def _apply(self, round_number: int, digest: str, total_squared_norm: float) -> Refused | None:
+    async def _apply(self, outcome: pb.Outcome) -> Refused | None:
+        round_number, digest = outcome.round, outcome.prepared.digest
         async with self._lock:
             try:
                 if not self.group.check_commit(round_number, digest):
@@ -253,14 +265,21 @@ class Participant:
             kept = self._result
             assert kept is not None
             self._end_exchange("the round was committed")
+            tensors = dict(kept.round_result.tensors)
+            if self._shared.is_due(round_number):
+                try:
+                    tensors |= await self._shared.sum(round_number, outcome.partners)
+                except SwarmError as error:
+                    # The round is decided: this member will find itself behind, and catch up.
+                    return Refused(str(error))
             self._exchanges.committed(kept.fragment, kept.residual)
             result = dataclasses.replace(
-                kept.round_result, total_squared_norm=total_squared_norm,
+                kept.round_result, tensors=tensors, total_squared_norm=outcome.total_squared_norm,
                 seconds=self._clock.monotonic() - kept.began_at, residual_bytes=self._exchanges.residual_bytes,
             )  # fmt: skip
             self._state_digest = await self._member.apply(result)
             self.group.commit(round_number, digest)
-            outcome = pb.Outcome(round=round_number, prepared=kept.prepared, total_squared_norm=total_squared_norm)
+            outcome.prepared.CopyFrom(kept.prepared)
             before = self.standing
             self._remember([outcome])
             self._donor.committed(
@@ -335,6 +354,7 @@ class Participant:
             # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
             contribution = await self._member.close(self.standing.round, drop=())
             if _shapes(committed.result.tensors) != _shapes(contribution.tensors):
+                self.group.step_back()
                 await self._reopen("a result of another stage came")
                 return IntegrityError(f"the result of round {committed.before.round} does not fit this stage")
             self._state_digest = await self._member.apply(committed.result)

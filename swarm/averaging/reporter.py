@@ -7,13 +7,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from swarm.averaging import messages, state_transfer
+from swarm.averaging import messages
+from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.participant import Participant, Spawn
 from swarm.averaging.roster import Roster
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import REPORT, Caller, Transport, contact_of
+from swarm.averaging.transport import REPORT, Caller, contact_of
 from swarm.clock import Clock
 from swarm.errors import SwarmError
 from swarm.rounds import RoundMember
@@ -23,16 +24,13 @@ from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_FACTOR = 4
-"""A snapshot may be so many times as large as the own one, which may lack the outer optimizer's state."""
-
 
 class Reporter:
     """One peer's reports, and what follows from them."""
 
     def __init__(
         self, *, own: PeerRecord, address: Address, member: RoundMember, roster: Roster, participant: Participant,
-        transport: Transport, call: Caller, clock: Clock, timing: Timing, spawn: Spawn, changed: Callable[[], None],
+        catch_up: CatchUp, call: Caller, clock: Clock, timing: Timing, spawn: Spawn, changed: Callable[[], None],
     ) -> None:  # fmt: skip
         self._own = own
         self._own_id = PeerId(own.peer_id)
@@ -40,7 +38,7 @@ class Reporter:
         self._member = member
         self._roster = roster
         self._participant = participant
-        self._transport = transport
+        self._catch_up = catch_up
         self._call = call
         self._clock = clock
         self._timing = timing
@@ -51,8 +49,6 @@ class Reporter:
         self._under_way: set[PeerId] = set()
         self._nudges: set[PeerId] = set()
         self._branches: set[str] = set()
-        self.is_catching_up = False
-        self.num_downloads = 0
         self.num_alive = 1
         """Members alive, as the last answer had it."""
 
@@ -108,6 +104,9 @@ class Reporter:
         progress, standing = self._member.progress(), self._participant.standing
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
+        if self._participant.is_catching_up:
+            # Who reports is a member, or is waited for.
+            return
         group = self._participant.group
         active = group.active
         request = pb.ReportRequest(
@@ -144,9 +143,11 @@ class Reporter:
             return
         prepared = reply.outcome.prepared
         if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
-            await self._participant.apply(standing.round, prepared.digest, reply.outcome.total_squared_norm)
+            await self._participant.apply(reply.outcome)
         elif self._roster.is_ahead(theirs, standing):
-            await self._catch_up()
+            await self._catch_up.run(theirs)
+            if standing != self._participant.standing:
+                self.notify()
         elif theirs.round == standing.round and theirs.lineage != standing.lineage:
             self._warn_of_branch(peer_id, theirs)
         elif reply.leader.peer_id not in (self._own_id, peer_id):
@@ -159,31 +160,6 @@ class Reporter:
                 "%s is at round %d of another branch (lineage %s): never averaged with this one",
                 peer_id, theirs.round, theirs.lineage[:12],
             )  # fmt: skip
-
-    # -- catching up -------------------------------------------------------------------------------------------------
-
-    async def _catch_up(self) -> None:
-        if self.is_catching_up:
-            return
-        self.is_catching_up = True
-        try:
-            own_bytes = sum(tensor.nbytes for tensor in (await self._member.snapshot()).tensors.values())
-            snapshot, outcomes = await state_transfer.download(
-                self._transport, self._roster.donors(self._participant.standing), address=self._address,
-                own_id=self._own_id, max_bytes=SNAPSHOT_FACTOR * own_bytes, wanted=self._is_ahead,
-                silence_seconds=self._timing.silence_seconds,
-            )  # fmt: skip
-            if self._is_ahead(messages.standing_of(snapshot)):
-                await self._participant.install(snapshot, outcomes)
-                self.num_downloads += 1
-                logger.info("caught up with round %d by download", snapshot.round)
-        except SwarmError as error:
-            logger.warning("cannot catch up: %s", error)
-        finally:
-            self.is_catching_up = False
-
-    def _is_ahead(self, theirs: Standing) -> bool:
-        return self._roster.is_ahead(theirs, self._participant.standing)
 
 
 async def wait(event: asyncio.Event, seconds: float) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from swarm.averaging.allreduce import MemberFailed
+from swarm.averaging.reduction import MemberFailed
 from swarm.averaging.transport import (
     ABORT,
     AVERAGE,
@@ -78,6 +78,14 @@ class AveragingServicer(AveragingServiceServicer):
         yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm))
         for piece in pieces_of(reduced.encoded):
             yield pb.ExchangeReply(data=piece)
+
+    async def Shared(self, request: pb.SharedRequest, context: Context) -> AsyncIterator[pb.SharedReply]:
+        try:
+            encoded = await self._averager.shared(request)
+        except SwarmError as error:
+            await abort(context, error)
+        for piece in pieces_of(encoded):
+            yield pb.SharedReply(data=piece)
 
     async def Download(self, request: pb.DownloadRequest, context: Context) -> AsyncIterator[pb.DownloadReply]:
         try:

@@ -1,123 +1,223 @@
-"""Snapshots: how a peer that is behind becomes the group's last committed state.
+"""Fetches from donors what a peer that is behind needs: a snapshot, from several at once, and later results.
 
-The donor's side cuts a snapshot into messages, the receiver's side checks and assembles them. Used by
-averaging/averager. A snapshot is held for as long as it is being sent, whatever the donor commits meanwhile.
+Used by averaging/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is
+checked before anybody sees it. Decides nothing: installing and applying is for others.
 """
 
-import hashlib
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-
-import torch
+from dataclasses import dataclass
 
 from swarm.averaging import messages
+from swarm.averaging.donor import snapshot_id
+from swarm.averaging.messages import Standing
+from swarm.averaging.partial_snapshot import PartialSnapshot
+from swarm.averaging.results import Committed, IncomingResult
 from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.rpc.v1.tensor_pb2 import TensorChunk
-from swarm.rpc.wire import DTYPES, TensorReader, TensorSpec, chunks
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
-
-async def send(snapshot: Snapshot, outcomes: Sequence[pb.Outcome]) -> AsyncIterator[pb.DownloadReply]:
-    """The messages that carry a snapshot and how its last rounds were committed."""
-    names = sorted(snapshot.tensors)
-    header = pb.SnapshotHeader(
-        standing=messages.pack_standing(messages.standing_of(snapshot)), state_digest=snapshot.digest,
-        tensors=[next(chunks(name, snapshot.tensors[name])).header for name in names],
-        outcomes=[outcome for outcome in outcomes if outcome.round < snapshot.round],
-    )  # fmt: skip
-    digest = hashlib.sha256(header.SerializeToString(deterministic=True))
-    yield pb.DownloadReply(header=header)
-    for name in names:
-        for chunk in chunks(name, snapshot.tensors[name]):
-            digest.update(chunk.data)
-            yield pb.DownloadReply(chunk=chunk)
-    yield pb.DownloadReply(end=pb.SnapshotEnd(sha256=digest.digest()))
+MAX_SOURCES = 4
+"""Donors that are asked, and send, at the same time."""
+GRACE_SECONDS = 1.0
+"""Least time that other donors get to make an offer after the first has."""
 
 
-async def download(
-    transport: Transport, donors: Sequence[PeerRecord], *, address: Address, own_id: str, max_bytes: int,
-    wanted: Callable[[messages.Standing], bool], silence_seconds: float,
-) -> tuple[Snapshot, list[pb.Outcome]]:  # fmt: skip
-    """Fetch a snapshot from the first donor that delivers a sound one.
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    donor: PeerRecord
+    header: pb.SnapshotHeader
+    snapshot_id: bytes
 
-    Args:
-        donors: the best first.
-        max_bytes: a larger snapshot is refused.
-        wanted: whether a snapshot of that standing is of any use.
-        silence_seconds: longest wait for a donor's next piece.
 
-    Raises:
-        PeerUnavailable: no donor delivered.
-    """
-    for donor in donors:
-        try:
-            return await _download_from(
-                transport,
-                donor,
-                address=address,
-                own_id=own_id,
-                max_bytes=max_bytes,
-                wanted=wanted,
-                silence_seconds=silence_seconds,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fetched:
+    """A snapshot, how the last rounds before it were committed, and who held it."""
+
+    snapshot: Snapshot
+    outcomes: list[pb.Outcome]
+    sources: list[PeerRecord]
+
+
+class StateTransfer:
+    """One peer's downloads: what is here already, and who sent wrong bytes."""
+
+    def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
+        """`silence_seconds` is the longest wait for a donor's next piece."""
+        self._transport = transport
+        self._address = address
+        self._own_id = own_id
+        self._silence_seconds = silence_seconds
+        self._partial: PartialSnapshot | None = None
+        self._distrusted: set[str] = set()
+
+    def distrust(self, donor: PeerRecord) -> None:
+        """It sent what cannot be right: ask it again only when there is nobody else."""
+        self._distrusted.add(donor.peer_id)
+
+    def forget(self) -> None:
+        """Let go of a snapshot that was begun: it is of no use any more."""
+        self._partial = None
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    async def snapshot(
+        self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool]
+    ) -> Fetched:
+        """Fetch the farthest snapshot that some of the donors offer, from all of these that hold the same bits.
+
+        A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
+        somebody still keeps it.
+
+        Args:
+            donors: the best first; the first few that answer are used.
+            max_bytes: a larger snapshot is refused.
+            wanted: whether a snapshot of that standing is of any use.
+
+        Raises:
+            PeerUnavailable: nobody offers what is wanted, or no source is left before all of it is here.
+        """
+        trusted = [donor for donor in donors if donor.peer_id not in self._distrusted] or list(donors)
+        if self._partial is not None:
+            former = {donor.peer_id for donor in self._partial.sources}
+            trusted.sort(key=lambda donor: donor.peer_id not in former)
+        offers: list[_Offer] = []
+        for start in range(0, len(trusted), MAX_SOURCES):
+            offers = await self._offers(trusted[start : start + MAX_SOURCES], wanted)
+            if offers:
+                break
+        partial = self._choose(offers, max_bytes)
+        async with asyncio.TaskGroup() as workers:
+            for donor in partial.sources:
+                workers.create_task(self._work(donor, partial))
+        if partial.num_missing:
+            raise PeerUnavailable(
+                f"no source is left, {partial.num_missing} of {partial.num_segments} segments are missing"
             )
-        except SwarmError as error:
-            logger.warning("no snapshot from %s: %s", donor.peer_id, error)
-    raise PeerUnavailable(f"none of {len(donors)} donors delivered a snapshot")
+        self._partial = None
+        return Fetched(snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), sources=partial.sources)
 
+    async def _offers(self, donors: Sequence[PeerRecord], wanted: Callable[[Standing], bool]) -> list[_Offer]:
+        """Ask several at once; once one has answered, the others get as long again."""
+        offers: list[_Offer] = []
 
-async def _download_from(
-    transport: Transport, donor: PeerRecord, *, address: Address, own_id: str, max_bytes: int,
-    wanted: Callable[[messages.Standing], bool], silence_seconds: float,
-) -> tuple[Snapshot, list[pb.Outcome]]:  # fmt: skip
-    request = pb.DownloadRequest(address=address, peer_id=own_id)
-    header: pb.SnapshotHeader | None = None
-    reader = TensorReader({})
-    digest = hashlib.sha256()
-    async for reply in transport.download(donor, request, silence_seconds=silence_seconds):
-        match reply.WhichOneof("message"):
-            case "header" if header is None:
-                header = reply.header
-                if not wanted(messages.unpack_standing(header.standing)):
-                    raise NotReady("it is not ahead")
-                digest.update(header.SerializeToString(deterministic=True))
-                reader = TensorReader(_specs(header, max_bytes))
-            case "chunk":
-                digest.update(reply.chunk.data)
-                _feed(reader, reply.chunk)
-            case "end" if header is not None:
-                if reply.end.sha256 != digest.digest() or not reader.complete:
-                    raise IntegrityError("the snapshot does not match its digest")
-                return _snapshot(header, reader.tensors), list(header.outcomes)
-            case _:
-                raise MalformedMessage("the pieces of the snapshot come in the wrong order")
-    raise PeerUnavailable("the snapshot ended early")
+        async def ask(donor: PeerRecord) -> None:
+            try:
+                offers.append(await self._ask(donor, wanted))
+            except SwarmError as error:
+                logger.info("no snapshot from %s: %s", donor.peer_id, error)
 
+        time = asyncio.get_running_loop().time
+        began_at = time()
+        async with asyncio.TaskGroup() as tasks:
+            asking = {tasks.create_task(ask(donor)) for donor in donors}
+            while asking and not offers:
+                _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            if asking:
+                _, asking = await asyncio.wait(asking, timeout=max(GRACE_SECONDS, time() - began_at))
+            for task in asking:
+                task.cancel()
+        return offers
 
-def _feed(reader: TensorReader, chunk: TensorChunk) -> None:
-    try:
-        reader.feed(chunk)
-    except MalformedMessage as error:
-        raise IntegrityError(f"the snapshot contradicts its header: {error}") from None
+    async def _ask(self, donor: PeerRecord, wanted: Callable[[Standing], bool]) -> _Offer:
+        begun = self._partial.snapshot_id if self._partial else b""
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, offer=pb.OfferRequest(begun=begun))
+        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+            if reply.WhichOneof("message") != "header":
+                raise MalformedMessage("an offer is a header")
+            if not wanted(messages.unpack_standing(reply.header.standing)):
+                raise NotReady("it is not ahead")
+            return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
+        raise PeerUnavailable("it ended before the header came")
 
+    def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot:
+        """What was begun, else the farthest standing, and of its variants the one that most donors hold."""
+        while offers:
+            ids = [offer.snapshot_id for offer in offers]
+            begun = self._partial.snapshot_id if self._partial else b""
+            best = max(
+                offers,
+                key=lambda offer: (
+                    offer.snapshot_id == begun, messages.unpack_standing(offer.header.standing),
+                    ids.count(offer.snapshot_id),
+                ),
+            )  # fmt: skip
+            sources = [offer.donor for offer in offers if offer.snapshot_id == best.snapshot_id]
+            try:
+                if self._partial is None or best.snapshot_id != begun:
+                    self._partial = None
+                    self._partial = PartialSnapshot(best.header, best.snapshot_id, max_bytes)
+            except MalformedMessage as error:
+                logger.warning("no snapshot from %s: %s", ", ".join(donor.peer_id for donor in sources), error)
+                offers = [offer for offer in offers if offer.snapshot_id != best.snapshot_id]
+                continue
+            self._partial.sources = sources
+            return self._partial
+        raise PeerUnavailable("nobody offers a snapshot that would be of use")
 
-def _specs(header: pb.SnapshotHeader, max_bytes: int) -> dict[str, TensorSpec]:
-    if any(tensor.encoding not in DTYPES for tensor in header.tensors):
-        raise MalformedMessage("the snapshot has tensors of an unknown type")
-    specs = {t.name: TensorSpec(shape=tuple(t.shape), encoding=t.encoding) for t in header.tensors}
-    num_bytes = sum(spec.num_bytes for spec in specs.values())
-    if num_bytes > max_bytes:
-        raise MalformedMessage(f"the snapshot has {num_bytes} bytes, more than the {max_bytes} that are sensible here")
-    return specs
+    async def _work(self, donor: PeerRecord, partial: PartialSnapshot) -> None:
+        """Fetch segments from one source, until all are here or it fails."""
+        while (index := await partial.take()) is not None:
+            try:
+                await self._fetch(donor, partial, index)
+            except SwarmError as error:
+                logger.warning("%s is no source any more: %s", donor.peer_id, error)
+                if isinstance(error, IntegrityError):
+                    self.distrust(donor)
+                return
+            finally:
+                partial.give_back(index)
 
+    async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int) -> None:
+        start, stop = partial.span(index)
+        at = start
+        wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, segment=wanted)
+        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+            if not 0 < len(reply.data) <= stop - at:
+                raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
+            partial.content.write(at, reply.data)
+            at += len(reply.data)
+        if at != stop:
+            raise PeerUnavailable(f"segment {index} ended early")
+        if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
+            raise IntegrityError(f"segment {index} does not match its digest")
+        partial.finish(index)
 
-def _snapshot(header: pb.SnapshotHeader, tensors: dict[str, torch.Tensor]) -> Snapshot:
-    return Snapshot(
-        round=header.standing.round, run_samples=header.standing.run_samples, lineage=header.standing.lineage,
-        tensors=tensors, digest=header.state_digest,
-    )  # fmt: skip
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    async def results(self, donor: PeerRecord, standing: Standing, *, max_bytes: int) -> AsyncIterator[Committed]:
+        """The rounds committed after `standing`, in order; ends where the donor stands.
+
+        Args:
+            max_bytes: a larger result is refused.
+
+        Raises:
+            NotReady: it does not keep them.
+            PeerUnavailable, DeadlineExceeded: it is gone, or was silent for too long.
+            MalformedMessage, IntegrityError: what it sent cannot be right.
+        """
+        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
+        incoming: IncomingResult | None = None
+        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+            match reply.WhichOneof("message"):
+                case "result" if incoming is None:
+                    incoming = IncomingResult(standing, reply.result, max_bytes)
+                case "data" if incoming is not None:
+                    incoming.feed(reply.data)
+                case _:
+                    raise MalformedMessage("the pieces of a result come in the wrong order")
+            if incoming.is_whole:
+                if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
+                    raise IntegrityError(f"the result of round {standing.round} does not match its digest")
+                yield incoming.committed
+                standing, incoming = incoming.committed.after, None
+        if incoming is not None:
+            raise PeerUnavailable(f"the result of round {standing.round} ended early")

@@ -29,6 +29,8 @@ class Timing:
     """After a first failure, time for others to say what they think the cause was."""
     barrier_seconds: float = 2.0
     """How long another stage may hold its answer back."""
+    shared_seconds: float = 60.0
+    """How long another stage's average of a shared block is asked for."""
     silence_seconds: float = 15.0
     """Longest wait for the next piece of a snapshot."""
     retry_seconds: float = 0.2

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from swarm.averaging.allreduce import MemberFailed, ReducedPart
+from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
 from swarm.identity import peer_id_of
@@ -51,7 +51,7 @@ class Transport(Protocol):
 
     async def exchange(
         self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> ReducedPart:
+    ) -> Payload:
         """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames somebody."""
         ...
 
@@ -59,6 +59,12 @@ class Transport(Protocol):
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
         """The pieces of a snapshot; `silence_seconds` is the longest wait for the next."""
+        ...
+
+    async def shared(
+        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
+    ) -> Buffer:
+        """Fetch a stage's average of the blocks that it shares with this one, `reply_bytes` long."""
         ...
 
 
@@ -75,9 +81,11 @@ class AveragingHandlers(Protocol):
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply: ...
 
-    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> ReducedPart: ...
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload: ...
 
     def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]: ...
+
+    async def shared(self, request: pb.SharedRequest) -> Buffer: ...
 
 
 class GrpcTransport:
@@ -98,7 +106,7 @@ class GrpcTransport:
 
     async def exchange(
         self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> ReducedPart:
+    ) -> Payload:
         async def requests() -> AsyncIterator[pb.ExchangeRequest]:
             yield pb.ExchangeRequest(open=opening)
             for piece in pieces_of(part):
@@ -125,7 +133,26 @@ class GrpcTransport:
             call.cancel()
         if squared_norm is None or len(encoded) != reply_bytes:
             raise MalformedMessage(f"an averaged part has {len(encoded)} bytes, expected {reply_bytes}")
-        return ReducedPart(encoded=encoded, squared_norm=squared_norm)
+        return Payload(encoded=encoded, squared_norm=squared_norm)
+
+    async def shared(
+        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
+    ) -> Buffer:
+        encoded = bytearray()
+        stub: Any = self._stub(peer)
+        call = stub.Shared(request, timeout=timeout_seconds)
+        try:
+            async for reply in call:
+                encoded += reply.data
+                if len(encoded) > reply_bytes:
+                    break
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        finally:
+            call.cancel()
+        if len(encoded) != reply_bytes:
+            raise MalformedMessage(f"an average of shared blocks has {len(encoded)} bytes, expected {reply_bytes}")
+        return encoded
 
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float

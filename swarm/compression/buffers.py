@@ -17,7 +17,7 @@ Buffer = bytes | bytearray | memoryview
 CHUNK_ELEMENTS = 1 << 18
 """Elements that a codec treats at a time, so that its temporaries stay in the processor's cache. Measured: a quarter of
 it costs one half more time."""
-SMALLEST_SCALE = 2.0**-100
+SMALLEST_SCALE = 2.0**-120
 """What has a smaller scale becomes zero: its reciprocal might overflow."""
 LARGEST_SCALE = 2.0**100
 """Nothing decoded with this scale overflows; the encoders clamp what is larger."""

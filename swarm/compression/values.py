@@ -8,6 +8,7 @@ Shapes: T tiles, K kept elements of a tile, R some of the tiles.
 import itertools
 import math
 import operator
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -72,8 +73,10 @@ class Signs:
         codes_TG = torch.log2(means_TG / largest).mul(-LEVELS_PER_OCTAVE).round_()
         is_zero_TG = (means_TG == 0) | (codes_TG >= len(LEVELS) - 1)
         codes_TG = torch.where(is_zero_TG, len(LEVELS) - 1, codes_TG).to(torch.uint8)
-        header = np.array(largest, dtype="<f4").tobytes()
-        return header, [codes_TG.numpy().astype(np.uint16), (values_TK < 0).numpy().astype(np.uint16)]
+        return struct.pack("<f", largest), [
+            codes_TG.numpy().astype(np.uint16),
+            (values_TK < 0).numpy().astype(np.uint16),
+        ]
 
     def read_header(self, header: Bytes) -> Floats:
         """The levels times the largest magnitude."""

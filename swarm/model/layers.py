@@ -168,5 +168,5 @@ class Head(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:
         weight_VD = embedding_VD if self.output is None else self.output.weight
-        assert weight_VD is not None, "a tied head shares its stage with the embedding"
+        assert weight_VD is not None, "a tied head needs the embedding's matrix"
         return F.linear(self.norm(hidden_BTD), weight_VD)

@@ -22,6 +22,7 @@ Shape suffixes: B samples, T positions, D model width, V vocabulary.
 
 import math
 import pkgutil
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -52,13 +53,36 @@ def layer_ranges(config: RunConfig) -> list[range]:
     return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedParameter:
+    """A parameter that several stages hold, each in a role of its own: its gradient is the sum over the roles."""
+
+    name: str
+    shape: tuple[int, ...]
+    stages: tuple[int, ...]
+
+
+def shared_parameters(config: RunConfig) -> list[SharedParameter]:
+    """What stages share: with tied embeddings the first one's embedding is the last one's head."""
+    last = config.stages.num_stages - 1
+    if not config.model.tied_embeddings or config.model.custom_class or last == 0:
+        return []
+    shape = (config.model.vocab_size, config.model.d_model)
+    return [SharedParameter(name="embedding.weight", shape=shape, stages=(0, last))]
+
+
 class StageModule(nn.Module):
-    """The layers of one stage; stage 0 also holds the embedding, the last one the head."""
+    """The layers of one stage; stage 0 also holds the embedding, the last one the head.
+
+    With tied embeddings the last stage has the embedding's matrix too, for its head.
+    """
 
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__()
         self.model = config.model
-        self.embedding = Embedding(config.model) if stage == 0 else None
+        self.is_first = stage == 0
+        has_embedding = self.is_first or any(stage in shared.stages for shared in shared_parameters(config))
+        self.embedding = Embedding(config.model) if has_embedding else None
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(config.model, layer) for layer in layer_range})
         self.head = Head(config.model) if stage == config.stages.num_stages - 1 else None
 
@@ -76,7 +100,10 @@ class StageModule(nn.Module):
             hidden_BTD, or logits_BTV at the last stage; float32 whatever the autocast.
         """
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
-            hidden_BTD = inputs if self.embedding is None else self.embedding(inputs, dropout_key)
+            hidden_BTD = inputs
+            if self.is_first:
+                assert self.embedding is not None
+                hidden_BTD = self.embedding(inputs, dropout_key)
             head_width = self.model.d_model // self.model.num_heads
             tables = rotary_tables(inputs.shape[1], head_width, self.model.rope_theta, inputs.device)
             for layer in self.layers.values():

@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 import torch
 
-from swarm.averaging.allreduce import ReducedPart
 from swarm.averaging.averager import Averager
+from swarm.averaging.reduction import Payload
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request
 from swarm.clock import SystemClock
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
-from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
@@ -106,7 +106,7 @@ class FakeStage:
             mean = mean * torch.nan
         return Contribution(
             tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept),
-            committed=frozenset(kept),
+            round_samples=MICROBATCH * len(kept), committed=frozenset(kept),
         )  # fmt: skip
 
     async def reopen(self, round_number: int) -> None:
@@ -135,6 +135,8 @@ class FakeStage:
         )  # fmt: skip
 
     async def install(self, snapshot: Snapshot) -> None:
+        if hashlib.sha256(snapshot.tensors["anchor"].numpy().tobytes()).hexdigest() != snapshot.digest:
+            raise IntegrityError("the snapshot does not match its digest")
         self.round, self.run_samples, self.lineage = snapshot.round, snapshot.run_samples, snapshot.lineage
         self.anchor = snapshot.tensors["anchor"]
         self.indices, self.closed = set(), False
@@ -150,7 +152,7 @@ class Peer:
     def __init__(self, number: int, stage_number: int, network: "Network", lineage: str) -> None:
         self.number = number
         self.record = record(number, stage_number)
-        self.stage = FakeStage(lineage)
+        self.stage = network.make_stage(stage_number, lineage)
         self.dead = asyncio.Event()
         self.thawed = asyncio.Event()
         self.thawed.set()
@@ -166,9 +168,9 @@ class Network:
     """Peers in one process, and what goes wrong between them.
 
     Attributes:
-        before: awaited before a call reaches its handler; may kill, delay or raise.
+        before: awaited before a call reaches its handler, and before each piece of a download; may kill, delay or raise.
         after: awaited when the handler has answered, before the caller sees it.
-        tamper: sees each piece of a snapshot that a peer sends, and may change it.
+        tamper: sees each piece of a download that a peer sends, and may change it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -176,6 +178,7 @@ class Network:
         self.peers: dict[str, Peer] = {}
         self.calls: list[tuple[str, int, int]] = []
         self.cut: set[frozenset[int]] = set()
+        self.make_stage: Callable[[int, str], FakeStage] = lambda stage_number, lineage: FakeStage(lineage)
         self.before: Hook = _nothing
         self.after: Hook = _nothing
         self.tamper: Callable[[int, pb.DownloadReply], None] = lambda target, reply: None
@@ -232,7 +235,7 @@ class MemoryTransport:
 
     async def exchange(
         self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> ReducedPart:
+    ) -> Payload:
         async def pieces() -> AsyncIterator[bytes]:
             yield bytes(part)
 
@@ -241,19 +244,30 @@ class MemoryTransport:
             target, "Exchange", lambda: target.averager.exchange(opening, pieces()), timeout_seconds
         )
         assert len(reduced.encoded) == reply_bytes
-        return ReducedPart(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
+        return Payload(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
+
+    async def shared(
+        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
+    ) -> Buffer:
+        target = self._target(peer)
+        encoded = await self._reach(target, "Shared", lambda: target.averager.shared(request), timeout_seconds)
+        assert len(encoded) == reply_bytes
+        return bytes(encoded)
 
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
         target = self._target(peer)
+        replies = target.averager.download(pb.DownloadRequest.FromString(request.SerializeToString()))
 
-        async def collect() -> list[pb.DownloadReply]:
-            return [reply async for reply in target.averager.download(request)]
+        async def next_piece() -> pb.DownloadReply | None:
+            async for reply in replies:
+                return pb.DownloadReply.FromString(reply.SerializeToString())
+            return None
 
-        for reply in await self._reach(target, "Download", collect, silence_seconds):
-            self._network.tamper(target.number, reply)
-            yield reply
+        while (piece := await self._reach(target, "Download", next_piece, silence_seconds)) is not None:
+            self._network.tamper(target.number, piece)
+            yield piece
 
     def _target(self, peer: PeerRecord) -> Peer:
         return self._network.peers[peer.peer_id]

@@ -115,7 +115,7 @@ class Prepared(_message.Message):
     digest: _builtins.str
     """SHA-256 over the member list and the averaged bytes, in hexadecimal."""
     squared_norm: _builtins.float
-    """Of the averaged tensors of this stage."""
+    """Of the averaged tensors of this stage, without the blocks that it shares with others."""
     num_samples: _builtins.int
     @_builtins.property
     def ballot(self) -> Global___Ballot: ...
@@ -147,25 +147,65 @@ class Outcome(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     TOTAL_SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    PARTNERS_FIELD_NUMBER: _builtins.int
+    STAGE_SQUARED_NORM_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     total_squared_norm: _builtins.float
     """Over the whole model in the synchronous setting."""
+    stage_squared_norm: _builtins.float
+    """What the stage told the others of its gradient, the shared blocks of which it is the first holder included."""
     @_builtins.property
     def prepared(self) -> Global___Prepared: ...
+    @_builtins.property
+    def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]:
+        """Where this stage shares blocks with others."""
+
     def __init__(
         self,
         *,
         round: _builtins.int = ...,
         prepared: Global___Prepared | None = ...,
         total_squared_norm: _builtins.float = ...,
+        partners: _abc.Iterable[Global___Partner] | None = ...,
+        stage_squared_norm: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prepared", b"prepared", "round", b"round", "total_squared_norm", b"total_squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partners", b"partners", "prepared", b"prepared", "round", b"round", "stage_squared_norm", b"stage_squared_norm", "total_squared_norm", b"total_squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+
+@_typing.final
+class Partner(_message.Message):
+    """A stage that holds a shared block, the own one too, and the result it decided for a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CONTACT_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    digest: _builtins.str
+    @_builtins.property
+    def contact(self) -> Global___Contact:
+        """A peer that has it."""
+
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        contact: Global___Contact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "digest", b"digest", "stage", b"stage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Partner: _TypeAlias = Partner  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
@@ -339,7 +379,20 @@ class BeginReply(_message.Message):
     COMMITTED_GAPS_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
+    NORM_FIELD_NUMBER: _builtins.int
+    NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
+    """Behind the contribution: its weight."""
+    norm: _builtins.float
+    """Of the contribution, with what it catches up from the residual. Not finite: the contribution is of no use."""
+    num_elements: _builtins.int
+    """Of the contribution; the same at every member."""
+    bytes_per_second: _builtins.float
+    """What the member's line carried away in earlier exchanges; 0 before the first."""
+    round_samples: _builtins.int
+    """Samples that count towards the round; fewer than num_samples where fragments are averaged in turn."""
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
     @_builtins.property
@@ -360,10 +413,14 @@ class BeginReply(_message.Message):
         committed_gaps: _abc.Iterable[_builtins.int] | None = ...,
         prepared: Global___Prepared | None = ...,
         since: Global___Ballot | None = ...,
+        norm: _builtins.float = ...,
+        num_elements: _builtins.int = ...,
+        bytes_per_second: _builtins.float = ...,
+        round_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_gaps", b"committed_gaps", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,13 +428,22 @@ Global___BeginReply: _TypeAlias = BeginReply  # noqa: Y015
 
 @_typing.final
 class Share(_message.Message):
-    """A member of the exchange and its weight."""
+    """A member of the exchange, its weight, and the part that it owns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CONTACT_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
+    ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
+    weight: _builtins.float
+    """What its contribution is multiplied by in the sum: its part of the samples, less where it is clipped."""
+    num_elements: _builtins.int
+    """Length of its part; parts follow each other in the order of the shares."""
+    round_samples: _builtins.int
+    """Of its samples, those that count towards the round."""
     @_builtins.property
     def contact(self) -> Global___Contact: ...
     def __init__(
@@ -385,10 +451,13 @@ class Share(_message.Message):
         *,
         contact: Global___Contact | None = ...,
         num_samples: _builtins.int = ...,
+        weight: _builtins.float = ...,
+        num_elements: _builtins.int = ...,
+        round_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "num_samples", b"num_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contact", b"contact", "num_elements", b"num_elements", "num_samples", b"num_samples", "round_samples", b"round_samples", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -494,12 +563,17 @@ class CommitRequest(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     TOTAL_SQUARED_NORM_FIELD_NUMBER: _builtins.int
+    PARTNERS_FIELD_NUMBER: _builtins.int
+    STAGE_SQUARED_NORM_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     digest: _builtins.str
     total_squared_norm: _builtins.float
+    stage_squared_norm: _builtins.float
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
+    @_builtins.property
+    def partners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Partner]: ...
     def __init__(
         self,
         *,
@@ -508,10 +582,12 @@ class CommitRequest(_message.Message):
         round: _builtins.int = ...,
         digest: _builtins.str = ...,
         total_squared_norm: _builtins.float = ...,
+        partners: _abc.Iterable[Global___Partner] | None = ...,
+        stage_squared_norm: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "peer_id", b"peer_id", "round", b"round", "total_squared_norm", b"total_squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "partners", b"partners", "peer_id", b"peer_id", "round", b"round", "stage_squared_norm", b"stage_squared_norm", "total_squared_norm", b"total_squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,12 +711,15 @@ class BarrierReply(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     SQUARED_NORM_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Every member is prepared, or the round is committed: it will not be taken back."""
     squared_norm: _builtins.float
+    digest: _builtins.str
+    """Of the decided result."""
     @_builtins.property
     def leader(self) -> Global___Contact:
-        """Whom to ask while not ready."""
+        """Whom to ask while not ready; once ready, who answers."""
 
     def __init__(
         self,
@@ -648,14 +727,63 @@ class BarrierReply(_message.Message):
         ready: _builtins.bool = ...,
         squared_norm: _builtins.float = ...,
         leader: Global___Contact | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "ready", b"ready", "squared_norm", b"squared_norm"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "leader", b"leader", "ready", b"ready", "squared_norm", b"squared_norm"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BarrierReply: _TypeAlias = BarrierReply  # noqa: Y015
+
+@_typing.final
+class SharedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    peer_id: _builtins.str
+    round: _builtins.int
+    digest: _builtins.str
+    @_builtins.property
+    def address(self) -> _stage_pb2.Address: ...
+    def __init__(
+        self,
+        *,
+        address: _stage_pb2.Address | None = ...,
+        peer_id: _builtins.str = ...,
+        round: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digest", b"digest", "peer_id", b"peer_id", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedRequest: _TypeAlias = SharedRequest  # noqa: Y015
+
+@_typing.final
+class SharedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedReply: _TypeAlias = SharedReply  # noqa: Y015
 
 @_typing.final
 class ExchangeRequest(_message.Message):
@@ -772,48 +900,131 @@ class DownloadRequest(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     PEER_ID_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
+    @_builtins.property
+    def offer(self) -> Global___OfferRequest: ...
+    @_builtins.property
+    def segment(self) -> Global___SegmentRequest: ...
+    @_builtins.property
+    def results(self) -> Global___ResultsRequest: ...
     def __init__(
         self,
         *,
         address: _stage_pb2.Address | None = ...,
         peer_id: _builtins.str = ...,
+        offer: Global___OfferRequest | None = ...,
+        segment: Global___SegmentRequest | None = ...,
+        results: Global___ResultsRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "offer", b"offer", "results", b"results", "segment", b"segment", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "peer_id", b"peer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "offer", b"offer", "peer_id", b"peer_id", "results", b"results", "segment", b"segment", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_wanted: _TypeAlias = _typing.Literal["offer", "segment", "results"]  # noqa: Y015
+    _WhichOneofArgType_wanted: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_wanted) -> _WhichOneofReturnType_wanted | None: ...
+
+Global___DownloadRequest: _TypeAlias = DownloadRequest  # noqa: Y015
+
+@_typing.final
+class OfferRequest(_message.Message):
+    """Keep the state at the last committed round, and describe it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGUN_FIELD_NUMBER: _builtins.int
+    begun: _builtins.bytes
+    """SHA-256 over the header, without its outcomes, of a snapshot that the asker has begun to fetch: if it is still
+    kept, that one.
+    """
+    def __init__(
+        self,
+        *,
+        begun: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DownloadRequest: _TypeAlias = DownloadRequest  # noqa: Y015
+Global___OfferRequest: _TypeAlias = OfferRequest  # noqa: Y015
+
+@_typing.final
+class SegmentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    snapshot: _builtins.bytes
+    """SHA-256 over the snapshot's header, without its outcomes."""
+    index: _builtins.int
+    def __init__(
+        self,
+        *,
+        snapshot: _builtins.bytes = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SegmentRequest: _TypeAlias = SegmentRequest  # noqa: Y015
+
+@_typing.final
+class ResultsRequest(_message.Message):
+    """How the rounds that follow this standing were committed, up to the answering peer's own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STANDING_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def standing(self) -> Global___Standing: ...
+    def __init__(
+        self,
+        *,
+        standing: Global___Standing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResultsRequest: _TypeAlias = ResultsRequest  # noqa: Y015
 
 @_typing.final
 class DownloadReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """Of the segment, or of the tensors of the last result."""
     @_builtins.property
     def header(self) -> Global___SnapshotHeader: ...
     @_builtins.property
-    def chunk(self) -> _tensor_pb2.TensorChunk: ...
-    @_builtins.property
-    def end(self) -> Global___SnapshotEnd: ...
+    def result(self) -> Global___ResultHeader: ...
     def __init__(
         self,
         *,
         header: Global___SnapshotHeader | None = ...,
-        chunk: _tensor_pb2.TensorChunk | None = ...,
-        end: Global___SnapshotEnd | None = ...,
+        data: _builtins.bytes = ...,
+        result: Global___ResultHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "end", b"end", "header", b"header", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "message", b"message", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "end", b"end", "header", b"header", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header", "message", b"message", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "chunk", "end"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["header", "data", "result"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -821,23 +1032,31 @@ Global___DownloadReply: _TypeAlias = DownloadReply  # noqa: Y015
 
 @_typing.final
 class SnapshotHeader(_message.Message):
+    """A snapshot is one string of bytes: its tensors in the order of the header, cut into segments."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STANDING_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
+    SEGMENT_DIGESTS_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
     """SHA-256 over the anchor and the outer optimizer's state, as Commit answers it."""
+    segment_bytes: _builtins.int
+    """Of every segment but the last, which may be shorter."""
     @_builtins.property
     def standing(self) -> Global___Standing: ...
     @_builtins.property
-    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorHeader]:
-        """The tensors in the order in which they come."""
-
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorHeader]: ...
     @_builtins.property
     def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]:
         """The last committed rounds, oldest first."""
+
+    @_builtins.property
+    def segment_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """SHA-256 of each."""
 
     def __init__(
         self,
@@ -846,31 +1065,52 @@ class SnapshotHeader(_message.Message):
         state_digest: _builtins.str = ...,
         tensors: _abc.Iterable[_tensor_pb2.TensorHeader] | None = ...,
         outcomes: _abc.Iterable[Global___Outcome] | None = ...,
+        segment_bytes: _builtins.int = ...,
+        segment_digests: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotHeader: _TypeAlias = SnapshotHeader  # noqa: Y015
 
 @_typing.final
-class SnapshotEnd(_message.Message):
+class ResultHeader(_message.Message):
+    """A committed round; the bytes of its averaged tensors follow, in float32."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    STANDING_FIELD_NUMBER: _builtins.int
+    STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    state_digest: _builtins.str
     sha256: _builtins.bytes
-    """Over the header and every tensor's bytes."""
+    """Of the bytes that follow."""
+    @_builtins.property
+    def outcome(self) -> Global___Outcome: ...
+    @_builtins.property
+    def standing(self) -> Global___Standing:
+        """After the round."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorHeader]: ...
     def __init__(
         self,
         *,
+        outcome: Global___Outcome | None = ...,
+        standing: Global___Standing | None = ...,
+        state_digest: _builtins.str = ...,
+        tensors: _abc.Iterable[_tensor_pb2.TensorHeader] | None = ...,
         sha256: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "sha256", b"sha256", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SnapshotEnd: _TypeAlias = SnapshotEnd  # noqa: Y015
+Global___ResultHeader: _TypeAlias = ResultHeader  # noqa: Y015

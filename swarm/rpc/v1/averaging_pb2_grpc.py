@@ -64,6 +64,11 @@ class AveragingServiceStub:
                 request_serializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.BarrierRequest.SerializeToString,
                 response_deserializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.BarrierReply.FromString,
                 _registered_method=True)
+        self.Shared = channel.unary_stream(
+                '/swarm.rpc.v1.AveragingService/Shared',
+                request_serializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.SharedRequest.SerializeToString,
+                response_deserializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.SharedReply.FromString,
+                _registered_method=True)
         self.Exchange = channel.stream_stream(
                 '/swarm.rpc.v1.AveragingService/Exchange',
                 request_serializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.ExchangeRequest.SerializeToString,
@@ -121,6 +126,13 @@ class AveragingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Shared(self, request, context):
+        """Member of another stage: what this one averaged of a block that both hold.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Exchange(self, request_iterator, context):
         """Member to the owner of a part: the part's contribution there, its average back.
         """
@@ -129,7 +141,7 @@ class AveragingServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """The state at the last committed round.
+        """For a peer that is behind: what a snapshot holds, a segment of it, or the rounds committed since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,6 +179,11 @@ def add_AveragingServiceServicer_to_server(servicer, server):
                     servicer.Barrier,
                     request_deserializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.BarrierRequest.FromString,
                     response_serializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.BarrierReply.SerializeToString,
+            ),
+            'Shared': grpc.unary_stream_rpc_method_handler(
+                    servicer.Shared,
+                    request_deserializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.SharedRequest.FromString,
+                    response_serializer=swarm_dot_rpc_dot_v1_dot_averaging__pb2.SharedReply.SerializeToString,
             ),
             'Exchange': grpc.stream_stream_rpc_method_handler(
                     servicer.Exchange,
@@ -341,6 +358,33 @@ class AveragingService:
             '/swarm.rpc.v1.AveragingService/Barrier',
             swarm_dot_rpc_dot_v1_dot_averaging__pb2.BarrierRequest.SerializeToString,
             swarm_dot_rpc_dot_v1_dot_averaging__pb2.BarrierReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shared(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/swarm.rpc.v1.AveragingService/Shared',
+            swarm_dot_rpc_dot_v1_dot_averaging__pb2.SharedRequest.SerializeToString,
+            swarm_dot_rpc_dot_v1_dot_averaging__pb2.SharedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,10 +45,12 @@ class AveragingServiceStub:
     """Leader to member: this attempt came to nothing."""
     Barrier: _grpc.UnaryUnaryMultiCallable[_averaging_pb2.BarrierRequest, _averaging_pb2.BarrierReply]
     """Leader to another stage: waits until that stage is prepared or committed (synchronous setting)."""
+    Shared: _grpc.UnaryStreamMultiCallable[_averaging_pb2.SharedRequest, _averaging_pb2.SharedReply]
+    """Member of another stage: what this one averaged of a block that both hold."""
     Exchange: _grpc.StreamStreamMultiCallable[_averaging_pb2.ExchangeRequest, _averaging_pb2.ExchangeReply]
     """Member to the owner of a part: the part's contribution there, its average back."""
     Download: _grpc.UnaryStreamMultiCallable[_averaging_pb2.DownloadRequest, _averaging_pb2.DownloadReply]
-    """The state at the last committed round."""
+    """For a peer that is behind: what a snapshot holds, a segment of it, or the rounds committed since."""
 
 @_typing.type_check_only
 class AveragingServiceAsyncStub(AveragingServiceStub):
@@ -65,10 +67,12 @@ class AveragingServiceAsyncStub(AveragingServiceStub):
     """Leader to member: this attempt came to nothing."""
     Barrier: _aio.UnaryUnaryMultiCallable[_averaging_pb2.BarrierRequest, _averaging_pb2.BarrierReply]  # type: ignore[assignment]
     """Leader to another stage: waits until that stage is prepared or committed (synchronous setting)."""
+    Shared: _aio.UnaryStreamMultiCallable[_averaging_pb2.SharedRequest, _averaging_pb2.SharedReply]  # type: ignore[assignment]
+    """Member of another stage: what this one averaged of a block that both hold."""
     Exchange: _aio.StreamStreamMultiCallable[_averaging_pb2.ExchangeRequest, _averaging_pb2.ExchangeReply]  # type: ignore[assignment]
     """Member to the owner of a part: the part's contribution there, its average back."""
     Download: _aio.UnaryStreamMultiCallable[_averaging_pb2.DownloadRequest, _averaging_pb2.DownloadReply]  # type: ignore[assignment]
-    """The state at the last committed round."""
+    """For a peer that is behind: what a snapshot holds, a segment of it, or the rounds committed since."""
 
 class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -120,6 +124,14 @@ class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Leader to another stage: waits until that stage is prepared or committed (synchronous setting)."""
 
     @_abc_1.abstractmethod
+    def Shared(
+        self,
+        request: _averaging_pb2.SharedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_averaging_pb2.SharedReply], _abc.AsyncIterator[_averaging_pb2.SharedReply]]:
+        """Member of another stage: what this one averaged of a block that both hold."""
+
+    @_abc_1.abstractmethod
     def Exchange(
         self,
         request_iterator: _MaybeAsyncIterator[_averaging_pb2.ExchangeRequest],
@@ -133,6 +145,6 @@ class AveragingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _averaging_pb2.DownloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_averaging_pb2.DownloadReply], _abc.AsyncIterator[_averaging_pb2.DownloadReply]]:
-        """The state at the last committed round."""
+        """For a peer that is behind: what a snapshot holds, a segment of it, or the rounds committed since."""
 
 def add_AveragingServiceServicer_to_server(servicer: AveragingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -615,6 +615,11 @@ class RoundReport(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
+    AVERAGED_FRACTION_FIELD_NUMBER: _builtins.int
+    CONTRIBUTION_NORM_FIELD_NUMBER: _builtins.int
+    EXCHANGE_SECONDS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    RESIDUAL_BYTES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     run_samples: _builtins.int
     """Samples the run had committed after it."""
@@ -633,6 +638,15 @@ class RoundReport(_message.Message):
     """Samples in the average."""
     state_digest: _builtins.str
     """SHA-256 over the anchor and the outer optimizer's state."""
+    averaged_fraction: _builtins.float
+    """Share of the stage's parameters that this round averaged."""
+    contribution_norm: _builtins.float
+    """Of the answering peer's own contribution."""
+    exchange_seconds: _builtins.float
+    """Spent on the exchange itself, and on waiting for the others before it and after it."""
+    wait_seconds: _builtins.float
+    residual_bytes: _builtins.int
+    """Of what error feedback keeps for later rounds."""
     def __init__(
         self,
         *,
@@ -649,10 +663,15 @@ class RoundReport(_message.Message):
         attempts: _builtins.int = ...,
         num_samples: _builtins.int = ...,
         state_digest: _builtins.str = ...,
+        averaged_fraction: _builtins.float = ...,
+        contribution_norm: _builtins.float = ...,
+        exchange_seconds: _builtins.float = ...,
+        wait_seconds: _builtins.float = ...,
+        residual_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_seconds", b"aggregate_seconds", "attempts", b"attempts", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "compression_ratio", b"compression_ratio", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "num_alive", b"num_alive", "num_members", b"num_members", "num_samples", b"num_samples", "round", b"round", "run_samples", b"run_samples", "state_digest", b"state_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_seconds", b"aggregate_seconds", "attempts", b"attempts", "averaged_fraction", b"averaged_fraction", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "compression_ratio", b"compression_ratio", "contribution_norm", b"contribution_norm", "exchange_seconds", b"exchange_seconds", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "num_alive", b"num_alive", "num_members", b"num_members", "num_samples", b"num_samples", "residual_bytes", b"residual_bytes", "round", b"round", "run_samples", b"run_samples", "state_digest", b"state_digest", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,238 @@
+"""What a peer keeps for those behind it: snapshots that somebody fetches, and the results committed since.
+
+Used by averaging/averager, which hands it Download requests, and by averaging/participant, which tells it of
+every commit. A snapshot stays as it was when the first asker came, whatever is committed meanwhile. Keeps nothing
+while nobody asks, and nothing without a bound. Never touches weights.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+from swarm.averaging import messages, results
+from swarm.averaging.messages import Standing
+from swarm.averaging.results import Committed
+from swarm.averaging.tensor_bytes import TensorBytes, describe
+from swarm.clock import Clock
+from swarm.errors import MalformedMessage, NotReady
+from swarm.rounds import Snapshot
+from swarm.rpc.v1 import averaging_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+PIN_SECONDS = 30.0
+"""How long after the last request a snapshot, and what was committed since, is kept."""
+NUM_PINS = 2
+SEGMENT_BYTES = 4 << 20
+RESULTS_BYTES = 2 << 30
+RESULTS_FACTOR = 4
+"""Results may take RESULTS_BYTES, or so many times a snapshot's size if that is more."""
+
+
+@dataclass(eq=False)
+class _Pin:
+    snapshot: Snapshot
+    content: TensorBytes
+    outcomes: list[pb.Outcome]
+    expires_at: float
+    header: pb.SnapshotHeader | None = None
+    snapshot_id: bytes = b""
+    is_fetched: bool = False
+    """Somebody has asked for more than the header."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    committed: Committed
+    content: TensorBytes
+
+
+class Donor:
+    """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
+
+    def __init__(
+        self, *, snapshot: Callable[[], Awaitable[Snapshot]], standing: Callable[[], Standing],
+        outcomes: Callable[[], Iterable[pb.Outcome]], clock: Clock, pin_seconds: float = PIN_SECONDS,
+        num_pins: int = NUM_PINS, segment_bytes: int = SEGMENT_BYTES, results_bytes: int = RESULTS_BYTES,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            snapshot: copies the state at the last committed round; no round is committed while it runs.
+            standing: where this peer is.
+            outcomes: how the last rounds were committed, oldest first.
+        """
+        self._snapshot = snapshot
+        self._standing = standing
+        self._outcomes = outcomes
+        self._clock = clock
+        self._pin_seconds = pin_seconds
+        self._num_pins = num_pins
+        self._segment_bytes = segment_bytes
+        self._results_bytes = results_bytes
+        self._lock = asyncio.Lock()
+        """Held while a snapshot is made: those who ask meanwhile get the same one."""
+        self._pins: list[_Pin] = []
+        """By round, oldest first."""
+        self._log: dict[int, _Kept] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is held for others."""
+        return sum(pin.content.num_bytes for pin in self._pins) + self._log_bytes
+
+    def serve(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
+        """Answer a peer that is behind.
+
+        Raises:
+            NotReady: what it asks for is not kept here, or not any more.
+            MalformedMessage: it asks for nothing that there is.
+        """
+        match request.WhichOneof("wanted"):
+            case "offer":
+                return self._offer(request.offer)
+            case "segment":
+                return self._segment(request.segment)
+            case "results":
+                return self._results(messages.unpack_standing(request.results.standing))
+        raise MalformedMessage("the request does not say what is wanted")
+
+    # -- what the participant and the averager tell --------------------------------------------------------------------
+
+    def committed(self, committed: Committed) -> None:
+        """This peer applied a round."""
+        self.expire()
+        if not self._pins:
+            return
+        self._log[committed.before.round] = _Kept(committed, TensorBytes(committed.result.tensors.values()))
+        while self._pins and self._log_bytes > self._limit:
+            lost = self._pins.pop(0)
+            logger.warning(
+                "the snapshot of round %d is given up: %.0f MB of results have come since",
+                lost.snapshot.round, self._log_bytes / 1e6,
+            )  # fmt: skip
+            self._prune()
+
+    def jumped(self) -> None:
+        """This peer became another state: what it kept leads nowhere any more."""
+        self._pins.clear()
+        self._log.clear()
+
+    def expire(self) -> None:
+        """Let go of what nobody has asked for lately; called now and then."""
+        now = self._clock.monotonic()
+        self._pins = [pin for pin in self._pins if pin.expires_at > now]
+        self._prune()
+
+    # -- what others ask -----------------------------------------------------------------------------------------------
+
+    async def _offer(self, request: pb.OfferRequest) -> AsyncIterator[pb.DownloadReply]:
+        async with self._lock:
+            self.expire()
+            pin = self._find(request.begun) or self._reusable() or await self._pin()
+            self._renew(pin)
+            if pin.header is None:
+                header = await asyncio.to_thread(self._describe, pin)
+                pin.snapshot_id, pin.header = snapshot_id(header), header
+                self._renew(pin)
+        yield pb.DownloadReply(header=pin.header)
+
+    async def _segment(self, request: pb.SegmentRequest) -> AsyncIterator[pb.DownloadReply]:
+        self.expire()
+        pin = self._find(request.snapshot)
+        if pin is None:
+            raise NotReady("that snapshot is not kept here any more")
+        start = request.index * self._segment_bytes
+        if start >= pin.content.num_bytes:
+            raise MalformedMessage(f"the snapshot has no segment {request.index}")
+        pin.is_fetched = True
+        for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + self._segment_bytes)):
+            self._renew(pin)
+            yield pb.DownloadReply(data=piece)
+
+    async def _results(self, standing: Standing) -> AsyncIterator[pb.DownloadReply]:
+        self.expire()
+        begins_at = standing.round
+        while standing != self._standing():
+            kept = self._log.get(standing.round)
+            if kept is None or kept.committed.before != standing:
+                raise NotReady(f"the results from round {standing.round} on are not kept here")
+            content = kept.content
+            sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
+            yield pb.DownloadReply(result=results.pack(kept.committed, sha256))
+            for piece in content.pieces(0, content.num_bytes):
+                for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
+                    pin.is_fetched = True
+                    self._renew(pin)
+                yield pb.DownloadReply(data=piece)
+            standing = kept.committed.after
+
+    # -- pins ----------------------------------------------------------------------------------------------------------
+
+    def _find(self, wanted: bytes) -> _Pin | None:
+        return next((pin for pin in self._pins if pin.header is not None and pin.snapshot_id == wanted), None)
+
+    def _reusable(self) -> _Pin | None:
+        """The snapshot of the present, or, where no more can be kept, the newest that others fetch."""
+        if self._pins and messages.standing_of(self._pins[-1].snapshot) == self._standing():
+            return self._pins[-1]
+        if len(self._pins) < self._num_pins:
+            return None
+        unwanted = next((pin for pin in self._pins if not pin.is_fetched), None)
+        if unwanted is None:
+            return self._pins[-1]
+        self._pins.remove(unwanted)
+        self._prune()
+        return None
+
+    async def _pin(self) -> _Pin:
+        snapshot = await self._snapshot()
+        # Not interrupted between the copy and its registration, so that no result in between is missed.
+        if messages.standing_of(snapshot) != self._standing():
+            raise NotReady("this peer is about to move")
+        pin = _Pin(
+            snapshot=snapshot, content=TensorBytes(tensor for _, tensor in sorted(snapshot.tensors.items())),
+            outcomes=[outcome for outcome in self._outcomes() if outcome.round < snapshot.round], expires_at=0.0,
+        )  # fmt: skip
+        self._pins.append(pin)
+        return pin
+
+    def _describe(self, pin: _Pin) -> pb.SnapshotHeader:
+        content, size = pin.content, self._segment_bytes
+        digests = [
+            content.sha256(start, min(content.num_bytes, start + size)) for start in range(0, content.num_bytes, size)
+        ]
+        return pb.SnapshotHeader(
+            standing=messages.pack_standing(messages.standing_of(pin.snapshot)), state_digest=pin.snapshot.digest,
+            tensors=describe(dict(sorted(pin.snapshot.tensors.items()))), outcomes=pin.outcomes, segment_bytes=size,
+            segment_digests=digests,
+        )  # fmt: skip
+
+    def _renew(self, pin: _Pin) -> None:
+        pin.expires_at = self._clock.monotonic() + self._pin_seconds
+
+    # -- the log -------------------------------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        oldest = self._pins[0].snapshot.round if self._pins else None
+        self._log = {number: kept for number, kept in self._log.items() if oldest is not None and number >= oldest}
+
+    @property
+    def _log_bytes(self) -> int:
+        return sum(kept.content.num_bytes for kept in self._log.values())
+
+    @property
+    def _limit(self) -> int:
+        return max(self._results_bytes, RESULTS_FACTOR * self._pins[0].content.num_bytes)
+
+
+def snapshot_id(header: pb.SnapshotHeader) -> bytes:
+    """Names a snapshot: equal at all peers that hold the same bits at the same standing.
+
+    What a peer still knows of earlier rounds is no part of it.
+    """
+    named = pb.SnapshotHeader()
+    named.CopyFrom(header)
+    named.ClearField("outcomes")
+    return hashlib.sha256(named.SerializeToString(deterministic=True)).digest()

@@ -1,0 +1,91 @@
+"""A committed round as members keep it and pass it on to one that was not there.
+
+Made by averaging/participant at a commit, kept by averaging/donor, rebuilt by averaging/state_transfer, and
+applied by another peer's participant. Knows nothing of how it travels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.averaging import messages
+from swarm.averaging.messages import Standing
+from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
+from swarm.errors import MalformedMessage
+from swarm.rounds import RoundResult, next_lineage
+from swarm.rpc.v1 import averaging_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Committed:
+    """All that it takes to commit a round again elsewhere.
+
+    Attributes:
+        before: where a member must stand for it.
+        after: where it stands then.
+        result: the averaged tensors, which nobody writes to any more, and what belongs to them.
+        state_digest: what `apply` gave.
+    """
+
+    before: Standing
+    after: Standing
+    result: RoundResult
+    outcome: pb.Outcome
+    state_digest: str
+
+
+def pack(committed: Committed, sha256: bytes) -> pb.ResultHeader:
+    """To the wire, but for the tensors' bytes, of which `sha256` is the digest."""
+    return pb.ResultHeader(
+        outcome=committed.outcome, standing=messages.pack_standing(committed.after),
+        state_digest=committed.state_digest, tensors=describe(committed.result.tensors), sha256=sha256,
+    )  # fmt: skip
+
+
+def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
+    """From the wire. What only the members of the exchange can know of it, such as its bytes, is 0.
+
+    Raises:
+        MalformedMessage: it does not follow from `before`.
+    """
+    outcome, prepared = header.outcome, header.outcome.prepared
+    after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
+    lineage = next_lineage(before.lineage, before.round, prepared.digest, members)
+    if outcome.round != before.round or (after.round, after.lineage) != (before.round + 1, lineage):
+        raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
+    result = RoundResult(
+        round=before.round, tensors=tensors, num_samples=prepared.num_samples, squared_norm=prepared.squared_norm,
+        total_squared_norm=outcome.total_squared_norm, members=members, lineage=lineage,
+        attempts=prepared.ballot.attempt, bytes_sent=0, bytes_received=0, compression_ratio=1.0, seconds=0.0,
+        digest=prepared.digest,
+    )  # fmt: skip
+    return Committed(before=before, after=after, result=result, outcome=outcome, state_digest=header.state_digest)
+
+
+class IncomingResult:
+    """A result whose bytes are coming."""
+
+    def __init__(self, before: Standing, header: pb.ResultHeader, max_bytes: int) -> None:
+        """Raises MalformedMessage for a header that makes no sense."""
+        self.header = header
+        tensors = allocate(header.tensors, max_bytes)
+        self.committed = _unpack(before, header, tensors)
+        self._content = TensorBytes(tensors.values())
+        self._num_filled = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are here."""
+        return self._num_filled == self._content.num_bytes
+
+    def feed(self, data: bytes) -> None:
+        """Take the next piece. Raises MalformedMessage if it is too much."""
+        if not 0 < len(data) <= self._content.num_bytes - self._num_filled:
+            raise MalformedMessage(f"a result does not come in {self._content.num_bytes} bytes")
+        self._content.write(self._num_filled, data)
+        self._num_filled += len(data)
+
+    def sha256(self) -> bytes:
+        """Of all its bytes."""
+        return self._content.sha256(0, self._content.num_bytes)

@@ -1,0 +1,168 @@
+"""Blocks that several stages hold: every holder applies the sum of what the stages averaged.
+
+Within a stage a round's average is a mean over that stage's peers. A block with a role at several stages (tied
+embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
+roles. So once the stages that share it have decided their averages of a round, each member gets the others', adds
+them in the order of the stages, and commits the sum: the holders stay equal to the last bit. Used by
+averaging/participant and averaging/leader. Never decides anything about a round.
+
+Shapes: S elements of the shared parameters, in the order of their names.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from swarm.averaging.reduction import squared_norm
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import record_of
+from swarm.clock import Clock
+from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
+from swarm.config import RunConfig
+from swarm.errors import MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.model.stages import shared_parameters
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+KEPT_AVERAGES = 4
+"""Averages that others may still fetch."""
+
+
+class SharedTransport(Protocol):
+    """How another holder is reached."""
+
+    async def shared(
+        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
+    ) -> Buffer:
+        """Fetch a stage's average of the shared blocks. Raises SwarmError."""
+        ...
+
+
+class SharedBlocks:
+    """One member's view of the blocks that its stage shares with others; there may be none."""
+
+    def __init__(
+        self, *, config: RunConfig, stage: int, own_id: PeerId, transport: SharedTransport,
+        peers: Callable[[int], Sequence[PeerRecord]], clock: Clock, timing: Timing,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._stage = stage
+        self._own_id = own_id
+        self._transport = transport
+        self._peers = peers
+        self._clock = clock
+        self._timing = timing
+        held = [shared for shared in shared_parameters(config) if stage in shared.stages]
+        self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
+        self._stages = sorted({number for shared in held for number in shared.stages})
+        self._codec = _codec(config)
+        self._averages: dict[tuple[int, int, str], Buffer] = {}
+        """By round, stage and digest, encoded."""
+
+    def is_due(self, round_number: int) -> bool:
+        """Whether this round averages the shared blocks: every one does, or, with fragments, the first of each turn."""
+        return bool(self._shapes) and round_number % self._config.averaging.num_fragments == 0
+
+    def partners(self, round_number: int) -> set[int]:
+        """The other stages whose averages a round needs."""
+        return set(self._stages) - {self._stage} if self.is_due(round_number) else set()
+
+    def counts_norm(self, round_number: int) -> bool:
+        """Whether this stage is the one that counts the shared blocks in the whole model's norm."""
+        return self.is_due(round_number) and self._stage == self._stages[0]
+
+    def squared_norm_of_rest(self, tensors: Mapping[str, torch.Tensor]) -> float:
+        """Of an average, without the shared blocks."""
+        return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
+
+    async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep this stage's average for those who will ask for it."""
+        if self.is_due(round_number):
+            vector_S = torch.cat([tensors[name].flatten() for name in self._shapes])
+            encoded = await asyncio.to_thread(self._codec.encode, vector_S)
+            self._keep((round_number, self._stage, digest), encoded)
+
+    def answer(self, request: pb.SharedRequest) -> Buffer:
+        """Another holder asks. Raises NotReady for what is not here, or not any more."""
+        encoded = self._averages.get((request.round, self._stage, request.digest))
+        if encoded is None:
+            raise NotReady(f"the average of round {request.round} is not here")
+        return encoded
+
+    async def sum(self, round_number: int, holders: Iterable[pb.Partner]) -> dict[str, torch.Tensor]:
+        """The sum over the roles, by parameter.
+
+        Args:
+            holders: a peer of each stage that shares the blocks, this one included.
+
+        Raises:
+            PeerUnavailable: some stage's average cannot be had.
+        """
+        by_stage = {holder.stage: holder for holder in holders}
+        if sorted(by_stage) != self._stages:
+            raise MalformedMessage(f"shared blocks are held by the stages {self._stages}, not {sorted(by_stage)}")
+        num_elements = sum(map(_numel, self._shapes.values()))
+        sum_S = torch.zeros(num_elements)
+        for _, holder in sorted(by_stage.items()):
+            encoded = await self._average_of(round_number, holder, self._codec.num_bytes(num_elements))
+            sum_S += await asyncio.to_thread(self._codec.decode, encoded, num_elements)
+        pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
+
+    async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
+        """As `sum`; gives the squared norm."""
+        return sum(map(squared_norm, (await self.sum(round_number, holders)).values()))
+
+    async def _average_of(self, round_number: int, holder: pb.Partner, num_bytes: int) -> Buffer:
+        key = (round_number, holder.stage, holder.digest)
+        address = Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=holder.stage)
+        request = pb.SharedRequest(address=address, peer_id=self._own_id, round=round_number, digest=holder.digest)
+        deadline = self._clock.monotonic() + self._timing.shared_seconds
+        turn = 0
+        while key not in self._averages:
+            others = sorted(self._peers(holder.stage), key=lambda record: record.peer_id)
+            candidates = [record_of(holder.contact, holder.stage), *others]
+            candidates = [record for record in candidates if record.peer_id != self._own_id]
+            try:
+                target = candidates[turn % len(candidates)]
+                seconds = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
+                encoded = await self._transport.shared(
+                    target, request, reply_bytes=num_bytes, timeout_seconds=seconds
+                )  # fmt: skip
+                self._keep(key, encoded)
+            except SwarmError as error:
+                logger.debug("stage %d: %s", holder.stage, error)
+                if self._clock.monotonic() > deadline:
+                    raise PeerUnavailable(
+                        f"nobody at stage {holder.stage} has its average of round {round_number}: {error}"
+                    ) from None
+                turn += 1
+                await self._clock.sleep(self._timing.retry_seconds)
+        return self._averages[key]
+
+    def _keep(self, key: tuple[int, int, str], encoded: Buffer) -> None:
+        self._averages[key] = encoded
+        rounds = sorted({round_number for round_number, _, _ in self._averages})
+        for stale in [key for key in self._averages if key[0] not in rounds[-KEPT_AVERAGES:]]:
+            del self._averages[stale]
+
+
+def holder_of(stage: int, digest: str, contact: pb.Contact) -> pb.Partner:
+    """A peer that has a stage's average."""
+    return pb.Partner(stage=stage, digest=digest, contact=contact)
+
+
+def _codec(config: RunConfig) -> Codec:
+    """The average of a sparse codec is not sparse any more."""
+    codec = contribution_codec(config.averaging)
+    return simple_codec("fp16") if codec.is_sparse or codec.tile > 1024 else codec
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,121 @@
+"""Donors without a stage, and a line to them that counts, fails and lies: for the tests of state transfer."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+import torch
+
+from swarm.averaging import messages
+from swarm.averaging.donor import Donor, snapshot_id
+from swarm.averaging.messages import Standing
+from swarm.averaging.results import Committed
+from swarm.clock import ManualClock
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rounds import RoundResult, Snapshot, next_lineage
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerRecord
+
+SIZE = 40
+
+
+class Holder:
+    """A peer whose state is one vector, with its donor."""
+
+    def __init__(self, *, results_bytes: int = 1 << 20) -> None:
+        self.clock = ManualClock()
+        self.standing = Standing(run_samples=0, round=0, lineage="00")
+        self.state = torch.arange(SIZE, dtype=torch.float32)
+        self.outcomes: list[pb.Outcome] = []
+        self.num_copies = 0
+        self.donor = Donor(
+            snapshot=self.snapshot, standing=lambda: self.standing, outcomes=lambda: self.outcomes, clock=self.clock,
+            segment_bytes=64, results_bytes=results_bytes,
+        )  # fmt: skip
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.state.numpy().tobytes()).hexdigest()
+
+    async def snapshot(self) -> Snapshot:
+        self.num_copies += 1
+        await asyncio.sleep(0)
+        return Snapshot(
+            round=self.standing.round, run_samples=self.standing.run_samples, lineage=self.standing.lineage,
+            tensors={"state": self.state.clone()}, digest=self.digest,
+        )  # fmt: skip
+
+    def commit(self, step: float = 1.0) -> Committed:
+        before, average = self.standing, torch.full((SIZE,), step)
+        prepared = pb.Prepared(
+            digest=f"{before.round:064x}", member_ids=["m"], num_samples=10, squared_norm=SIZE * step**2,
+            ballot=pb.Ballot(attempt=1, leader_id="m"),
+        )  # fmt: skip
+        outcome = pb.Outcome(round=before.round, prepared=prepared, total_squared_norm=prepared.squared_norm)
+        lineage = next_lineage(before.lineage, before.round, prepared.digest, ["m"])
+        result = RoundResult(
+            round=before.round, tensors={"state": average}, num_samples=10, squared_norm=prepared.squared_norm,
+            total_squared_norm=prepared.squared_norm, members=("m",), lineage=lineage, attempts=1, bytes_sent=5,
+            bytes_received=5, compression_ratio=2.0, seconds=1.0, digest=prepared.digest,
+        )  # fmt: skip
+        self.state = self.state - average
+        self.standing = Standing(run_samples=before.run_samples + 10, round=before.round + 1, lineage=lineage)
+        self.outcomes.append(outcome)
+        committed = Committed(
+            before=before, after=self.standing, result=result, outcome=outcome, state_digest=self.digest
+        )
+        self.donor.committed(committed)
+        return committed
+
+    async def offer(self, begun: bytes = b"") -> pb.SnapshotHeader:
+        (reply,) = await self.ask(pb.DownloadRequest(offer=pb.OfferRequest(begun=begun)))
+        return reply.header
+
+    async def segment(self, header: pb.SnapshotHeader, index: int) -> bytes:
+        wanted = pb.SegmentRequest(snapshot=snapshot_id(header), index=index)
+        return b"".join([reply.data for reply in await self.ask(pb.DownloadRequest(segment=wanted))])
+
+    async def results(self, standing: Standing) -> list[pb.DownloadReply]:
+        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
+        return await self.ask(pb.DownloadRequest(results=wanted))
+
+    async def ask(self, request: pb.DownloadRequest) -> list[pb.DownloadReply]:
+        return [reply async for reply in self.donor.serve(request)]
+
+
+class Line:
+    """A Transport that knows downloads only.
+
+    Attributes:
+        num_bytes: of segments and results, by donor; what arrived.
+        num_segments: asked for, by donor.
+        broken: donors out of reach.
+        silent: donors that answer nothing.
+        tamper: sees each message and may change it, or break the line.
+    """
+
+    def __init__(self, holders: dict[str, Holder]) -> None:
+        self.holders = holders
+        self.num_bytes: Counter[str] = Counter()
+        self.num_segments: Counter[str] = Counter()
+        self.broken: set[str] = set()
+        self.silent: set[str] = set()
+        self.tamper: Callable[[str, pb.DownloadReply], None] = lambda donor, reply: None
+
+    async def download(
+        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
+    ) -> AsyncIterator[pb.DownloadReply]:
+        donor = peer.peer_id
+        self.num_segments[donor] += request.HasField("segment")
+        async for original in self.holders[donor].donor.serve(request):
+            await asyncio.sleep(0.001)
+            reply = pb.DownloadReply.FromString(original.SerializeToString())
+            self.tamper(donor, reply)
+            if donor in self.silent:
+                await asyncio.sleep(silence_seconds)
+                raise DeadlineExceeded("silence")
+            if donor in self.broken:
+                raise PeerUnavailable("the line is broken")
+            self.num_bytes[donor] += len(reply.data)
+            yield reply

@@ -1,0 +1,135 @@
+"""Two stages that share a block: tied embeddings."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.config import ModelConfig, RunConfig
+from swarm.rounds import Contribution, RoundResult
+from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
+
+SHARED = "embedding.weight"
+SHAPE = (3, 8)
+
+
+def role(stage_number: int, index: int) -> torch.Tensor:
+    """What a microbatch teaches about the shared block at one of its stages."""
+    generator = np.random.default_rng((stage_number, index))
+    return torch.from_numpy(generator.standard_normal(SHAPE).astype(np.float32))
+
+
+class SharingStage(FakeStage):
+    """A stage with a part of its own and the shared block."""
+
+    def __init__(self, stage_number: int, lineage: str) -> None:
+        super().__init__(lineage)
+        self.stage_number = stage_number
+        self.shared = torch.zeros(SHAPE)
+
+    async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
+        contribution = await super().close(round_number, drop=drop)
+        kept = sorted(contribution.committed)
+        total = sum((role(self.stage_number, i) for i in kept), torch.zeros(SHAPE))
+        tensors = {**contribution.tensors, SHARED: total / max(1, len(kept))}
+        return dataclasses.replace(contribution, tensors=tensors)
+
+    async def apply(self, result: RoundResult) -> str:
+        self.shared = self.shared - result.tensors[SHARED]
+        return await super().apply(result)
+
+
+def tied(setting: str = "synchronous", codec: str = "fp32", **averaging: int) -> RunConfig:
+    config = make_config(setting, microbatches=4, stages=2, codec=codec)
+    model = ModelConfig(num_layers=4, d_model=SHAPE[1], num_heads=4, vocab_size=SHAPE[0], tied_embeddings=True)
+    return dataclasses.replace(
+        config, model=model, averaging=dataclasses.replace(config.averaging, **averaging)  # type: ignore[arg-type]  # counts
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def sharing_network(config: RunConfig) -> AsyncIterator[Network]:
+    """Peers 1 and 2 at stage 0, 3 and 4 at stage 1."""
+    async with network_of(config) as network:
+        network.make_stage = SharingStage
+        for number in (1, 2, 3, 4):
+            network.add(number, (number - 1) // 2)
+        yield network
+
+
+def stages_of(network: Network, *numbers: int) -> list[SharingStage]:
+    stages = [network.peers[peer_id(number)].stage for number in numbers]
+    assert all(isinstance(stage, SharingStage) for stage in stages)
+    return stages  # type: ignore[return-value]  # checked
+
+
+def learn(network: Network, round_number: int, numbers: Collection[int] = (1, 2, 3, 4)) -> None:
+    """Four microbatches in every stage, one half a peer, or all at the one that is left."""
+    for group in ({1, 2}, {3, 4}):
+        alive = sorted(group & set(numbers))
+        for index in range(4 * round_number, 4 * round_number + 4):
+            network.peers[peer_id(alive[index % len(alive)])].stage.learn(index)
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("fp16", 5e-3), ("int8", 5e-2), ("topk", 2e-2)])
+async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, tolerance: float) -> None:
+    config = tied(setting, codec, clip_to_median=0)
+    async with sharing_network(config) as network:
+        stages = stages_of(network, 1, 2, 3, 4)
+        expected = torch.zeros(SHAPE, dtype=torch.float64)
+        for round_number in range(2):
+            learn(network, round_number)
+            await until(lambda: all(stage.round == round_number + 1 for stage in stages))  # noqa: B023 - awaited at once
+            indices = range(4 * round_number, 4 * round_number + 4)
+            for stage_number in (0, 1):
+                expected -= sum(role(stage_number, index).double() for index in indices) / 4
+        for stage in stages:
+            assert torch.equal(stage.shared, stages[0].shared), "the same bits at both stages"
+        if codec != "topk":  # Which leaves most of so small a vector for later rounds.
+            np.testing.assert_allclose(stages[0].shared.numpy(), expected.numpy(), atol=tolerance)
+
+
+async def test_the_whole_norm_counts_the_shared_block_once() -> None:
+    async with sharing_network(tied()) as network:
+        stages = stages_of(network, 1, 2, 3, 4)
+        learn(network, 0)
+        await until(lambda: all(stage.round == 1 for stage in stages))
+        own = sum(gradient(index).double() for index in range(4)) / 4
+        shared = sum(role(number, index).double() for number in (0, 1) for index in range(4)) / 4
+        expected = 2 * float((own**2).sum()) + float((shared**2).sum())
+        totals = {stage.results[0].total_squared_norm for stage in stages}
+        assert len(totals) == 1, "the same bits everywhere"
+        assert totals.pop() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) -> None:
+    """Its stage's other member has the average as well, and both stages end with the same shared block."""
+    async with sharing_network(tied()) as network:
+        stages = stages_of(network, 1, 2, 3, 4)
+
+        async def die(name: str, source: int, target: int) -> None:
+            if name == "Commit" and source == victim:
+                network.kill(victim)
+
+        network.before = die
+        learn(network, 0)
+        alive = [stage for number, stage in zip((1, 2, 3, 4), stages, strict=True) if number != victim]
+        await until(lambda: all(stage.round == 1 for stage in alive))
+        assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
+
+
+async def test_fragments_share_the_block_in_its_own_rounds() -> None:
+    """Two fragments: the shared block is due every other round, and only then do the stages wait for each other."""
+    config = tied("diloco", num_fragments=2)
+    async with network_of(config, 1) as network:
+        shared = network.peers[peer_id(1)].averager._shared
+        assert [shared.is_due(number) for number in range(4)] == [True, False, True, False]
+        assert shared.partners(0) == {1}
+        assert shared.partners(1) == set()
+        await asyncio.sleep(0)

@@ -1,0 +1,276 @@
+"""Downloads from several donors: shared work, resumption, wrong bytes; and peers that catch up by them."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swarm.averaging.messages import Standing
+from swarm.averaging.state_transfer import Fetched, StateTransfer
+from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.rpc.v1.tensor_pb2 import TensorHeader
+from swarm.types import PeerRecord
+from tests.averaging.doubles import peer_id, record
+from tests.averaging.holder import SIZE, Holder, Line
+
+NUM_BYTES = 4 * SIZE
+
+
+def line_to(num_holders: int, *, rounds: int = 1) -> Line:
+    """Donors 1, 2, ... that hold the same state after so many rounds."""
+    line = Line({peer_id(number): Holder() for number in range(1, num_holders + 1)})
+    for holder in line.holders.values():
+        for _ in range(rounds):
+            holder.commit()
+    return line
+
+
+def transfer_over(line: Line) -> StateTransfer:
+    return StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=0.05)  # type: ignore[arg-type]  # downloads only
+
+
+async def fetch(transfer: StateTransfer, *numbers: int, max_bytes: int = 4 * NUM_BYTES) -> Fetched:
+    donors = [record(number) for number in numbers]
+    return await transfer.snapshot(donors, max_bytes=max_bytes, wanted=lambda standing: standing.round > 0)
+
+
+def holder(line: Line, number: int) -> Holder:
+    return line.holders[peer_id(number)]
+
+
+def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Callable[[str, pb.DownloadReply], None]:
+    """Act on the pieces that come after so many."""
+    num_seen = 0
+
+    def tamper(donor: str, reply: pb.DownloadReply) -> None:
+        nonlocal num_seen
+        num_seen += bool(reply.data)
+        if num_seen > num_messages:
+            act(donor, reply)
+
+    return tamper
+
+
+# -- snapshots -------------------------------------------------------------------------------------------------------
+
+
+async def test_sources_with_the_same_bits_share_the_work() -> None:
+    line = line_to(3)
+    for holder_ in line.holders.values():
+        holder_.donor._segment_bytes = 16
+    fetched = await fetch(transfer_over(line), 1, 2, 3)
+    assert torch.equal(fetched.snapshot.tensors["state"], holder(line, 1).state)
+    assert (fetched.snapshot.round, fetched.snapshot.digest) == (1, holder(line, 1).digest)
+    assert [outcome.round for outcome in fetched.outcomes] == [0]
+    assert len(fetched.sources) == 3
+    assert sum(line.num_bytes.values()) == NUM_BYTES
+    assert min(line.num_bytes[peer_id(number)] for number in (1, 2, 3)) >= 32
+
+
+async def test_the_farthest_standing_is_taken_and_only_from_those_who_hold_it() -> None:
+    line = line_to(3)
+    for number in (2, 3):
+        holder(line, number).commit()
+    holder(line, 3).state[0] += 1.0
+    line.holders[peer_id(4)] = line.holders[peer_id(2)]
+    fetched = await fetch(transfer_over(line), 1, 2, 3, 4)
+    assert fetched.snapshot.round == 2
+    assert [source.peer_id for source in fetched.sources] == [peer_id(2), peer_id(4)]
+    assert fetched.snapshot.digest == holder(line, 2).digest
+
+
+async def test_segments_that_are_here_are_not_fetched_again() -> None:
+    line = line_to(2)
+    transfer = transfer_over(line)
+    # Two of three segments come, and then nobody answers any more.
+    line.tamper = after(2, lambda donor, reply: line.broken.update(line.holders))
+    with pytest.raises(PeerUnavailable, match="1 of 3 segments are missing"):
+        await fetch(transfer, 1, 2)
+    assert sum(line.num_bytes.values()) == 128
+    line.broken.clear()
+    line.tamper = lambda donor, reply: None
+    for holder_ in line.holders.values():
+        holder_.commit()
+    fetched = await fetch(transfer, 1, 2)
+    assert fetched.snapshot.round == 1
+    assert sum(line.num_bytes.values()) == NUM_BYTES
+    assert fetched.snapshot.tensors["state"].tolist() == [index - 1.0 for index in range(SIZE)]
+
+
+@pytest.mark.parametrize("fault", ["broken", "silent"])
+async def test_a_source_that_fails_gives_its_segment_back(fault: str) -> None:
+    line = line_to(2)
+
+    def fail(donor: str, reply: pb.DownloadReply) -> None:
+        if reply.data and donor == peer_id(2):
+            getattr(line, fault).add(donor)
+
+    line.tamper = fail
+    fetched = await fetch(transfer_over(line), 1, 2)
+    assert (line.num_segments[peer_id(1)], line.num_segments[peer_id(2)]) == (3, 1)
+    assert torch.equal(fetched.snapshot.tensors["state"], holder(line, 1).state)
+
+
+async def test_a_frozen_donor_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.averaging.state_transfer.GRACE_SECONDS", 0.02)
+    line = line_to(2)
+    line.silent.add(peer_id(1))
+    transfer = StateTransfer(line, address=Address(), own_id=peer_id(99), silence_seconds=60.0)  # type: ignore[arg-type]  # downloads only
+    async with asyncio.timeout(5.0):
+        fetched = await fetch(transfer, 1, 2)
+    assert [source.peer_id for source in fetched.sources] == [peer_id(2)]
+
+
+async def test_a_donor_that_sends_wrong_bytes_is_found_out_and_not_asked_again() -> None:
+    line = line_to(2)
+    transfer = transfer_over(line)
+
+    def flip(donor: str, reply: pb.DownloadReply) -> None:
+        if donor == peer_id(1) and reply.data:
+            reply.data = bytes([reply.data[0] ^ 1]) + reply.data[1:]
+
+    line.tamper = flip
+    fetched = await fetch(transfer, 1, 2)
+    assert torch.equal(fetched.snapshot.tensors["state"], holder(line, 2).state)
+    assert line.num_segments[peer_id(1)] == 1
+    line.tamper = lambda donor, reply: None
+    assert [source.peer_id for source in (await fetch(transfer, 1, 2)).sources] == [peer_id(2)]
+    # Better than nobody: what it sends is checked again.
+    assert [source.peer_id for source in (await fetch(transfer, 1)).sources] == [peer_id(1)]
+
+
+async def test_nobody_who_is_ahead() -> None:
+    line = line_to(2, rounds=0)
+    with pytest.raises(PeerUnavailable, match="nobody offers"):
+        await fetch(transfer_over(line), 1, 2)
+    with pytest.raises(PeerUnavailable, match="nobody offers"):
+        await fetch(transfer_over(line))
+
+
+def larger(header: pb.SnapshotHeader) -> None:
+    header.tensors[0].shape[0] = SIZE << 40
+    header.tensors[0].num_bytes = NUM_BYTES << 40
+    header.segment_bytes <<= 40
+
+
+def renamed(header: pb.SnapshotHeader) -> None:
+    header.tensors.append(TensorHeader(name="state", encoding="fp32", shape=[0]))
+
+
+HOSTILE: dict[str, Callable[[pb.SnapshotHeader], None]] = {
+    "larger": larger,
+    "renamed": renamed,
+    "no segments": lambda header: header.ClearField("segment_digests"),
+    "segments of nothing": lambda header: header.ClearField("segment_bytes"),
+    "many segments": lambda header: header.segment_digests.extend([b""] * 5),
+    "no type": lambda header: header.tensors[0].ClearField("encoding"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_hostile_headers_are_refused_and_another_donor_is_taken(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = line_to(2)
+
+    def tamper(donor: str, reply: pb.DownloadReply) -> None:
+        if donor == peer_id(1) and reply.HasField("header"):
+            # The farthest: it would be chosen.
+            reply.header.standing.run_samples += 1
+            HOSTILE[kind](reply.header)
+
+    line.tamper = tamper
+    fetched = await fetch(transfer_over(line), 1, 2)
+    assert [source.peer_id for source in fetched.sources] == [peer_id(2)]
+    assert peer_id(1) in caplog.text
+    assert line.num_segments[peer_id(1)] == 0
+
+
+@pytest.mark.parametrize("change", [b"", b"more", None])
+async def test_segments_of_another_length_are_refused(change: bytes | None) -> None:
+    line = line_to(2)
+
+    def tamper(donor: str, reply: pb.DownloadReply) -> None:
+        if donor == peer_id(1) and reply.data:
+            reply.data = reply.data[:-4] if change is None else reply.data + change if change else b""
+
+    line.tamper = tamper
+    fetched = await fetch(transfer_over(line), 1, 2)
+    assert torch.equal(fetched.snapshot.tensors["state"], holder(line, 2).state)
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
+    stream = transfer_over(line).results(donor, standing, max_bytes=max_bytes)
+    return [committed.after async for committed in stream]
+
+
+async def test_results_are_rebuilt_as_they_were() -> None:
+    line = line_to(1)
+    donor = holder(line, 1)
+    await donor.offer()
+    begun = donor.standing
+    expected = [donor.commit(0.25 * number) for number in range(3)]
+    results = [
+        committed async for committed in transfer_over(line).results(record(1), begun, max_bytes=NUM_BYTES)
+    ]
+    assert [r.after for r in results] == [e.after for e in expected]
+    for ours, theirs in zip(results, expected, strict=True):
+        assert torch.equal(ours.result.tensors["state"], theirs.result.tensors["state"])
+        assert (ours.state_digest, ours.outcome) == (theirs.state_digest, theirs.outcome)
+        for name in ("round", "num_samples", "squared_norm", "total_squared_norm", "members", "lineage", "digest"):
+            assert getattr(ours.result, name) == getattr(theirs.result, name)
+
+
+def another_past(reply: pb.DownloadReply) -> None:
+    reply.result.outcome.prepared.member_ids.append("more")
+
+
+def too_far(reply: pb.DownloadReply) -> None:
+    reply.result.standing.round += 1
+
+
+def flipped(reply: pb.DownloadReply) -> None:
+    if reply.data:
+        reply.data = b"\1" + reply.data[1:]
+
+
+def huge(reply: pb.DownloadReply) -> None:
+    if reply.HasField("result"):
+        reply.result.tensors[0].shape[0] <<= 50
+        reply.result.tensors[0].num_bytes <<= 50
+
+
+def out_of_order(reply: pb.DownloadReply) -> None:
+    if reply.HasField("result"):
+        reply.data = b"early"
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (another_past, MalformedMessage), (too_far, MalformedMessage), (huge, MalformedMessage),
+        (out_of_order, MalformedMessage), (flipped, IntegrityError),
+    ],
+)  # fmt: skip
+async def test_wrong_results_are_refused(
+    change: Callable[[pb.DownloadReply], None], error: type[Exception]
+) -> None:
+    line = line_to(1)
+    donor = holder(line, 1)
+    await donor.offer()
+    begun = donor.standing
+    donor.commit()
+
+    def tamper(_: str, reply: pb.DownloadReply) -> None:
+        if reply.WhichOneof("message") == "result" or change is flipped:
+            change(reply)
+
+    line.tamper = tamper
+    with pytest.raises(error):
+        await replayed(line, record(1), begun)

@@ -1,0 +1,71 @@
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.compression.layout import flatten, unflatten
+
+shapes = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(0, 5000)),
+    st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    st.tuples(st.integers(1, 130), st.integers(1, 3), st.integers(1, 70)),
+)
+
+
+def _tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Every element is a number of its own."""
+    tensors, start = {}, 0
+    for number, shape in enumerate(shapes):
+        size = int(torch.tensor(shape).prod())
+        tensors[f"t{-number}"] = torch.arange(start, start + size, dtype=torch.float32).view(shape)
+        start += size
+    return tensors
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes=st.lists(shapes, max_size=5))
+def test_unflatten_is_the_inverse(shapes: list[tuple[int, ...]]) -> None:
+    tensors = _tensors(shapes)
+    vector_D = flatten(tensors)
+    assert sorted(vector_D.tolist()) == list(range(vector_D.numel()))
+    again = unflatten(vector_D, tensors)
+    assert again.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(again[name], tensor)
+        assert again[name].is_contiguous()
+
+
+def test_tiles_come_first_and_the_rest_in_the_order_of_names() -> None:
+    tensors = {
+        "b": torch.rand(130, 2, 70),
+        "a": torch.rand(64, 200),
+        "c": torch.rand(4096),
+    }
+    vector_D = flatten(tensors)
+    a, b = tensors["a"], tensors["b"].view(130, 140)
+    tiles = [a[:, 0:64], a[:, 64:128], a[:, 128:192], b[:64, :64], b[:64, 64:128], b[64:128, :64], b[64:128, 64:128]]
+    for number, tile in enumerate(tiles):
+        assert torch.equal(vector_D[4096 * number : 4096 * (number + 1)], tile.flatten())
+    rest = [a[:, 192:], a[64:], b[:128, 128:], b[128:], tensors["c"]]
+    assert torch.equal(vector_D[4096 * 7 :], torch.cat([piece.flatten() for piece in rest]))
+
+
+def test_other_types_and_strides_become_plain_float32() -> None:
+    tensors = {
+        "half": torch.rand(70, 65).half(),
+        "parameter": torch.nn.Parameter(torch.rand(5)),
+        "transposed": torch.rand(65, 2, 66).permute(2, 1, 0),
+    }
+    vector_D = flatten(tensors)
+    assert vector_D.dtype == torch.float32
+    assert not vector_D.requires_grad
+    for name, tensor in unflatten(vector_D, tensors).items():
+        assert torch.equal(tensor, tensors[name].detach().float())
+
+
+def test_what_comes_back_shares_no_memory_with_the_vector() -> None:
+    tensors = {"matrix": torch.ones(64, 70), "vector": torch.ones(3)}
+    vector_D = flatten(tensors)
+    again = unflatten(vector_D, tensors)
+    vector_D.zero_()
+    assert all(bool((tensor == 1).all()) for tensor in again.values())

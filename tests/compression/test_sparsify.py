@@ -1,0 +1,156 @@
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.compression.sparsify import TopK
+from swarm.compression.values import LEVELS
+from swarm.errors import MalformedMessage
+from tests.compression.all_codecs import make_vector, relative_error
+
+
+def _codec(values: str = "2bit", indices: str = "elias-fano", *, top_k: int = 64, transform: bool = False) -> TopK:
+    return TopK(top_k, values, indices, transform=transform)
+
+
+@pytest.mark.parametrize(
+    ("values", "indices", "header_bytes", "bits_of_a_tile"),
+    [
+        ("2bit", "elias-fano", 4, 159 + 399 + 2 * 8 + 64),
+        ("2bit", "12bit", 4, 64 * 12 + 2 * 8 + 64),
+        ("sign", "elias-fano", 4, 511 + 8 + 64),
+        ("sign", "12bit", 4, 64 * 12 + 8 + 64),
+        ("lut8", "elias-fano", 1024, 511 + 64 * 8),
+        ("lut8", "12bit", 1024, 64 * 12 + 64 * 8),
+    ],
+)
+def test_sizes_follow_the_documented_formula(
+    values: str, indices: str, header_bytes: int, bits_of_a_tile: int
+) -> None:  # fmt: skip
+    for num_elements, tiles in ((0, 0), (1, 1), (4096, 1), (4097, 2), (1 << 20, 256)):
+        expected = header_bytes + -(-tiles * bits_of_a_tile // 8)
+        assert _codec(values, indices).num_bytes(num_elements) == expected
+
+
+def test_two_bits_and_elias_fano_compress_205_times() -> None:
+    assert 4 * (1 << 22) / _codec().num_bytes(1 << 22) == pytest.approx(205.4, abs=0.1)
+
+
+@pytest.mark.parametrize("values", ["lut8", "2bit", "sign"])
+@pytest.mark.parametrize("indices", ["12bit", "elias-fano"])
+@pytest.mark.parametrize("num_elements", [4096, 1_060_000])
+def test_the_largest_of_each_tile_are_kept(values: str, indices: str, num_elements: int) -> None:
+    vector_N = make_vector(num_elements)
+    codec = _codec(values, indices)
+    decoded_N = codec.decode(codec.encode(vector_N), num_elements)
+    assert torch.equal(decoded_N.sign(), decoded_N.sign() * (decoded_N != 0))
+    for start in range(0, num_elements, 4096):
+        tile_E, decoded_E = vector_N[start : start + 4096], decoded_N[start : start + 4096]
+        kept = decoded_E != 0
+        assert int(kept.sum()) == 64
+        assert torch.equal(kept.nonzero()[:, 0], tile_E.abs().topk(64).indices.sort().values)
+        assert torch.equal(decoded_E[kept].sign(), tile_E[kept].sign())
+    kept = decoded_N != 0
+    bounds = {"lut8": 0.02, "2bit": 0.11, "sign": 0.16}
+    assert relative_error(decoded_N[kept], vector_N[kept]) <= bounds[values]
+
+
+@pytest.mark.parametrize("num_elements", [1, 3, 50, 64, 65, 4096 + 10])
+def test_a_short_last_tile_keeps_real_elements_first(num_elements: int) -> None:
+    vector_N = 1 + make_vector(num_elements).abs()
+    for values in ("lut8", "2bit", "sign"):
+        decoded_N = _codec(values).decode(_codec(values).encode(vector_N), num_elements)
+        last = (num_elements - 1) // 4096 * 4096
+        assert int((decoded_N[last:] != 0).sum()) == min(num_elements - last, 64)
+        assert relative_error(decoded_N[last:], vector_N[last:]) <= 0.5
+
+
+def test_two_groups_are_the_best_single_magnitudes() -> None:
+    """The first k / 4 by rank share a mean, the others another one."""
+    vector_N = torch.zeros(4096)
+    vector_N[::32] = torch.arange(128.0)
+    decoded_N = _codec().decode(_codec().encode(vector_N), 4096)
+    largest, others = torch.arange(112.0, 128).mean(), torch.arange(64.0, 112).mean()
+    assert decoded_N[32 * 112 :: 32].tolist() == [largest] * 16
+    torch.testing.assert_close(decoded_N[32 * 64 : 32 * 112 : 32], others.expand(48), rtol=0.022, atol=0)
+
+
+@pytest.mark.parametrize("indices", ["12bit", "elias-fano"])
+def test_the_layout_is_the_documented_one(indices: str) -> None:
+    num_elements = 2 * 4096 + 100
+    encoded = bytes(_codec("2bit", indices).encode(make_vector(num_elements)))
+    decoded_N = _codec("2bit", indices).decode(encoded, num_elements)
+    assert decoded_N.tolist() == _decode_in_python(encoded, indices)[:num_elements]
+
+
+def _decode_in_python(encoded: bytes, indices: str) -> list[float]:
+    """Three tiles in two groups of 16 and 48, one number at a time."""
+    largest = np.frombuffer(encoded, dtype="<f4", count=1)[0]
+    stream = int.from_bytes(encoded[4:], "little")
+
+    def bits() -> Iterator[int]:
+        place = 0
+        while True:
+            yield stream >> place & 1
+            place += 1
+
+    source = bits()
+
+    def number(width: int) -> int:
+        return sum(next(source) << i for i in range(width))
+
+    vector = [0.0] * (3 * 4096)
+    for tile in range(3):
+        places = []
+        for count, low_bits, unary_bits in ((16, 8, 31), (48, 6, 111)):
+            if indices == "12bit":
+                places += [number(12) for _ in range(count)]
+                continue
+            low = [number(low_bits) for _ in range(count)]
+            ones = [place for place in range(unary_bits) if next(source)]
+            places += [((one - i) << low_bits) + low[i] for i, one in enumerate(ones)]
+        magnitudes = [LEVELS[number(8)] * largest for _ in range(2)]
+        for rank, place in enumerate(places):
+            magnitude = float(magnitudes[rank >= 16])
+            vector[4096 * tile + place] = -magnitude if next(source) else magnitude
+    return vector
+
+
+def test_an_element_in_both_groups_is_refused() -> None:
+    codec = _codec(indices="12bit")
+    encoded = bytearray(codec.encode(make_vector(4096)))
+    # The first index of the second group becomes that of the first one, if it stays below its successor.
+    stream = int.from_bytes(encoded[4:], "little")
+    first = stream & 0xFFF
+    place = 12 * 16
+    while stream >> place + 12 & 0xFFF <= first:
+        place += 12
+    stream = stream & ~(0xFFF << place) | first << place
+    encoded[4:] = stream.to_bytes(len(encoded) - 4, "little")
+    with pytest.raises(MalformedMessage, match="kept twice"):
+        codec.decode(encoded, 4096)
+
+
+def test_indices_in_the_padding_are_ignored() -> None:
+    codec = _codec("sign", "12bit")
+    encoded = codec.encode(make_vector(4096))
+    short_N = codec.decode(encoded, 1000)
+    assert torch.equal(short_N, codec.decode(encoded, 4096)[:1000])
+
+
+def test_coefficients_of_smooth_tiles_are_few() -> None:
+    """A ramp has most of its energy in a few frequencies, which is what the transform is for."""
+    vector_N = torch.linspace(-1, 1, 64).repeat(3 * 64)
+    plain, transformed = _codec("lut8"), _codec("lut8", transform=True)
+    assert relative_error(plain.decode(plain.encode(vector_N), vector_N.numel()), vector_N) > 0.9
+    assert relative_error(transformed.decode(transformed.encode(vector_N), vector_N.numel()), vector_N) < 0.05
+
+
+def test_a_transform_that_overflows_is_refused() -> None:
+    codec = _codec("lut8", top_k=1024, transform=True)
+    encoded = bytearray(codec.encode(make_vector(4096)))
+    encoded[:1024] = struct.pack("<256f", *[3e38] * 256)
+    with pytest.raises(MalformedMessage, match="NaN or infinity"):
+        codec.decode(encoded, 4096)

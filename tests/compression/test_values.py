@@ -1,0 +1,89 @@
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from swarm.compression.values import LEVELS, Signs, Table, ValueCoder, quantize_statistically
+from swarm.errors import MalformedMessage
+from tests.compression.all_codecs import make_vector
+
+
+def _round_trip(coder: ValueCoder, values_TK: torch.Tensor, is_real_TK: torch.Tensor | None = None) -> torch.Tensor:
+    if is_real_TK is None:
+        is_real_TK = torch.ones_like(values_TK, dtype=torch.bool)
+    header, columns = coder.encode(values_TK, is_real_TK)
+    assert len(header) == coder.header_bytes
+    table = coder.read_header(np.frombuffer(header, dtype=np.uint8))
+    return torch.from_numpy(coder.decode(table, columns))
+
+
+def test_levels_are_powers_of_the_sixteenth_root() -> None:
+    for code, level in enumerate(LEVELS.tolist()):
+        assert level == (pytest.approx(2 ** (-code / 16), rel=1e-7) if code < 255 else 0)
+    # Every peer has to have these very bits.
+    assert [LEVELS[code].tobytes().hex() for code in (0, 1, 16, 100)] == [
+        "0000803f",
+        "89c5753f",
+        "0000003f",
+        "fa8f563c",
+    ]
+
+
+def test_signs_keep_the_mean_magnitude_of_each_group() -> None:
+    values_TK = make_vector(50 * 8).view(50, 8) * torch.logspace(0, -4, 50)[:, None]
+    decoded_TK = _round_trip(Signs([2, 6]), values_TK)
+    assert torch.equal(decoded_TK.sign(), values_TK.sign())
+    for group in (slice(0, 2), slice(2, 8)):
+        means_T1 = values_TK[:, group].abs().mean(1, keepdim=True)
+        torch.testing.assert_close(
+            decoded_TK[:, group].abs(), means_T1.expand(50, group.stop - group.start), rtol=0.0219, atol=0
+        )
+
+
+def test_signs_of_magnitudes_too_small_for_the_scale_become_zero() -> None:
+    decoded_TK = _round_trip(Signs([1]), torch.tensor([[1.0], [2.0**-15.95], [2.0**-15.8], [-(2.0**-16)], [0.0]]))
+    assert decoded_TK[:, 0].tolist() == [1.0, 0.0, LEVELS[253], 0.0, 0.0]
+
+
+def test_padding_does_not_count() -> None:
+    values_TK = torch.tensor([[4.0, -2.0, 0.0, 0.0]])
+    is_real_TK = torch.tensor([[True, True, False, False]])
+    assert _round_trip(Signs([2, 2]), values_TK, is_real_TK)[0, :2].tolist() == [3.0, -3.0]
+    assert _round_trip(Table(4), values_TK, is_real_TK)[0, :2].tolist() == [4.0, -2.0]
+
+
+@pytest.mark.parametrize("coder", [Signs([2, 2]), Table(4)], ids=["signs", "table"])
+def test_no_tiles_have_values_too(coder: ValueCoder) -> None:
+    assert _round_trip(coder, torch.empty(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0])
+def test_headers_that_are_not_finite_are_refused(wrong: float) -> None:
+    with pytest.raises(MalformedMessage, match="not a finite number"):
+        Signs([1]).read_header(np.frombuffer(struct.pack("<f", wrong), dtype=np.uint8))
+    if wrong != -1.0:
+        header = np.frombuffer(struct.pack("<256f", *[0.0] * 255, wrong), dtype=np.uint8)
+        with pytest.raises(MalformedMessage, match="NaN or infinity"):
+            Table(1).read_header(header)
+
+
+@pytest.mark.parametrize("num_bins", [4, 256])
+def test_the_statistical_quantiser_is_the_published_one(num_bins: int) -> None:
+    """Against the formulas, one number at a time."""
+    values = (make_vector(999) + 0.3).double().tolist()
+    codes, table = quantize_statistically(np.array(values, dtype=np.float32), num_bins)
+    mean = sum(values) / 999
+    scale = 6 * math.sqrt(sum((value - mean) ** 2 for value in values) / 998) / num_bins
+    expected = [min(max(round((value - mean) / scale + num_bins / 2), 0), num_bins - 1) for value in values]
+    assert codes.tolist() == expected
+    for code in range(num_bins):
+        members = [value for value, other in zip(values, expected, strict=True) if other == code]
+        assert table[code] == pytest.approx(sum(members) / len(members) if members else mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("values", [[], [2.0], [3.0, 3.0]])
+def test_the_statistical_quantiser_without_a_spread(values: list[float]) -> None:
+    codes, table = quantize_statistically(np.array(values, dtype=np.float32), 256)
+    assert table[codes].tolist() == values
