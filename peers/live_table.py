@@ -76,7 +76,7 @@ def _peers(view: SwarmView) -> Table:
     table.add_column("stage", justify="right")
     table.add_column("peer")
     table.add_column("state")
-    for heading in ("samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed"):
+    for heading in ("samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed", "members"):
         table.add_column(heading, justify="right")
     for row in view.stages:
         for peer in row.peers:
@@ -93,6 +93,7 @@ def _cells(peer: PeerRow) -> list[RenderableType]:
         f"{peer.samples_per_second:.1f}",
         *map(str, (peer.queue_length, peer.round, peer.samples)),
         *map(str, (peer.forwards, peer.backwards, peer.rerouted_backwards)),
+        f"{peer.members}/{peer.alive_peers}",
     ]
 
 

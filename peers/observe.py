@@ -48,8 +48,14 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
     except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable):
         return PeerRow(name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round)
     counters = reply.counters
+    last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
     return PeerRow(
         name=reply.name, peer_id=reply.peer_id, state=reply.state, samples_per_second=reply.samples_per_second,
         queue_length=reply.queue_length, round=reply.round, samples=reply.round_samples, forwards=counters.forwards,
         backwards=counters.backwards, rerouted_backwards=counters.rerouted_backwards,
+        attempts=reply.averaging.attempts, aborted=dict(reply.averaging.aborted), downloads=reply.averaging.downloads,
+        alive_peers=last.num_alive, members=last.num_members, averaged_fraction=last.averaged_fraction,
+        averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,
+        exchange_seconds=last.exchange_seconds, wait_seconds=last.wait_seconds,
+        contribution_norm=last.contribution_norm,
     )  # fmt: skip

@@ -108,7 +108,7 @@ class StageServer:
             limits=StageLimits(max_in_flight=options.max_in_flight or config.stages.num_stages + 2),
         )  # fmt: skip
         self._hop = hop
-        self._member = StageMember(self._stage, num_alive=lambda: len(known.others(stage)) + 1)
+        self._member = StageMember(self._stage, num_alive=lambda: self._averager.statistics().num_alive)
         self._averager: Averager
         self._health = HealthServicer()
 
@@ -252,6 +252,7 @@ class StageServer:
 
     def _describe(self) -> pb.DescribeReply:
         progress, counters = self._member.progress(), self._stage.counters
+        averaging = self._averager.statistics()
         device = self._options.device
         return pb.DescribeReply(
             peer_id=self._identity.peer_id, name=self._options.name, protocol_version=PROTOCOL_VERSION,
@@ -264,6 +265,9 @@ class StageServer:
                 rerouted_backwards=counters.rerouted_backwards, committed=counters.committed,
                 rolled_back=counters.rolled_back, repeated=counters.repeated, busy_replies=counters.busy_replies,
                 recomputed_forwards=self._stage.backend.budget.num_recomputed,
+            ),
+            averaging=pb.AveragingCounters(
+                attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads
             ),
             rounds=list(self._member.reports),
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

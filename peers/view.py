@@ -5,7 +5,8 @@ Drawn by peers/live_table. Nothing here talks to anybody.
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,27 @@ class PeerRow:
     backwards: int = 0
     rerouted_backwards: int = 0
     """Backwards it took over from a peer that dropped."""
+    alive_peers: int = 0
+    """Peers of its stage when it committed its last round, itself included."""
+    members: int = 0
+    """Of these, the ones that took part in that round's average; the next fields are about it as well."""
+    averaged_fraction: float = 0.0
+    """Share of the stage's parameters that were averaged."""
+    averaged_bytes: int = 0
+    """Sent and received."""
+    compression_ratio: float = 0.0
+    """Float32 size of what was averaged, over its size on the wire."""
+    exchange_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """Closed, before and after the exchange."""
+    contribution_norm: float = 0.0
+    """Of what it contributed itself."""
+    attempts: int = 0
+    """Attempts it led, since it started."""
+    aborted: Mapping[str, int] = field(default_factory=dict)
+    """Of these, the ones that came to nothing, by reason."""
+    downloads: int = 0
+    """States it downloaded because it was behind."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,24 @@ class StepMetrics:
     """Stage peers that took part in the round's averages."""
     compression_ratio: float | None
     """Size of what was averaged in float32, over its size on the wire."""
+    alive_peers: int | None = None
+    """Stage peers that were there, whether they took part or not."""
+    averaged_fraction: float | None = None
+    """Share of its parameters that a stage averaged, mean over the stages."""
+    averaged_bytes: int | None = None
+    """Sent and received for the round's averages by one peer of each stage together."""
+    exchange_time: float | None = None
+    """Seconds of the slowest stage's exchange."""
+    wait_time: float | None = None
+    """Longest time in seconds that a stage waited, closed, before and after its exchange."""
+    contribution_norm: float | None = None
+    """Norm of what one peer of each stage contributed, before averaging."""
+    attempts: int | None = None
+    """Most attempts at the round that a stage needed."""
+    aborted_attempts: int | None = None
+    """Attempts that came to nothing, since the peers that were asked started."""
+    residual_bytes: int | None = None
+    """Kept by error feedback at one peer of each stage together."""
     validation_loss: float | None = None
     """Nats per token on held-out text, in steps that evaluate."""
     device_memory_bytes: int | None = None
@@ -60,6 +78,15 @@ class StepMetrics:
             "train/aggregate_time": self.aggregate_time,
             "train/successful_workers": self.successful_workers,
             "train/compression_ratio": self.compression_ratio,
+            "averaging/alive_peers": self.alive_peers,
+            "averaging/fraction": self.averaged_fraction,
+            "averaging/bytes": self.averaged_bytes,
+            "averaging/exchange_time": self.exchange_time,
+            "averaging/wait_time": self.wait_time,
+            "averaging/contribution_norm": self.contribution_norm,
+            "averaging/attempts": self.attempts,
+            "averaging/aborted": self.aborted_attempts,
+            "averaging/residual_bytes": self.residual_bytes,
             "val/loss": self.validation_loss,
             "device/memory_bytes": self.device_memory_bytes,
         }

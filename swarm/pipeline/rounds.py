@@ -38,8 +38,22 @@ class StepReport:
     num_alive: int
     """Peers alive at the time, over all stages."""
     num_bytes: int
-    """Sent by the peers that were asked."""
+    """Sent and received by the peers that were asked, one a stage."""
     compression_ratio: float
+    averaged_fraction: float
+    """Share of its parameters that a stage averaged in the round, mean over the stages."""
+    contribution_norm: float
+    """Of what the peers that were asked contributed, over all stages."""
+    exchange_seconds: float
+    """The slowest stage's exchange."""
+    wait_seconds: float
+    """The longest that a stage waited, closed, before and after its exchange."""
+    num_attempts: int
+    """Most attempts that a stage needed."""
+    num_aborted: int
+    """Attempts that came to nothing since the peers that were asked started."""
+    residual_bytes: int
+    """Kept by error feedback at the peers that were asked."""
     device_bytes: int
     """Largest amount of device memory that a peer reported; 0 without an accelerator."""
 
@@ -58,6 +72,7 @@ class RoundWatcher:
         self._reports: list[dict[int, pb.RoundReport]] = [{} for _ in range(num_stages)]
         self._rounds = [0] * num_stages
         self._device_bytes = 0
+        self._aborted: dict[str, int] = {}
 
     @property
     def round(self) -> int:
@@ -77,6 +92,7 @@ class RoundWatcher:
                 continue
             self._rounds[stage] = max(self._rounds[stage], reply.round)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
+            self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())
             reports = self._reports[stage]
             reports.update({report.round: report for report in reply.rounds})
             for round_number in sorted(reports)[:-_KEPT_REPORTS]:
@@ -98,8 +114,15 @@ class RoundWatcher:
             aggregate_seconds=max(entry.aggregate_seconds for entry in rounds),
             num_members=sum(entry.num_members for entry in rounds),
             num_alive=sum(entry.num_alive for entry in rounds),
-            num_bytes=sent,
+            num_bytes=sent + sum(entry.bytes_received for entry in rounds),
             compression_ratio=plain / sent if sent else 1.0,
+            averaged_fraction=sum(entry.averaged_fraction for entry in rounds) / len(rounds),
+            contribution_norm=math.sqrt(sum(entry.contribution_norm**2 for entry in rounds)),
+            exchange_seconds=max(entry.exchange_seconds for entry in rounds),
+            wait_seconds=max(entry.wait_seconds for entry in rounds),
+            num_attempts=max(entry.attempts for entry in rounds),
+            num_aborted=sum(self._aborted.values()),
+            residual_bytes=sum(entry.residual_bytes for entry in rounds),
             device_bytes=self._device_bytes,
         )
 

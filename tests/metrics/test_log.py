@@ -19,6 +19,15 @@ METRICS = StepMetrics(
     aggregate_time=0.25,
     successful_workers=6,
     compression_ratio=2.0,
+    alive_peers=7,
+    averaged_fraction=1.0,
+    averaged_bytes=1000,
+    exchange_time=0.125,
+    wait_time=0.0625,
+    contribution_norm=0.75,
+    attempts=1,
+    aborted_attempts=0,
+    residual_bytes=16,
 )
 
 
@@ -40,6 +49,15 @@ def test_a_step_is_a_line_with_the_documented_names(tmp_path: Path) -> None:
         "train/aggregate_time": 0.25,
         "train/successful_workers": 6,
         "train/compression_ratio": 2.0,
+        "averaging/alive_peers": 7,
+        "averaging/fraction": 1.0,
+        "averaging/bytes": 1000,
+        "averaging/exchange_time": 0.125,
+        "averaging/wait_time": 0.0625,
+        "averaging/contribution_norm": 0.75,
+        "averaging/attempts": 1,
+        "averaging/aborted": 0,
+        "averaging/residual_bytes": 16,
         "val/loss": None,
         "device/memory_bytes": None,
     }

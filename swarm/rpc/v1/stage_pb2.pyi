@@ -500,6 +500,7 @@ class DescribeReply(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
+    AVERAGING_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -523,6 +524,8 @@ class DescribeReply(_message.Message):
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundReport]:
         """The newest committed rounds, oldest first."""
 
+    @_builtins.property
+    def averaging(self) -> Global___AveragingCounters: ...
     def __init__(
         self,
         *,
@@ -543,14 +546,66 @@ class DescribeReply(_message.Message):
         rounds: _abc.Iterable[Global___RoundReport] | None = ...,
         resident_bytes: _builtins.int = ...,
         device_bytes: _builtins.int = ...,
+        averaging: Global___AveragingCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class AveragingCounters(_message.Message):
+    """Attempts to average since the peer started; those it led."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AbortedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ABORTED_FIELD_NUMBER: _builtins.int
+    DOWNLOADS_FIELD_NUMBER: _builtins.int
+    attempts: _builtins.int
+    downloads: _builtins.int
+    """States it downloaded because it was behind."""
+    @_builtins.property
+    def aborted(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Attempts that came to nothing, by reason."""
+
+    def __init__(
+        self,
+        *,
+        attempts: _builtins.int = ...,
+        aborted: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        downloads: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attempts", b"attempts", "downloads", b"downloads"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AveragingCounters: _TypeAlias = AveragingCounters  # noqa: Y015
 
 @_typing.final
 class StageCounters(_message.Message):

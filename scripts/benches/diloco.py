@@ -1,0 +1,141 @@
+"""What do rarer and smaller averages cost? Validation loss and bytes of each way to average, at equal tokens.
+
+Every arm (diloco_arms has the table) trains the same small model on the same samples, a process for each arm and
+seed; the averaging code is the swarm's own, over calls instead of gRPC. Takes long: `--arms` and `--seeds` take less.
+"""
+
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Child, Supervisor, last_line
+from scripts.benches.common import POLL_SECONDS, BenchOptions, say
+from scripts.benches.diloco_arms import ARMS, run_config
+from swarm.errors import PeerUnavailable
+
+COMPARISONS = {
+    "synchronous_vs_single": ("synchronous", "single", 0.001),
+    "int8_h50_vs_synchronous": ("int8", "synchronous", 0.01),
+    "churn_cost": ("churn", "h50", 0.01),
+    "overlap_cost": ("overlap", "h50", 0.01),
+    "sparse_vs_int8": ("sparse-2", "int8-2", 0.01),
+}
+"""Differences in loss: whose, from whose, and the bound below which the goal is reached."""
+H_CURVE = ("h10", "h50", "h200")
+REPORTED_RISE = 0.1188
+"""Of the perplexity from H = 10 to H = 200, in the report of diloco-swarm (PAPERS 1.4)."""
+FEWER_BYTES = 30.0
+"""SparseLoCo's goal."""
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare ways to average."""
+
+    seeds: int = 3
+    """Seeds of data and initial weights: 0, 1, ..."""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Which to train; goals that compare others are left out."""
+    rounds_at_200: int = 20
+    """Outer steps of the arm with H = 200; it fixes the tokens of all of them."""
+    jobs: int = 2
+    """Processes at once, of one thread each."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.arms if name not in ARMS]:
+            raise ValueError(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+        for name in ("seeds", "jobs", "rounds_at_200"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train all of it; gives the figures."""
+    for name in options.arms:
+        run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
+    started_at = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bench-diloco-") as folder, Supervisor(Path(folder)) as children:
+        runs = _train_all(options, children)
+    by_arm = {name: [runs[name, seed] for seed in range(options.seeds)] for name in options.arms}
+    return {
+        "arms": {name: summary(of_arm) for name, of_arm in by_arm.items()},
+        "goals": goals(by_arm),
+        "seconds": time.monotonic() - started_at,
+    }
+
+
+def _train_all(options: Options, children: Supervisor) -> dict[tuple[str, int], Figures]:
+    """The figures of each arm and seed; `jobs` processes at a time."""
+    waiting = deque(itertools.product(options.arms, range(options.seeds)))
+    running: dict[str, tuple[Child, str, int]] = {}
+    runs: dict[tuple[str, int], Figures] = {}
+    while waiting or running:
+        while waiting and len(running) < options.jobs:
+            arm, seed = waiting.popleft()
+            child = children.start(f"{arm}-{seed}", _command(arm, seed, options))
+            running[child.name] = child, arm, seed
+        for end in children.exits():
+            child, arm, seed = running.pop(end.name)
+            if end.returncode:
+                raise PeerUnavailable(f"arm {arm}, seed {seed}, failed: {end.reason}")
+            figures = runs[arm, seed] = json.loads(last_line(child.log))
+            say(f"{arm}, seed {seed}: {figures['val_loss']:.4f} after {figures['seconds']:.0f} s")
+        time.sleep(POLL_SECONDS)
+    return runs
+
+
+def _command(arm: str, seed: int, options: Options) -> list[str]:
+    arguments = [arm, str(seed), str(options.rounds_at_200), options.dataset]
+    return [sys.executable, "-m", "scripts.benches.diloco_arm", *arguments]
+
+
+def summary(runs: Sequence[Figures]) -> dict[str, Any]:
+    """One arm's figures over its seeds: the loss's mean and spread, the mean curve, and means of what was counted."""
+    losses = [figures["val_loss"] for figures in runs]
+    curves = zip(*(figures["curve"] for figures in runs), strict=True)
+    counted = runs[0].keys() - {"val_loss", "curve"}
+    return {
+        "val_loss": statistics.mean(losses),
+        "val_loss_std": _spread(losses),
+        "curve": [[points[0][0], statistics.mean(loss for _, loss in points)] for points in curves],
+        **{name: statistics.mean(figures[name] for figures in runs) for name in sorted(counted)},
+    }
+
+
+def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
+    """What the arms are compared for, as far as they were trained, and which goals are reached.
+
+    A difference is the mean, over the seeds, of one arm's loss relative to the other's with that seed.
+    """
+    losses = {name: [figures["val_loss"] for figures in runs] for name, runs in by_arm.items()}
+    found: dict[str, Any] = {"spread": {}, "reached": {}}
+    for name, (ours, theirs, bound) in COMPARISONS.items():
+        if {ours, theirs} <= by_arm.keys():
+            relative = [our / their - 1.0 for our, their in zip(losses[ours], losses[theirs], strict=True)]
+            found[name], found["spread"][name] = statistics.mean(relative), _spread(relative)
+            found["reached"][name] = found[name] < bound
+    if set(H_CURVE) <= by_arm.keys():
+        found["h_curve"] = {name: statistics.mean(losses[name]) for name in H_CURVE}
+        rises = [math.exp(loss - found["h_curve"]["h10"]) - 1.0 for loss in found["h_curve"].values()]
+        found["h_curve"] |= {"h50_perplexity_rise": rises[1], "h200_perplexity_rise": rises[2]}
+        found["reached"]["h_curve"] = 0.0 < rises[1] < rises[2] <= REPORTED_RISE
+    if {"sparse-2", "int8-2"} <= by_arm.keys():
+        sparse, int8 = ([figures["bytes_per_peer"] for figures in by_arm[name]] for name in ("sparse-2", "int8-2"))
+        found["sparse_bytes_ratio"] = sum(int8) / sum(sparse)
+        found["reached"]["sparse_bytes_ratio"] = found["sparse_bytes_ratio"] >= FEWER_BYTES
+    return found
+
+
+def _spread(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

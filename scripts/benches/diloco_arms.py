@@ -1,0 +1,96 @@
+"""What the diloco bench compares: the table of arms, and each one's configuration.
+
+Used by the bench, which starts a process for every arm and seed, and by that process. Every arm sees the same samples
+in the same order; the length of a run is told by its outer steps at H = 200, of which it has the fewest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from swarm import config as configs
+from swarm.config import RunConfig
+
+NUM_WORKERS = 4
+INNER_BATCH_SAMPLES = 4
+"""A microbatch, and what one worker takes an inner step on."""
+LONGEST_ROUND = 200
+"""Inner steps a worker and round of the arm with the fewest rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        kind: `single` is one process without averaging; the others are settings of a run.
+        inner_steps: H, inner steps that each worker takes in a round.
+        churn: in every other round one of the workers is killed and a fresh one takes its place.
+        changes: to the common configuration, by section.
+    """
+
+    kind: Literal["single", "synchronous", "diloco"] = "diloco"
+    inner_steps: int = 50
+    num_workers: int = NUM_WORKERS
+    churn: bool = False
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+SPARSE = {"codec": "topk", "top_k": 64, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.95}
+DCT = {"codec": "dct-topk", "top_k": 64, "values": "lut8", "indices": "12bit", "feedback_decay": 0.95}
+NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}
+"""Error feedback takes momentum's place."""
+
+ARMS: Mapping[str, Arm] = {
+    "single": Arm(kind="single", inner_steps=1),
+    "synchronous": Arm(kind="synchronous", inner_steps=1),
+    "h10": Arm(inner_steps=10),
+    "h50": Arm(),
+    "h200": Arm(inner_steps=LONGEST_ROUND),
+    "int8": Arm(changes={"averaging": {"codec": "int8"}}),
+    "int4": Arm(changes={"averaging": {"codec": "int4"}}),
+    "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
+    "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
+    "churn": Arm(churn=True),
+    "int8-2": Arm(num_workers=2, changes={"averaging": {"codec": "int8"}}),
+    "sparse-2": Arm(num_workers=2, changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
+}
+
+
+def total_samples(rounds_at_200: int) -> int:
+    """Samples that every arm trains on."""
+    return rounds_at_200 * LONGEST_ROUND * NUM_WORKERS * INNER_BATCH_SAMPLES
+
+
+def num_rounds(config: RunConfig, rounds_at_200: int) -> int:
+    """Outer steps of an arm with that configuration; optimizer steps in the synchronous setting."""
+    return total_samples(rounds_at_200) // config.rounds.round_samples
+
+
+def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunConfig:
+    """The run that an arm trains.
+
+    Raises:
+        ValueError: its changes are no configuration.
+    """
+    samples = total_samples(rounds_at_200)
+    values: dict[str, dict[str, Any]] = {
+        "model": {"num_layers": 2, "d_model": 64, "num_heads": 2},
+        "stages": {"num_stages": 1},
+        "data": {
+            "dataset": dataset, "seed": seed, "sequence_length": 32, "microbatch_size": INNER_BATCH_SAMPLES,
+            "held_out_fraction": 0.02,
+        },
+        "rounds": {
+            "setting": "diloco" if arm.kind == "diloco" else "synchronous",
+            "round_samples": arm.num_workers * arm.inner_steps * INNER_BATCH_SAMPLES,
+            "inner_batch_samples": INNER_BATCH_SAMPLES,
+        },
+        "optimizer": {
+            "learning_rate": 4e-3, "schedule": "cosine", "total_samples": samples, "warmup_samples": samples // 50,
+        },
+        "outer": {"learning_rate": 0.7, "momentum": 0.9},
+    }  # fmt: skip
+    for section, changes in arm.changes.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return configs.from_dict({"run": "bench-diloco", **values}, source="the diloco bench")

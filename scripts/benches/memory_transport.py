@@ -1,0 +1,93 @@
+"""Averaging between peers of one process: gRPC's place is taken by calls.
+
+Used by the diloco bench, for the real averager of every peer. Messages go through their wire form, so that no two
+peers share an object. Knows no faults but two: a peer that was removed is out of reach, and a shut line holds up
+whatever is exchanged until it is opened.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+
+from swarm.averaging.allreduce import ReducedPart
+from swarm.averaging.transport import AveragingHandlers, Method, Reply, Request
+from swarm.compression.codec import Buffer
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerRecord
+
+
+class MemoryNetwork:
+    """The peers that can be reached: a directory of them, and each one's way to the others.
+
+    Attributes:
+        line: exchanges wait until it is set, as on a slow line; it is, to begin with.
+    """
+
+    def __init__(self) -> None:
+        self.line = asyncio.Event()
+        self.line.set()
+        self._peers: dict[str, tuple[PeerRecord, AveragingHandlers]] = {}
+
+    def add(self, record: PeerRecord, handlers: AveragingHandlers) -> None:
+        """A peer that answers from now on."""
+        self._peers[record.peer_id] = record, handlers
+
+    def remove(self, record: PeerRecord) -> None:
+        """It is gone, as after kill -9: who calls it is told so, and so is who waits for its answer."""
+        del self._peers[record.peer_id]
+
+    def records(self, stage: int) -> list[PeerRecord]:
+        """What a directory says."""
+        return [record for record, _ in self._peers.values() if record.stage == stage]
+
+    def handlers(self, peer: PeerRecord) -> AveragingHandlers:
+        """The other end. Raises PeerUnavailable if the peer is gone."""
+        if peer.peer_id not in self._peers:
+            raise PeerUnavailable(f"{peer.peer_id} is gone")
+        return self._peers[peer.peer_id][1]
+
+
+class MemoryTransport:
+    """One peer's calls to the others, as swarm.averaging.transport.Transport has them."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._network = network
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        reply = self._network.handlers(peer).handle(method, _copy(request))
+        return _copy(await self._answer(peer, reply, timeout_seconds))
+
+    async def exchange(
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
+    ) -> ReducedPart:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield bytes(part)
+
+        await self._network.line.wait()
+        answer = self._network.handlers(peer).exchange(_copy(opening), pieces())
+        reduced = await self._answer(peer, answer, timeout_seconds)
+        assert len(reduced.encoded) == reply_bytes, "an owner's answer has the size that the codec says"
+        return ReducedPart(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
+
+    async def download(
+        self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
+    ) -> AsyncIterator[pb.DownloadReply]:
+        async for reply in self._network.handlers(peer).download(_copy(request)):
+            self._network.handlers(peer)
+            yield _copy(reply)
+
+    async def _answer(self, peer: PeerRecord, work: Awaitable[Reply], seconds: float) -> Reply:
+        try:
+            async with asyncio.timeout(seconds):
+                reply = await work
+        except TimeoutError:
+            raise DeadlineExceeded(f"{peer.peer_id} did not answer within {seconds:.1f} s") from None
+        self._network.handlers(peer)
+        return reply
+
+
+def _copy(message: Request) -> Request:
+    copy: Request = type(message).FromString(message.SerializeToString())  # type: ignore[attr-defined]  # a message
+    return copy
