@@ -19,7 +19,10 @@ PROG = "scripts/bench"
 BENCHES = {
     "parity": "a swarm follows the trajectory of one process",
     "pipeline": "tokens/s of two stages, against what the cores can do",
+    "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
     "hop": "activations there and gradients back, against hivemind.moe",
+    "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
+    "diloco": "validation loss and bytes of each way to average (slow)",
 }
 
 

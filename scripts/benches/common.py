@@ -92,8 +92,8 @@ class SwarmProcesses:
             ready_files = [(self._start_peer(stage, number), stage) for number, stage in enumerate(batch)]
             self.peers += [self._until_ready(child, stage) for child, stage in ready_files]
 
-    def train(self, name: str, steps: int) -> list[dict[str, Any]]:
-        """Have a trainer train `steps` steps; gives its metrics, one dictionary a step.
+    def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
+        """Have a trainer train `steps` steps, and evaluate at the end; gives its metrics, one dictionary a step.
 
         Raises:
             PeerUnavailable: the trainer or a peer ended with an error.
@@ -101,7 +101,8 @@ class SwarmProcesses:
         output = self.folder / name
         arguments = [
             "--steps", str(steps), "--output", str(output), "--name", name, "--evaluate-every", "0",
-            "--evaluation-samples", "1", "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
+            "--evaluation-samples", str(evaluation_samples),
+            "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
         ]  # fmt: skip
         trainer = self.children.start(f"{self.folder.name}-{name}", program("trainer", arguments))
         # Waited for without reaping, so that the supervisor can still tell how it ended.

@@ -1,7 +1,7 @@
 """Does a swarm in the synchronous setting follow the trajectory of one process?
 
 Real processes over TLS train; their losses and their final weights, downloaded from every peer, are compared with the
-single-process reference. Two references that are wrong on purpose, with a microbatch of an early round left out or
+single-process reference: in stages, as one stage, and in stages that share a tied embedding. Two references that are wrong on purpose, with a microbatch of an early round left out or
 counted twice, show that the comparison would notice.
 """
 
@@ -20,7 +20,7 @@ from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.reference import Reference
 from swarm import identity
-from swarm.averaging import state_transfer
+from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.data.microbatches import Microbatches
@@ -69,7 +69,7 @@ class Trained:
     losses: Sequence[float]
     """Mean loss of each step."""
     weights: Sequence[Weights]
-    """The whole model's, once for each peer of a stage; a reference has one."""
+    """Of every peer, its stage's; of a reference, the whole model's."""
     committed: Sequence[int] = ()
     """Microbatches that the members of each stage have committed together."""
 
@@ -85,20 +85,24 @@ def run(options: Options) -> dict[str, Any]:
         swarm = _train_swarm(config, options.peers_per_stage, options.steps, children, Path(folder) / "swarm")
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
         single = _train_swarm(uncut, 1, options.steps, children, Path(folder) / "single")
+        tied_config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
+        tied_swarm = _train_swarm(tied_config, options.peers_per_stage, options.steps, children, Path(folder) / "tied")
+        tied_reference = _train_reference(tied_config, data, options.steps, {})
     expected = options.steps * MICROBATCHES_PER_ROUND
     figures = _differences(swarm, reference)
     one_by_one = _differences(single, reference)
+    tied = _differences(tied_swarm, tied_reference)
     controls = {
         "dropped_microbatch": _weight_difference(swarm, dropped),
         "doubled_microbatch": _weight_difference(swarm, doubled),
     }
-    exactly_once = set(swarm.committed) | set(single.committed) == {expected}
-    passed = (
-        max(*figures.values(), *one_by_one.values()) < BOUND and min(controls.values()) > CONTROL_BOUND and exactly_once
-    )
+    exactly_once = {*swarm.committed, *single.committed, *tied_swarm.committed} == {expected}
+    largest = max(*figures.values(), *one_by_one.values(), *tied.values())
+    passed = largest < BOUND and min(controls.values()) > CONTROL_BOUND and exactly_once
     return {
         **figures,
         "one_by_one": one_by_one,
+        "tied_embeddings": tied,
         **controls,
         "microbatches": expected,
         "committed_per_stage": list(swarm.committed),
@@ -145,18 +149,17 @@ def _train_swarm(
 async def _inspect(
     config: RunConfig, records: Sequence[PeerRecord], steps: int
 ) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
-    """Every peer's weights after `steps` rounds, whole models put together from one peer a stage; and the counts."""
-    stages = range(config.stages.num_stages)
-    models: list[dict[str, torch.Tensor]] = [{} for _ in range(len(records) // len(stages))]
-    committed = [0 for _ in stages]
+    """Every peer's weights after `steps` rounds, and what each stage has committed."""
+    weights = []
+    committed = [0] * config.stages.num_stages
     channels = ChannelPool()
-    for number, record in enumerate(records):
-        models[number // len(stages)] |= await _download(config, record, steps, channels)
+    for record in records:
+        weights.append(await _download(config, record, steps, channels))
         call: Any = StageServiceStub(channels.channel(record)).Describe
-        reply: pb.DescribeReply = await asyncio.wait_for(call(pb.DescribeRequest(run_id=config.run_id)), ANSWER_SECONDS)
+        reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id), timeout=ANSWER_SECONDS)
         committed[record.stage] += reply.counters.committed
     await channels.close()
-    return models, committed
+    return weights, committed
 
 
 async def _download(
@@ -164,11 +167,13 @@ async def _download(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     deadline = time.monotonic() + COMMIT_SECONDS
     address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
+    transfer = StateTransfer(
+        GrpcTransport(channels), address=address, own_id=identity.generate().peer_id, silence_seconds=ANSWER_SECONDS
+    )
     while True:
         try:
-            snapshot, _ = await state_transfer.download(
-                GrpcTransport(channels), [record], address=address, own_id=identity.generate().peer_id,
-                max_bytes=1 << 30, wanted=lambda standing: standing.round == steps, silence_seconds=ANSWER_SECONDS,
+            fetched = await transfer.snapshot(
+                [record], max_bytes=1 << 30, wanted=lambda standing: standing.round == steps
             )  # fmt: skip
         except PeerUnavailable:
             if time.monotonic() > deadline:
@@ -176,7 +181,7 @@ async def _download(
             await asyncio.sleep(0.5)
             continue
         prefix = "anchor/"
-        return {name.removeprefix(prefix): t for name, t in snapshot.tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): t for name, t in fetched.snapshot.tensors.items() if name.startswith(prefix)}
 
 
 def _differences(trained: Trained, reference: Trained) -> dict[str, float]:
@@ -192,10 +197,9 @@ def _differences(trained: Trained, reference: Trained) -> dict[str, float]:
 def _weight_difference(trained: Trained, reference: Trained) -> float:
     """Norm of the difference over norm of the reference, of the worst tensor at any peer."""
     (expected,) = reference.weights
-    for weights in trained.weights:
-        assert weights.keys() == expected.keys(), "the stages' tensors make up the model"
+    assert {name for weights in trained.weights for name in weights} == expected.keys(), "the stages make up the model"
     return max(
-        float(torch.linalg.vector_norm(weights[name] - tensor) / torch.linalg.vector_norm(tensor))
+        float(torch.linalg.vector_norm(tensor - expected[name]) / torch.linalg.vector_norm(expected[name]))
         for weights in trained.weights
-        for name, tensor in expected.items()
+        for name, tensor in weights.items()
     )

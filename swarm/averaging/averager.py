@@ -106,8 +106,8 @@ class Averager:
         )  # fmt: skip
         self._leader = Leader(
             config=config, own_id=self._own_id, address=self._address, call=self._call, barrier=barrier,
-            shared=self._shared, is_complete=self._is_complete, has_quorum=self._has_quorum, decided=self._signal,
-            clock=clock, timing=timing,
+            shared=self._shared, is_complete=self._is_complete, has_quorum=self._has_quorum,
+            is_silent=self._roster.is_silent, decided=self._signal, clock=clock, timing=timing,
         )  # fmt: skip
         self._handlers: dict[str, Callable[[Any], Any]] = {
             "Report": self._report_handler, "Begin": self._participant.begin, "Average": self._participant.average,
@@ -210,6 +210,8 @@ class Averager:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self._aborted[str(failed)] += 1
             self._attempts[standing.round] = max(number, failed.promised_attempt)
+            for peer_id in failed.unreachable:
+                self._roster.suspect(peer_id)
             for peer_id in failed.excluded:
                 self._roster.exclude(peer_id)
             for peer_id in failed.refused:

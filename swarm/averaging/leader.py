@@ -88,6 +88,8 @@ class Leader:
     shared: SharedBlocks
     is_complete: Completion
     has_quorum: Callable[[Collection[str]], bool]
+    is_silent: Callable[[PeerId], bool]
+    """Whether a peer has given no sign of life for so long that it must be frozen or gone."""
     clock: Clock
     timing: Timing
     active: Ballot | None = None
@@ -316,7 +318,13 @@ class Leader:
         self, members: Members, method: Method[Request, Reply], requests: Mapping[PeerId, Request],
         timeout_seconds: float, *, stop_early: bool = False,
     ) -> dict[PeerId, Reply | SwarmError]:  # fmt: skip
-        """Call all members at once; gives answers or errors. `stop_early`: not long after the first failure."""
+        """Call all members at once; gives answers or errors.
+
+        A member that has fallen silent is not waited for: whoever is merely busy goes on reporting.
+
+        Args:
+            stop_early: wait for the others not long after the first failure.
+        """
 
         async def one(peer: PeerId) -> Reply | SwarmError:
             try:
@@ -327,18 +335,28 @@ class Leader:
         replies: dict[PeerId, Reply | SwarmError] = {}
         async with asyncio.TaskGroup() as group:
             tasks = {group.create_task(one(peer)): peer for peer in members}
-            pending, failed = set(tasks), False
-            while pending:
-                grace = self.timing.grace_seconds if stop_early and failed else None
-                done, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    break
-                for task in done:
-                    reply = replies[tasks[task]] = task.result()
-                    failed |= not (isinstance(reply, pb.AverageReply) and reply.HasField("prepared"))
-            for task in pending:
+            time = asyncio.get_running_loop().time
+            pending, listens_since, gives_up_at = set(tasks), time(), math.inf
+            while pending and time() < gives_up_at:
+                waits_since, seconds = time(), min(self.timing.heartbeat_seconds, gives_up_at - time())
+                done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                replies |= {tasks[task]: task.result() for task in done}
+                if time() - waits_since > seconds + self.timing.heartbeat_seconds:
+                    # It was this peer that was frozen: the others may have gone on without it.
+                    listens_since = time()
+                has_listened = time() - listens_since >= self.timing.fresh_seconds
+                silent = {task for task in pending if has_listened and self.is_silent(tasks[task])}
+                replies |= {tasks[task]: PeerUnavailable("it has fallen silent") for task in silent}
+                pending -= silent
+                if stop_early and (done or silent) and not all(map(_is_prepared, replies.values())):
+                    gives_up_at = time() + self.timing.grace_seconds
+            for task in tasks:
                 task.cancel()
         return replies
+
+
+def _is_prepared(reply: Any) -> bool:
+    return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")
 
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:

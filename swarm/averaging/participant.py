@@ -357,6 +357,9 @@ class Participant:
                 self.group.step_back()
                 await self._reopen("a result of another stage came")
                 return IntegrityError(f"the result of round {committed.before.round} does not fit this stage")
+            if self._result is not None and self._result.prepared.digest == committed.result.digest:
+                # It took part, and lost sight of the others before the end.
+                self._exchanges.committed(self._result.fragment, self._result.residual)
             self._state_digest = await self._member.apply(committed.result)
             reached = messages.standing_of(self._member.progress())
             self.is_sound = (self._state_digest, reached) == (committed.state_digest, committed.after)

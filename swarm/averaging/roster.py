@@ -184,6 +184,10 @@ class Roster:
         recent = {peer for peer, (_, heard_at) in self._contacts.items() if heard_at >= oldest}
         return recent - self._suspects.keys() | {PeerId(self.own.peer_id)}
 
+    def is_silent(self, peer_id: PeerId) -> bool:
+        """Whether another peer gave no sign of life lately, though peers do so all the time."""
+        return peer_id not in self.alive()
+
     def _is_excluded(self, peer_id: PeerId) -> bool:
         exclusion = self._exclusions.get(peer_id)
         return exclusion is not None and exclusion.ends_at > self._clock.monotonic()

@@ -367,8 +367,8 @@ async def test_joiner_takes_the_next_donor_when_one_sends_rubbish(caplog: pytest
 
         def corrupt(target: int, reply: pb.DownloadReply) -> None:
             first[:] = first or [target]
-            if target == first[0] and reply.chunk.data:
-                reply.chunk.data = bytes(len(reply.chunk.data))
+            if target == first[0] and reply.data:
+                reply.data = bytes(len(reply.data))
 
         network.tamper = corrupt
         joiner = network.add(4)

@@ -1,19 +1,25 @@
 """Downloads from several donors: shared work, resumption, wrong bytes; and peers that catch up by them."""
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
+from swarm.averaging import messages
+from swarm.averaging.donor import Donor
 from swarm.averaging.messages import Standing
 from swarm.averaging.state_transfer import Fetched, StateTransfer
+from swarm.averaging.transport import BEGIN
 from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
+from swarm.rounds import Contribution
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
 from swarm.types import PeerRecord
-from tests.averaging.doubles import peer_id, record
+from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, record, until
 from tests.averaging.holder import SIZE, Holder, Line
 
 NUM_BYTES = 4 * SIZE
@@ -274,3 +280,241 @@ async def test_wrong_results_are_refused(
     line.tamper = tamper
     with pytest.raises(error):
         await replayed(line, record(1), begun)
+
+
+# -- whole peers -----------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """A DiLoCo stage of some peers, which a newcomer with the lowest id joins."""
+
+    def __init__(self, network: Network, *numbers: int) -> None:
+        self.network = network
+        self.peers = [network.peers[peer_id(number)] for number in numbers]
+        self.stages = [peer.stage for peer in self.peers]
+        self.next_index = 0
+        for peer in self.peers:
+            peer.averager._donor._segment_bytes = 16
+
+    async def commit(self) -> None:
+        """One more round, in which everybody alive has learnt something."""
+        alive = [peer.stage for peer in self.peers if not peer.dead.is_set()]
+        number = max(stage.round for stage in alive)
+        for stage in alive:
+            stage.learn(self.next_index)
+            self.next_index += 1
+        await until(lambda: all(stage.round > number for stage in alive))
+
+    def add_joiner(self) -> Peer:
+        """A newcomer, which waits for donors that are held up by a script."""
+        joiner = self.network.add(1)
+        joiner.averager._catch_up._transfer._silence_seconds = 5.0
+        return joiner
+
+    @property
+    def digests(self) -> set[str]:
+        return {peer.stage.digest for peer in self.network.peers.values() if not peer.dead.is_set()}
+
+
+@asynccontextmanager
+async def group_of(*numbers: int) -> AsyncIterator[Group]:
+    config = make_config("diloco", microbatches=len(numbers))
+    async with network_of(config, *numbers) as network:
+        group = Group(network, *numbers)
+        await group.commit()
+        yield group
+
+
+def is_download(name: str, source: int) -> bool:
+    return name == "Download" and source == 1
+
+
+async def test_download_slower_than_a_round_converges() -> None:
+    """The group commits a round for nearly every piece that the newcomer gets, and then goes on as usual."""
+    async with group_of(2, 3) as group:
+        lock = asyncio.Lock()
+
+        async def trickle(name: str, source: int, target: int) -> None:
+            if is_download(name, source):
+                async with lock:
+                    if group.stages[0].round < 7:
+                        await group.commit()
+
+        group.network.before = trickle
+        joiner = group.add_joiner()
+        await joiner.averager.join()
+        assert joiner.stage.round == group.stages[0].round == 7
+        assert group.digests == {group.stages[0].digest}
+        assert joiner.stage.num_installs == 1
+        assert joiner.averager._catch_up.num_replayed == len(joiner.stage.results) >= 4
+        assert joiner.stage.digests == group.stages[0].digests[-len(joiner.stage.digests) :]
+        assert joiner.averager._participant.outcomes == group.peers[0].averager._participant.outcomes
+        group.peers.append(joiner)
+        group.stages.append(joiner.stage)
+        await group.commit()
+        assert len(group.digests) == 1
+        assert len(group.stages[0].results[-1].members) == 3
+
+
+async def test_first_contribution_of_a_joiner_leaves_equal_weights_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with group_of(2, 3) as group:
+
+        async def busy(name: str, source: int, target: int) -> None:
+            if is_download(name, source) and group.stages[0].round < 4:
+                await group.commit()
+
+        group.network.before = busy
+        joiner = group.add_joiner()
+        await joiner.averager.join()
+        digest = group.stages[0].digest
+        weights = group.stages[0].anchor
+
+        async def close(self: FakeStage, round_number: int, *, drop: Collection[int]) -> Contribution:
+            vector = self.anchor - weights
+            return Contribution(
+                tensors={"b": vector[:5], "a": vector[5:].reshape(3, 4)}, num_samples=2, round_samples=2,
+                committed=frozenset(self.indices),
+            )  # fmt: skip
+
+        monkeypatch.setattr(FakeStage, "close", close)
+        group.peers.append(joiner)
+        group.stages.append(joiner.stage)
+        await group.commit()
+        assert joiner.record.peer_id in group.stages[0].results[-1].members
+        assert group.digests == {digest}
+
+
+async def test_donor_that_dies_in_mid_transfer_is_replaced_and_nothing_is_fetched_twice() -> None:
+    async with group_of(2, 3, 4) as group:
+        received: Counter[int] = Counter()
+
+        def count(target: int, reply: pb.DownloadReply) -> None:
+            received[target] += len(reply.data)
+            if target == 3 and reply.data:
+                group.network.kill(3)
+
+        group.network.tamper = count
+        joiner = group.add_joiner()
+        await until(lambda: joiner.stage.digest == group.stages[0].digest)
+        assert joiner.stage.num_installs == 1
+        snapshot_bytes = sum(t.nbytes for t in (await joiner.stage.snapshot()).tensors.values())
+        assert received[3] == 16
+        assert sum(received.values()) == snapshot_bytes
+
+
+async def test_where_the_results_are_lost_the_newcomer_starts_over() -> None:
+    async with group_of(2, 3) as group:
+        num_lost = 0
+
+        async def lose(name: str, source: int, target: int) -> None:
+            nonlocal num_lost
+            if is_download(name, source) and joiner.stage.num_installs == num_lost + 1 < 3:
+                num_lost += 1
+                await group.commit()
+                for peer in group.peers:
+                    peer.averager._donor.jumped()
+
+        joiner = group.add_joiner()
+        group.network.before = lose
+        await until(lambda: joiner.stage.digest == group.stages[0].digest and joiner.stage.round == 3)
+        assert (joiner.stage.num_installs, num_lost) == (3, 2)
+
+
+async def test_a_source_with_wrong_results_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    async with group_of(2, 3) as group:
+        liars: set[int] = set()
+
+        def lie(target: int, reply: pb.DownloadReply) -> None:
+            if reply.HasField("result"):
+                liars.add(target)
+                if liars == {target}:
+                    reply.result.sha256 = bytes(32)
+
+        async def busy(name: str, source: int, target: int) -> None:
+            if is_download(name, source) and group.stages[0].round < 3:
+                await group.commit()
+
+        group.network.tamper, group.network.before = lie, busy
+        joiner = group.add_joiner()
+        await joiner.averager.join()
+        assert joiner.stage.digest == group.stages[0].digest
+        assert len(liars) == 2
+        assert joiner.stage.num_installs == 1
+
+
+async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download() -> None:
+    """Until then the peer reports nothing and takes part in nothing, so nobody averages with it."""
+    async with group_of(2, 3) as group:
+        states: list[tuple[bool, int]] = []
+
+        def lie(target: int, reply: pb.DownloadReply) -> None:
+            if reply.HasField("result") and not states:
+                reply.result.state_digest = "00"
+                states.append((True, 0))
+
+        async def busy(name: str, source: int, target: int) -> None:
+            if is_download(name, source) and group.stages[0].round < 3:
+                await group.commit()
+            if source == 1 and joiner.stage.results:
+                states.append((participant.is_sound, participant.standing.round))
+                assert name == "Download"
+                assert participant.is_catching_up
+
+        joiner = group.add_joiner()
+        participant = joiner.averager._participant
+        group.network.tamper, group.network.before = lie, busy
+        await until(lambda: participant.is_sound and not participant.is_catching_up and joiner.stage.num_installs == 2)
+        assert states[1] == (False, joiner.stage.results[0].round)
+        assert joiner.stage.digest == group.stages[0].digest
+
+
+async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -> None:
+    async with group_of(2, 3) as group:
+        arrived, release = asyncio.Event(), asyncio.Event()
+
+        async def hold(name: str, source: int, target: int) -> None:
+            if is_download(name, source):
+                arrived.set()
+                await release.wait()
+
+        group.network.before = hold
+        joiner = group.add_joiner()
+        await arrived.wait()
+        begin = pb.BeginRequest(
+            address=joiner.averager._address, ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
+            standing=messages.pack_standing(joiner.averager._participant.standing),
+        )  # fmt: skip
+        reply = await joiner.averager.handle(BEGIN, begin)
+        assert "catching up" in reply.refusal.reason
+        await asyncio.sleep(QUICK.fresh_seconds)
+        assert ("Report", 1, 2) not in group.network.calls[len(group.network.calls) // 2 :]
+        began_at = asyncio.get_running_loop().time()
+        await group.commit()
+        assert asyncio.get_running_loop().time() - began_at < 0.8 * QUICK.fresh_seconds
+        release.set()
+        await until(lambda: joiner.stage.digest == group.stages[0].digest)
+
+
+async def test_a_snapshot_that_belies_its_digest_is_not_installed() -> None:
+    async with group_of(2, 3) as group:
+
+        def lie(target: int, reply: pb.DownloadReply) -> None:
+            if target == 2 and reply.HasField("header"):
+                # The farthest of all, so it is chosen, and its segments fit its header.
+                reply.header.standing.round += 1
+                reply.header.standing.run_samples += 1
+                reply.header.state_digest = "00"
+
+        async def serve(self: Donor, request: pb.SegmentRequest) -> AsyncIterator[pb.DownloadReply]:
+            start = request.index * self._segment_bytes
+            content = self._pins[0].content
+            for piece in content.pieces(start, min(content.num_bytes, start + self._segment_bytes)):
+                yield pb.DownloadReply(data=piece)
+
+        donor = group.peers[0].averager._donor
+        donor._segment = serve.__get__(donor)  # type: ignore[method-assign]
+        group.network.tamper = lie
+        joiner = group.add_joiner()
+        await until(lambda: joiner.stage.num_installs == 1)
+        assert joiner.stage.digest == group.stages[1].digest
+        assert joiner.averager._catch_up._transfer._distrusted == {peer_id(2)}

@@ -1,0 +1,198 @@
+"""How small, how exact and how fast are the codecs that averaging can use?
+
+Error and size of `topk` with 2-bit values and Elias-Fano indices, at 64 of 4096: on pseudo-gradients of a small model,
+trained in this process on two stretches of text from one shared point, and on tensors of normal and of Student's t
+distribution. The yardstick is the format of the templar trainer, here in our own words: the same elements, four levels
+from the statistics of the whole tensor. It is 146 times smaller than float32, if its codes and indices are packed.
+
+Speed of that codec on one thread: against hivemind's uniform 8 bits, in turns. The other codecs get a table.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hivemind.compression import CompressionInfo, Uniform8BitQuantization
+from torch import Tensor
+
+from scripts.benches.common import BenchOptions, say, with_corpus
+from scripts.benches.reference import Reference
+from swarm.compression import layout
+from swarm.compression.codec import Codec, contribution_codec
+from swarm.compression.layout import TILE
+from swarm.compression.values import quantize_statistically
+from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
+
+TOP_K = 64
+OURS = AveragingConfig(codec="topk", top_k=TOP_K, values="2bit", indices="elias-fano")
+CODECS = {
+    "fp32": AveragingConfig(codec="fp32"),
+    "fp16": AveragingConfig(codec="fp16"),
+    "bf16": AveragingConfig(codec="bf16"),
+    "int8": AveragingConfig(codec="int8"),
+    "int4": AveragingConfig(codec="int4"),
+    "dct-lowpass": AveragingConfig(codec="dct-lowpass"),
+    "topk-2bit-elias-fano": OURS,
+    "topk-sign-elias-fano": AveragingConfig(codec="topk", values="sign", indices="elias-fano"),
+    "topk-lut8-12bit": AveragingConfig(codec="topk", values="lut8", indices="12bit"),
+    "dct-topk-2bit-elias-fano": AveragingConfig(codec="dct-topk", values="2bit", indices="elias-fano"),
+    "dct-topk-lut8-12bit": AveragingConfig(codec="dct-topk", values="lut8", indices="12bit"),
+}
+DISTRIBUTION_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Measure the codecs, against hivemind's and templar's format."""
+
+    warm_up_steps: int = 60
+    """AdamW steps before the point that both pseudo-gradients start from."""
+    inner_steps: int = 60
+    """AdamW steps that make up a pseudo-gradient."""
+    num_elements: int = 20_000_000
+    """Elements of the vector that is timed."""
+    repetitions: int = 5
+    """Times that each is measured, after one that does not count."""
+
+    def __post_init__(self) -> None:
+        for name in ("warm_up_steps", "inner_steps", "num_elements", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all of it; gives the figures."""
+    torch.set_num_threads(1)
+    tensors = [_compare(name, parts) for name, parts in _tensors(options)]
+    vector_N = torch.randn(options.num_elements, generator=torch.Generator().manual_seed(0))
+    speeds = _speed_ratios(vector_N, options.repetitions)
+    codecs = {name: _measure(name, config, vector_N, options.repetitions) for name, config in CODECS.items()}
+    return {"tensors": tensors, **speeds, "codecs": codecs, "num_elements": options.num_elements}
+
+
+def _config(options: Options) -> RunConfig:
+    return RunConfig(
+        run="bench-codecs",
+        model=ModelConfig(num_layers=4, d_model=256, num_heads=4, vocab_size=256),
+        data=DataConfig(dataset=options.dataset, sequence_length=128, microbatch_size=8, max_tokens=4_000_000),
+        rounds=RoundsConfig(setting="synchronous", round_samples=16),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=160),
+    )
+
+
+def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """What is compressed, and its name: tensors that are averaged together."""
+    for order, gradient in enumerate(_pseudo_gradients(options), start=1):
+        yield f"pseudo-gradient {order}, the model", gradient
+        for name in sorted(gradient):
+            # One layer stands for all of them; smaller tensors never travel alone.
+            if gradient[name].numel() >= 16 * TILE and ("layers" not in name or "layers.2." in name):
+                yield f"pseudo-gradient {order}, {name}", {name: gradient[name]}
+    torch.manual_seed(0)
+    shape = (DISTRIBUTION_ELEMENTS // 1024, 1024)
+    yield "normal distribution", {"tensor": torch.randn(shape)}
+    yield "Student's t, 3 degrees of freedom", {"tensor": torch.distributions.StudentT(3.0).sample(shape)}
+
+
+def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
+    """Where two peers' inner steps lead from one point, each on its own stretch of text: old weights minus new ones."""
+    config, data = with_corpus(_config(options))
+    say(f"{options.warm_up_steps} steps to a shared point")
+    shared = Reference(config, data)
+    for number in range(options.warm_up_steps):
+        shared.step(number)
+    for peer in range(2):
+        say(f"{options.inner_steps} inner steps of peer {peer + 1}")
+        reference = copy.deepcopy(shared, {id(data): data})
+        first = options.warm_up_steps + peer * options.inner_steps
+        for number in range(first, first + options.inner_steps):
+            reference.step(number)
+        yield {name: weight - reference.weights[name] for name, weight in shared.weights.items()}
+
+
+def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Our codec on all of the tensors as one vector, and the templar quantiser on each tensor by itself."""
+    vector_D = layout.flatten(tensors)
+    codec = contribution_codec(OURS)
+    encoded = codec.encode(vector_D)
+    decoded_D = codec.decode(encoded, vector_D.numel())
+    energy = float(vector_D.double().square().sum())
+    figures = {
+        "name": name,
+        "ratio": vector_D.nbytes / len(encoded),
+        "nmse_ours": float((decoded_D - vector_D).double().square().sum()) / energy,
+        "nmse_templar": sum(_templar_error(layout.flatten({"": tensor})) for tensor in tensors.values()) / energy,
+    }
+    say(f"{name}: {figures['ratio']:.1f} x, error {figures['nmse_ours']:.4f}, templar {figures['nmse_templar']:.4f}")
+    return figures
+
+
+def _templar_error(vector_N: Tensor) -> float:
+    """Squared error of the templar format: the largest of each tile, four levels for all of them together."""
+    tiles_TE = torch.nn.functional.pad(vector_N, (0, -vector_N.numel() % TILE)).view(-1, TILE)
+    indices_TK = tiles_TE.abs().topk(TOP_K).indices
+    codes_TK, table = quantize_statistically(tiles_TE.gather(1, indices_TK).numpy(), 4)
+    decoded_TE = torch.zeros_like(tiles_TE).scatter_(1, indices_TK, torch.from_numpy(table[codes_TK]))
+    return float((decoded_TE - tiles_TE).double().square().sum())
+
+
+def _speed_ratios(vector_N: Tensor, repetitions: int) -> dict[str, Any]:
+    """Seconds of our codec and of hivemind's 8 bits in turns, and how many times faster ours is."""
+    ours, theirs = contribution_codec(OURS), Uniform8BitQuantization()
+    info = CompressionInfo.from_tensor(vector_N)
+    our_bytes, their_bytes = ours.encode(vector_N), theirs.compress(vector_N, info)
+    seconds = _in_turns(
+        {
+            "encode": lambda: ours.encode(vector_N),
+            "hivemind_encode": lambda: theirs.compress(vector_N, info),
+            "decode": lambda: ours.decode(our_bytes, vector_N.numel()),
+            "hivemind_decode": lambda: theirs.extract(their_bytes),
+        },
+        repetitions,
+    )
+    return {
+        "encode_speed_ratio": seconds["hivemind_encode"] / seconds["encode"],
+        "decode_speed_ratio": seconds["hivemind_decode"] / seconds["decode"],
+        "hivemind": {
+            "bytes_per_element": len(their_bytes.buffer) / vector_N.numel(),
+            "relative_error": _relative_error(theirs.extract(their_bytes), vector_N),
+            "encode_seconds": seconds["hivemind_encode"],
+            "decode_seconds": seconds["hivemind_decode"],
+        },
+    }
+
+
+def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: int) -> dict[str, float]:
+    codec: Codec = contribution_codec(config)
+    encoded = codec.encode(vector_N)
+    seconds = _in_turns(
+        {"encode": lambda: codec.encode(vector_N), "decode": lambda: codec.decode(encoded, vector_N.numel())},
+        repetitions,
+    )
+    say(f"{name}: {1e3 * seconds['encode']:.0f} ms in, {1e3 * seconds['decode']:.0f} ms out")
+    return {
+        "bytes_per_element": len(encoded) / vector_N.numel(),
+        "relative_error": _relative_error(codec.decode(encoded, vector_N.numel()), vector_N),
+        "encode_seconds": seconds["encode"],
+        "decode_seconds": seconds["decode"],
+    }
+
+
+def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Median seconds of each."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for repetition in range(repetitions + 1):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if repetition:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _relative_error(decoded_N: Tensor, vector_N: Tensor) -> float:
+    return float((decoded_N - vector_N).norm() / vector_N.norm())

@@ -1,0 +1,97 @@
+"""nanoGPT's Shakespeare configuration for a CPU, as a swarm of two stages with two peers each.
+
+4 layers, 4 heads, width 128, context 64, 2,000 iterations of 12 samples, AdamW from 1e-3 to 1e-4 by cosine; nanoGPT's
+README gives 1.88 for its validation loss. Real processes over TLS train it in the synchronous setting, and with DiLoCo
+on as many samples. Name the text: --dataset tinyshakespeare.txt. The last tenth of it is held out, as in nanoGPT;
+tokens are bytes, which for this text are its characters.
+"""
+
+import dataclasses
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from peers.supervisor import Supervisor
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from swarm.config import (
+    AveragingConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+)
+
+BATCH = 12
+NANOGPT_LOSS = 1.88
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Train nanoGPT's Shakespeare model over a swarm."""
+
+    iterations: int = 2000
+    """Batches of 12 samples."""
+    inner_steps: int = 25
+    """DiLoCo: steps that each peer takes in a round."""
+    codec: Literal["fp32", "fp16", "int8"] = "int8"
+    """DiLoCo: how pseudo-gradients travel."""
+    settings: tuple[Literal["synchronous", "diloco"], ...] = ("synchronous", "diloco")
+    """Which settings to train in."""
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.inner_steps < 1:
+            raise ValueError("--iterations and --inner-steps must be at least 1")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train in each setting; gives the figures."""
+    figures: dict[str, Any] = {"nanogpt_validation_loss": NANOGPT_LOSS, "samples": BATCH * options.iterations}
+    for setting in options.settings:
+        config, _ = with_corpus(_config(options, setting))
+        steps = BATCH * options.iterations // config.rounds.round_samples
+        with tempfile.TemporaryDirectory(prefix="bench-nanogpt-") as name, Supervisor(Path(name) / "logs") as children:
+            swarm = SwarmProcesses(config, children, Path(name) / setting)
+            say(f"{setting}: 2 x 2 peers start")
+            swarm.start_peers([0, 1, 0, 1])
+            say(f"{setting}: {steps} rounds")
+            rows = swarm.train("trainer", steps, evaluation_samples=2048)
+            summary = json.loads((swarm.folder / "trainer" / "summary.json").read_text(encoding="utf-8"))
+            swarm.stop()
+        figures[setting] = {
+            "validation_loss": summary["validation_loss"],
+            "rounds": steps,
+            "seconds": sum(row["train/step_time"] for row in rows),
+            "averaged_bytes": sum(row["averaging/bytes"] or 0 for row in rows),
+        }
+        say(f"{setting}: validation loss {summary['validation_loss']:.4f}")
+    return figures
+
+
+def _config(options: Options, setting: Literal["synchronous", "diloco"]) -> RunConfig:
+    total = BATCH * options.iterations
+    synchronous = RunConfig(
+        run="bench-nanogpt",
+        model=ModelConfig(num_layers=4, d_model=128, num_heads=4, vocab_size=256),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
+        rounds=RoundsConfig(setting="synchronous", round_samples=BATCH),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, beta2=0.99, weight_decay=0.1, clip_norm=1.0, schedule="cosine",
+            warmup_samples=100 * BATCH, total_samples=max(total, 101 * BATCH), final_fraction=0.1,
+        ),
+    )  # fmt: skip
+    if setting == "synchronous":
+        return synchronous
+    return dataclasses.replace(
+        synchronous,
+        rounds=RoundsConfig(
+            setting="diloco", round_samples=2 * BATCH * options.inner_steps, inner_batch_samples=BATCH
+        ),
+        outer=OuterConfig(learning_rate=0.7, momentum=0.9),
+        averaging=AveragingConfig(codec=options.codec),
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""The diloco bench: that all arms see the same tokens, what its figures mean, and that its swarm is the swarm's own."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.benches.common import with_corpus
+from scripts.benches.diloco import goals, summary
+from scripts.benches.diloco_arms import ARMS, Arm, num_rounds, run_config, total_samples
+from scripts.benches.diloco_swarm import DrivenSwarm
+from scripts.benches.reference import Reference
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+
+
+def _figures(loss: float, num_bytes: int = 100) -> dict[str, Any]:
+    return {"val_loss": loss, "bytes_per_peer": num_bytes, "curve": [[10, loss + 1.0], [20, loss]]}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """A small text of its own."""
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{number} bottles\n" for number in range(3000)))
+    return str(path)
+
+
+def test_all_arms_train_on_the_same_tokens_in_at_least_twenty_rounds() -> None:
+    for name, arm in ARMS.items():
+        config = run_config(arm, seed=3, rounds_at_200=20, dataset="stdlib")
+        rounds = num_rounds(config, 20)
+        assert rounds >= 20, name
+        assert rounds * config.rounds.round_samples == total_samples(20), name
+        assert config.data.seed == 3
+
+
+def test_an_arm_that_changes_an_unknown_option_is_refused() -> None:
+    with pytest.raises(ValueError, match="averaging.kodec"):
+        run_config(Arm(changes={"averaging": {"kodec": "int8"}}), seed=0, rounds_at_200=1, dataset="stdlib")
+
+
+def test_differences_are_taken_seed_by_seed_and_absent_arms_left_out() -> None:
+    by_arm = {"h50": [_figures(2.0), _figures(4.0)], "churn": [_figures(2.02), _figures(4.02)]}
+    found = goals(by_arm)
+    assert found["churn_cost"] == pytest.approx((0.01 + 0.005) / 2)
+    assert found["spread"]["churn_cost"] == pytest.approx(0.005 / 2**0.5)
+    assert found["reached"] == {"churn_cost": True}
+
+
+@pytest.mark.parametrize(("h50", "h200", "reached"), [(2.05, 2.1, True), (2.05, 2.04, False), (2.05, 2.2, False)])
+def test_the_h_curve_rises_and_by_no_more_than_the_report_s(h50: float, h200: float, reached: bool) -> None:
+    found = goals({"h10": [_figures(2.0)], "h50": [_figures(h50)], "h200": [_figures(h200)]})
+    assert found["reached"]["h_curve"] is reached
+
+
+def test_sparse_is_compared_with_int8_in_bytes_as_well() -> None:
+    found = goals({"sparse-2": [_figures(2.03, 10)], "int8-2": [_figures(2.0, 310)]})
+    assert found["sparse_bytes_ratio"] == 31.0
+    assert found["reached"] == {"sparse_vs_int8": False, "sparse_bytes_ratio": True}
+
+
+def test_a_summary_is_over_the_seeds() -> None:
+    found = summary([_figures(2.0), _figures(3.0)])
+    assert found["val_loss"] == 2.5
+    assert found["val_loss_std"] == pytest.approx(0.5**0.5)
+    assert found["curve"] == [[10, 3.5], [20, 2.5]]
+    assert found["bytes_per_peer"] == 100
+
+
+async def _train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int, *replaced: int) -> DrivenSwarm:
+    """A swarm after some rounds; it is stopped. In the last ones a worker each is replaced."""
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        swarm = DrivenSwarm(config, data, tasks)
+        await swarm.start(arm.num_workers)
+        for _ in range(rounds):
+            await swarm.train_round()
+        for place in replaced:
+            await swarm.train_round(replaced=place)
+        swarm.stop()
+    return swarm
+
+
+async def test_the_synchronous_swarm_is_the_single_process(text: str) -> None:
+    arm = ARMS["synchronous"]
+    config, data = with_corpus(run_config(arm, seed=1, rounds_at_200=1, dataset=text))
+    swarm = await _train(arm, config, data, 3)
+    reference = Reference(config, data)
+    for number in range(3):
+        reference.step(number)
+    for name, weight in reference.weights.items():
+        torch.testing.assert_close(swarm.anchor[name].detach(), weight)
+    num_bytes = 4 * sum(weight.numel() for weight in reference.weights.values())
+    # A butterfly: three quarters of the vector go out and three come back, twice.
+    assert swarm.bytes_averaged == pytest.approx(3 * arm.num_workers * 3 * num_bytes, rel=1e-3)
+
+
+async def test_a_fresh_worker_takes_a_killed_one_s_place_and_the_round_still_has_its_samples(text: str) -> None:
+    arm = Arm(inner_steps=4)
+    config, data = with_corpus(run_config(arm, seed=1, rounds_at_200=1, dataset=text))
+    swarm = await _train(arm, config, data, 1, 2, 0)
+    assert swarm.round == 3
+    assert [worker.record.peer_id[-1] for worker in swarm.workers] == ["6", "2", "5", "4"]
+    assert {worker.member.run_samples for worker in swarm.workers} == {3 * config.rounds.round_samples}
+    assert len({worker.weights.state_digest() for worker in swarm.workers}) == 1
+    assert swarm.num_lost_samples == 2 * 2 * config.data.microbatch_size
