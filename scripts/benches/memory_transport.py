@@ -8,7 +8,7 @@ whatever is exchanged until it is opened.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 
-from swarm.averaging.allreduce import ReducedPart
+from swarm.averaging.reduction import Payload
 from swarm.averaging.transport import AveragingHandlers, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, PeerUnavailable
@@ -61,15 +61,22 @@ class MemoryTransport:
 
     async def exchange(
         self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> ReducedPart:
+    ) -> Payload:
         async def pieces() -> AsyncIterator[bytes]:
             yield bytes(part)
 
         await self._network.line.wait()
         answer = self._network.handlers(peer).exchange(_copy(opening), pieces())
-        reduced = await self._answer(peer, answer, timeout_seconds)
-        assert len(reduced.encoded) == reply_bytes, "an owner's answer has the size that the codec says"
-        return ReducedPart(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
+        payload = await self._answer(peer, answer, timeout_seconds)
+        assert len(payload.encoded) == reply_bytes, "an answer has the size that the codec says"
+        return Payload(encoded=bytes(payload.encoded), squared_norm=payload.squared_norm)
+
+    async def shared(
+        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
+    ) -> Buffer:
+        encoded = await self._answer(peer, self._network.handlers(peer).shared(_copy(request)), timeout_seconds)
+        assert len(encoded) == reply_bytes, "an answer has the size that the codec says"
+        return bytes(encoded)
 
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float

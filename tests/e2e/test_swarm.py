@@ -13,6 +13,8 @@ from tests.support.swarm import RealSwarm, run, wait_until
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 STALL_SECONDS = 5.0
+FROZEN_STALL_SECONDS = 10.0
+"""Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence."""
 TRAINER_STALL_SECONDS = 10.0
 """After a trainer's death each stage in turn waits for a retry before it takes back what nobody acknowledged."""
 
@@ -66,6 +68,25 @@ def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
     view = swarm.status()
     rounds = [peer["round"] for row in view["stages"] for peer in row["peers"] if peer["state"] == "serving"]
     assert min(rounds) == max(rounds) > 12
+
+
+def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> None:
+    trainer = swarm.start_trainer("frozen", steps=60)
+    swarm.wait_for_steps("frozen", 4)
+    victim = [peer for peer in swarm.peers if peer.stage == 1][-1]
+    os.kill(victim.child.pid, signal.SIGSTOP)
+    swarm.wait_for_steps("frozen", 12)
+    os.kill(victim.child.pid, signal.SIGCONT)
+    assert swarm.wait_for_end(trainer) == 0
+    durations = sorted(row["train/step_time"] for row in swarm.steps("frozen")[3:])
+    assert durations[-1] < FROZEN_STALL_SECONDS
+    assert durations[-3] < STALL_SECONDS / 2, "one round is delayed, not one after another"
+
+    def taken_back() -> bool:
+        peers = [peer for row in swarm.status()["stages"] for peer in row["peers"] if row["stage"] == 1]
+        return len({peer["round"] for peer in peers}) == 1 and {peer["state"] for peer in peers} == {"serving"}
+
+    wait_until(taken_back, 20.0, "the peer that woke to catch up")
 
 
 def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
