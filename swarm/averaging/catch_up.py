@@ -42,8 +42,8 @@ class CatchUp:
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._ended = asyncio.Event()
-        self._sources: set[str] = set()
-        """Who sent the last snapshot: they keep the results since."""
+        self._sources: list[PeerRecord] = []
+        """Who sent the last snapshot and has not failed since: they keep the results."""
         self._max_bytes = 0
         self.num_downloads = 0
         self.num_replayed = 0
@@ -85,7 +85,7 @@ class CatchUp:
     async def _replay(self) -> bool:
         """Apply what the sources keep of the rounds since; whether that changed anything."""
         before = self._participant.standing
-        for source in [donor for donor in self._donors() if donor.peer_id in self._sources]:
+        for source in list(self._sources):
             if not self._participant.is_sound:
                 break
             standing = self._participant.standing
@@ -95,6 +95,7 @@ class CatchUp:
                     self.num_replayed += 1
             except SwarmError as error:
                 logger.info("no more results from %s: %s", source.peer_id, error)
+                self._sources.remove(source)
                 if isinstance(error, IntegrityError):
                     self._transfer.distrust(source)
         if moved := self._participant.standing != before:
@@ -114,7 +115,7 @@ class CatchUp:
             for source in fetched.sources:
                 self._transfer.distrust(source)
             raise
-        self._sources = {source.peer_id for source in fetched.sources}
+        self._sources = list(fetched.sources)
         self.num_downloads += 1
         logger.info("installed the snapshot of round %d, from %d donors", standing.round, len(fetched.sources))
 
