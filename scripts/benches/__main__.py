@@ -21,6 +21,7 @@ BENCHES = {
     "pipeline": "tokens/s of two stages, against what the cores can do",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
     "hop": "activations there and gradients back, against hivemind.moe",
+    "allreduce": "an averaging round of four processes, against hivemind's averager",
     "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
     "diloco": "validation loss and bytes of each way to average (slow)",
 }

@@ -13,6 +13,7 @@ from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.barrier import Barrier
+from swarm.averaging.broadcast import Broadcast
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.completion import Completion
 from swarm.averaging.donor import Donor
@@ -105,9 +106,10 @@ class Averager:
             current_round=lambda: self._participant.standing.round, clock=clock, timing=timing,
         )  # fmt: skip
         self._leader = Leader(
-            config=config, own_id=self._own_id, address=self._address, call=self._call, barrier=barrier,
-            shared=self._shared, is_complete=self._is_complete, has_quorum=self._has_quorum,
-            is_silent=self._roster.is_silent, decided=self._signal, clock=clock, timing=timing,
+            config=config, own_id=self._own_id, address=self._address,
+            broadcast=Broadcast(call=self._call, is_silent=self._roster.is_silent, timing=timing), barrier=barrier,
+            shared=self._shared, is_complete=self._is_complete, has_quorum=self._has_quorum, decided=self._signal,
+            clock=clock, timing=timing,
         )  # fmt: skip
         self._handlers: dict[str, Callable[[Any], Any]] = {
             "Report": self._report_handler, "Begin": self._participant.begin, "Average": self._participant.average,
@@ -256,6 +258,9 @@ class Averager:
         return self._shared.answer(request)
 
     async def _report_handler(self, request: pb.ReportRequest) -> pb.ReportReply:
+        if self._participant.is_catching_up:
+            # Neither a leader nor a member: whoever believes so is to look for another.
+            raise NotReady("this peer is catching up")
         if self._roster.hear(request):
             self._progress_changed()
         standing, theirs = self._participant.standing, messages.unpack_standing(request.standing)

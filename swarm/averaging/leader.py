@@ -7,7 +7,6 @@ Used by averaging/averager, which decides when to try. A result is decided once 
 has prepared it; from then on it is never aborted, by no leader. Never touches tensors.
 """
 
-import asyncio
 import logging
 import math
 from collections import Counter
@@ -18,24 +17,24 @@ from typing import Any
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.barrier import Barrier
+from swarm.averaging.broadcast import Broadcast, Members
 from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Caller, Method, Reply, Request, contact_of
+from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, contact_of
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-Members = Mapping[PeerId, PeerRecord]
 Begun = Mapping[PeerId, pb.BeginReply]
 
 
@@ -83,13 +82,11 @@ class Leader:
     config: RunConfig
     own_id: PeerId
     address: Address
-    call: Caller
+    broadcast: Broadcast
     barrier: Barrier
     shared: SharedBlocks
     is_complete: Completion
     has_quorum: Callable[[Collection[str]], bool]
-    is_silent: Callable[[PeerId], bool]
-    """Whether a peer has given no sign of life for so long that it must be frozen or gone."""
     clock: Clock
     timing: Timing
     active: Ballot | None = None
@@ -140,7 +137,7 @@ class Leader:
 
         started_at = self.clock.monotonic()
         timeout_seconds = self._deadline(self.timing.begin_seconds, self.times.begin_seconds)
-        replies = await self._all(members, BEGIN, {peer: request() for peer in members}, timeout_seconds)
+        replies = await self.broadcast(members, BEGIN, {peer: request() for peer in members}, timeout_seconds)
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
@@ -159,7 +156,7 @@ class Leader:
                 drops = _duplicates(begun)
                 again = {peer: members[peer] for peer in drops}
                 requests = {peer: request(drop) for peer, drop in drops.items()}
-                for peer, reply in (await self._all(again, BEGIN, requests, timeout_seconds)).items():
+                for peer, reply in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
                     if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                         raise _failure("a member could not drop a duplicate", {peer: reply})
                     begun[peer] = reply
@@ -189,9 +186,9 @@ class Leader:
             ],
             timeout_seconds=self._deadline(floor, self.times.average_seconds),
         )  # fmt: skip
-        replies = await self._all(
+        replies = await self.broadcast(
             {peer: members[peer] for peer in begun}, AVERAGE, dict.fromkeys(begun, request),
-            request.timeout_seconds + self.timing.grace_seconds, stop_early=True,
+            request.timeout_seconds + self.timing.grace_seconds, until=_is_prepared,
         )  # fmt: skip
         results = [reply.prepared for reply in replies.values() if isinstance(reply, pb.AverageReply)]
         digests = {prepared.digest for prepared in results}
@@ -250,7 +247,7 @@ class Leader:
             address=self.address, peer_id=self.own_id, round=round_number, ballot=messages.pack_ballot(ballot),
             reason=str(failed), void=failed.void,
         )  # fmt: skip
-        await self._all(members, ABORT, dict.fromkeys(members, request), self.timing.begin_seconds)
+        await self.broadcast(members, ABORT, dict.fromkeys(members, request), self.timing.begin_seconds)
 
     # -- second phase ------------------------------------------------------------------------------------------------
 
@@ -292,7 +289,7 @@ class Leader:
     async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at = self.clock.monotonic()
         timeout_seconds = self._deadline(self.timing.commit_seconds, self.times.commit_seconds)
-        replies = await self._all(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
+        replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         self.times.commit_seconds = self.clock.monotonic() - started_at
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
@@ -309,50 +306,8 @@ class Leader:
         self.times.num_timeouts += timed_out
         return timed_out and self.times.num_timeouts == 1
 
-    # -- calls -------------------------------------------------------------------------------------------------------
-
     def _deadline(self, floor: float, measured: float) -> float:
         return (floor + 3 * measured) * float(2 ** min(3, self.times.num_timeouts))
-
-    async def _all(
-        self, members: Members, method: Method[Request, Reply], requests: Mapping[PeerId, Request],
-        timeout_seconds: float, *, stop_early: bool = False,
-    ) -> dict[PeerId, Reply | SwarmError]:  # fmt: skip
-        """Call all members at once; gives answers or errors.
-
-        A member that has fallen silent is not waited for: whoever is merely busy goes on reporting.
-
-        Args:
-            stop_early: wait for the others not long after the first failure.
-        """
-
-        async def one(peer: PeerId) -> Reply | SwarmError:
-            try:
-                return await self.call(members[peer], method, requests[peer], timeout_seconds=timeout_seconds)
-            except SwarmError as error:
-                return error
-
-        replies: dict[PeerId, Reply | SwarmError] = {}
-        async with asyncio.TaskGroup() as group:
-            tasks = {group.create_task(one(peer)): peer for peer in members}
-            time = asyncio.get_running_loop().time
-            pending, listens_since, gives_up_at = set(tasks), time(), math.inf
-            while pending and time() < gives_up_at:
-                waits_since, seconds = time(), min(self.timing.heartbeat_seconds, gives_up_at - time())
-                done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                replies |= {tasks[task]: task.result() for task in done}
-                if time() - waits_since > seconds + self.timing.heartbeat_seconds:
-                    # It was this peer that was frozen: the others may have gone on without it.
-                    listens_since = time()
-                has_listened = time() - listens_since >= self.timing.fresh_seconds
-                silent = {task for task in pending if has_listened and self.is_silent(tasks[task])}
-                replies |= {tasks[task]: PeerUnavailable("it has fallen silent") for task in silent}
-                pending -= silent
-                if stop_early and (done or silent) and not all(map(_is_prepared, replies.values())):
-                    gives_up_at = time() + self.timing.grace_seconds
-            for task in tasks:
-                task.cancel()
-        return replies
 
 
 def _is_prepared(reply: Any) -> bool:

@@ -89,7 +89,7 @@ class AveragingHandlers(Protocol):
 
 
 class GrpcTransport:
-    """The real one."""
+    """The real one. Tensors have a connection of their own, so that reports never wait behind them."""
 
     def __init__(self, channels: ChannelPool) -> None:
         self._channels = channels
@@ -97,7 +97,7 @@ class GrpcTransport:
     async def call(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
     ) -> Reply:
-        call: Any = getattr(self._stub(peer), method.name)
+        call: Any = getattr(self._stub(peer, bulk=False), method.name)
         try:
             reply: Reply = await call(request, timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
@@ -114,7 +114,7 @@ class GrpcTransport:
 
         squared_norm: float | None = None
         encoded = bytearray()
-        stub: Any = self._stub(peer)
+        stub: Any = self._stub(peer, bulk=True)
         call = stub.Exchange(requests(), timeout=timeout_seconds)
         try:
             async for reply in call:
@@ -139,7 +139,7 @@ class GrpcTransport:
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
     ) -> Buffer:
         encoded = bytearray()
-        stub: Any = self._stub(peer)
+        stub: Any = self._stub(peer, bulk=True)
         call = stub.Shared(request, timeout=timeout_seconds)
         try:
             async for reply in call:
@@ -157,7 +157,7 @@ class GrpcTransport:
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
-        call: Any = self._stub(peer).Download(request)
+        call: Any = self._stub(peer, bulk=True).Download(request)
         try:
             while True:
                 async with asyncio.timeout(silence_seconds):
@@ -175,8 +175,8 @@ class GrpcTransport:
         finally:
             call.cancel()
 
-    def _stub(self, peer: PeerRecord) -> AveragingServiceStub:
-        return AveragingServiceStub(self._channels.channel(peer))
+    def _stub(self, peer: PeerRecord, *, bulk: bool) -> AveragingServiceStub:
+        return AveragingServiceStub(self._channels.channel(peer, bulk=bulk))
 
 
 def pieces_of(data: Buffer) -> list[bytes]:

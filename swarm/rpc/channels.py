@@ -1,7 +1,8 @@
 """Channels to peers, the ports of servers, and errors across them.
 
-Used by everything that calls a peer or serves peers: one channel a peer, kept alive by pings so that a frozen or
-unreachable neighbour is noticed in seconds, and the exceptions of swarm.errors carried over the wire. Never retries.
+Used by everything that calls a peer or serves peers: one channel a peer, and a second one for bulk transfers, kept
+alive by pings so that a frozen or unreachable neighbour is noticed in seconds; and the exceptions of swarm.errors
+carried over the wire. Never retries.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ CLIENT_OPTIONS: Options = (
     # A peer that restarts is reached again in seconds, not in minutes.
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
+BULK_OPTIONS: Options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""Of a channel with a connection of its own; grpc has channels with the same address and options share one."""
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
@@ -61,15 +64,22 @@ _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
 class ChannelPool:
-    """One channel for each server and certificate; reused by all calls, which may run at the same time."""
+    """Two channels for each server and certificate; reused by all calls, which may run at the same time.
+
+    One is for bulk transfers: what is called on a connection waits behind all that was written to it, and behind
+    megabytes on a slow line a call of a few bytes would miss its deadline.
+    """
 
     def __init__(self, *, insecure: bool = False) -> None:
         """`insecure` peers talk in the clear, and with nobody who does not."""
         self._insecure = insecure
-        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str, bool], grpc.aio.Channel] = {}
 
-    def channel(self, record: PeerRecord) -> grpc.aio.Channel:
+    def channel(self, record: PeerRecord, *, bulk: bool = False) -> grpc.aio.Channel:
         """The channel to a peer, opened on first use.
+
+        Args:
+            bulk: the one for transfers of megabytes that nothing short waits for.
 
         Raises:
             PeerUnavailable: the peer announces TLS and this one does without, or the other way round.
@@ -77,14 +87,15 @@ class ChannelPool:
         if self._insecure == bool(record.certificate_pem):
             secure, insecure = (record.endpoint, "this peer") if self._insecure else ("this peer", record.endpoint)
             raise PeerUnavailable(f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none")
-        key = _key(record)
+        key = (record.endpoint, record.certificate_pem, bulk)
         if key not in self._channels:
-            self._channels[key] = self._open(record)
+            self._channels[key] = self._open(record, BULK_OPTIONS if bulk else CLIENT_OPTIONS)
         return self._channels[key]
 
     async def retain(self, records: Iterable[PeerRecord], *, grace_seconds: float) -> None:
         """Close the channels to all other peers, once their calls have ended or the grace is over."""
-        vanished = self._channels.keys() - {_key(record) for record in records}
+        kept = {(record.endpoint, record.certificate_pem) for record in records}
+        vanished = [key for key in self._channels if key[:2] not in kept]
         await _close([self._channels.pop(key) for key in vanished], grace_seconds)
 
     async def close(self) -> None:
@@ -93,11 +104,11 @@ class ChannelPool:
         self._channels.clear()
         await _close(channels, None)
 
-    def _open(self, record: PeerRecord) -> grpc.aio.Channel:
+    def _open(self, record: PeerRecord, options: Options) -> grpc.aio.Channel:
         if self._insecure:
-            return grpc.aio.insecure_channel(record.endpoint, options=CLIENT_OPTIONS)
+            return grpc.aio.insecure_channel(record.endpoint, options=options)
         credentials = tls.pinned_credentials(record.certificate_pem)
-        return grpc.aio.secure_channel(record.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
+        return grpc.aio.secure_channel(record.endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS))
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
@@ -154,10 +165,6 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(details)
     return errors.PeerUnavailable(f"{error.code().name}: {details}")
-
-
-def _key(record: PeerRecord) -> tuple[str, str]:
-    return record.endpoint, record.certificate_pem
 
 
 async def _close(channels: Iterable[grpc.aio.Channel], grace_seconds: float | None) -> None:

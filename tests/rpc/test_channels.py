@@ -23,6 +23,7 @@ from swarm.rpc.channels import (
     translate,
 )
 from swarm.types import PeerRecord, PeerState
+from tests.support.proxy import Direction, Proxy
 
 SERVER, OTHER = identity.generate(), identity.generate()
 
@@ -107,6 +108,34 @@ async def test_tls_is_for_all_or_none(pool: ChannelPool, insecure_pool: ChannelP
         pool.channel(_record(1))
     with pytest.raises(errors.PeerUnavailable, match=r"^127.0.0.1:1 uses TLS and this peer does not: use --insecure"):
         insecure_pool.channel(_record(1, SERVER.certificate_pem))
+
+
+async def test_bulk_transfers_have_a_connection_of_their_own(serve: Serve, insecure_pool: ChannelPool) -> None:
+    async def whence(request: bytes, context: Any) -> bytes:
+        return str(context.peer()).encode()
+
+    record = _record(await serve(whence))
+    short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
+    assert insecure_pool.channel(record, bulk=True) is bulk
+    connections = [await _call(channel) for channel in (short, bulk, short, bulk)]
+    assert connections == 2 * connections[:2]
+    assert len(set(connections)) == 2
+    await insecure_pool.retain([], grace_seconds=1.0)
+    assert {short.get_state(), bulk.get_state()} == {grpc.ChannelConnectivity.SHUTDOWN}
+
+
+async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, insecure_pool: ChannelPool) -> None:
+    async with Proxy("127.0.0.1", await serve(_echo)) as proxy:
+        record = _record(proxy.port)
+        short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
+        await _call(short)
+        await _call(bulk)
+        proxy.links[Direction.TO_SERVER].bytes_per_second = 2e6
+        transfer = asyncio.create_task(_call(bulk, bytes(4_000_000)))
+        await asyncio.sleep(0.2)
+        assert await _call(short, seconds=1.0) == b"hello"
+        assert not transfer.done()
+        transfer.cancel()
 
 
 async def test_channels_of_vanished_peers_are_closed_once_their_calls_are_done(

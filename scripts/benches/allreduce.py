@@ -1,0 +1,269 @@
+"""Four processes average 20 M float32 parameters over this machine's loopback: ours against hivemind's averager.
+
+Both sides' processes have one torch thread. A repetition is one round of each arm, in turn: ours with int8, hivemind's
+Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression. It lasts until the last member holds the
+average. For ours it is the whole protocol over TLS: reports, Begin, exchange, Commit, a digest of what was applied.
+For hivemind it is the all-reduce alone, from the trigger of a group that has found itself before, which is kinder
+than the whole step; that one, with matchmaking, is reported beside it. In the end one member of each side is killed
+with -9 when half of a round's bytes are on the wire, and the survivors are asked what they hold.
+
+Errors are distances to the exact mean of the known values, in shares of its norm. Loopback bytes are the kernel's
+count, so other work on the machine that uses the loopback adds to them.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Child, Supervisor
+from scripts.benches.averaging_peer import READY_FILE
+from scripts.benches.common import say, wait_for_json, write_json
+from scripts.benches.swarm_averager import averaging_config
+from swarm.compression.codec import contribution_codec, result_codec
+from swarm.errors import IntegrityError
+
+LEAD_SECONDS = 0.3
+"""Between the order to start and the start, so that all processes have read it."""
+POLL_SECONDS = 0.002
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+MAX_ERROR = 0.3
+"""An arm with a larger one has not averaged, and its time is worth nothing."""
+SAME = 1e-2
+"""Survivors closer to a mean than this hold it; it is far less than any two means differ by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Compare an averaging round with hivemind's."""
+
+    json: bool = False
+    """Print one JSON object as the last line of stdout, instead of a table."""
+    parameters: int = 20_000_000
+    """Float32 parameters that each process averages."""
+    peers: int = 4
+    """Processes of each side."""
+    repetitions: int = 5
+    """Rounds of each arm that are measured, after one that is not."""
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1 or self.peers < 3 or self.repetitions < 1:
+            raise ValueError("--parameters and --repetitions must be at least 1, --peers at least 3")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side with one codec, as the side's processes call it."""
+
+    side: str
+    codec: str
+
+    @property
+    def name(self) -> str:
+        """What the figures call it."""
+        return f"{self.side}_{self.codec}"
+
+
+ARMS = (Arm("ours", "int8"), Arm("hivemind", "8bit"), Arm("ours", "fp16"), Arm("hivemind", "fp16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One measured round of one arm.
+
+    Attributes:
+        finished: what the members told when they had the result.
+        compared: what they hold.
+        loopback_bytes: what went over the loopback meanwhile.
+    """
+
+    finished: Sequence[dict[str, Any]]
+    compared: Sequence[dict[str, Any]]
+    loopback_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last member's end."""
+        return self.largest("seconds")
+
+    def largest(self, name: str) -> float:
+        """The largest of the members' values."""
+        return max(float(reply[name]) for reply in self.finished)
+
+    @property
+    def payload_bytes(self) -> float:
+        """What the members say they have sent: each byte is received by another one, who counts it as well."""
+        return sum(float(reply["bytes_sent"] + reply["bytes_received"]) for reply in self.finished) / 2
+
+    @property
+    def error(self) -> float:
+        """The worst member's distance from the mean of all."""
+        return max(float(reply["distances"]["all"]) for reply in self.compared)
+
+
+@dataclass(eq=False)
+class Group:
+    """The processes of one side."""
+
+    side: str
+    module: str
+    options: Options
+    children: Supervisor
+    folder: Path
+    members: dict[int, Child] = field(default_factory=dict)
+    num_orders: int = 0
+
+    def start(self, numbers: Sequence[int], *arguments: str) -> list[dict[str, Any]]:
+        """Start processes; gives what they say when they are ready."""
+        for number in numbers:
+            name, folder = f"{self.side}-{number}", self._folder(number)
+            folder.mkdir(parents=True)
+            shape = [str(number), str(self.options.peers), str(self.options.parameters)]
+            command = [sys.executable, "-m", self.module, str(folder), *shape, *arguments]
+            self.members[number] = self.children.start(name, command, environment=ONE_THREAD)
+        return [wait_for_json(self._folder(number) / READY_FILE, self.children) for number in numbers]
+
+    def order(self, name: str, **arguments: Any) -> int:
+        """Order something of all members; gives the order's number."""
+        number, self.num_orders = self.num_orders, self.num_orders + 1
+        for member in self.members:
+            write_json(self._folder(member) / f"{number}.json", {"name": name, **arguments})
+        return number
+
+    def ask(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Order something and wait for the members' answers."""
+        number = self.order(name, **arguments)
+        return [wait_for_json(self._folder(m) / f"{number}.reply.json", self.children) for m in self.members]
+
+    def kill9(self, member: int) -> None:
+        """Kill a member, without a farewell."""
+        self.children.kill9(self.members.pop(member))
+
+    def _folder(self, member: int) -> Path:
+        return self.folder / self.side / str(member)
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all arms; gives the figures."""
+    rounds: dict[Arm, list[Round]] = {arm: [] for arm in ARMS}
+    with tempfile.TemporaryDirectory(prefix="bench-allreduce-") as name, Supervisor(Path(name) / "logs") as children:
+        groups = _start_groups(options, children, Path(name))
+        for repetition in range(1 + options.repetitions):
+            for arm in ARMS:
+                measured = _round(groups[arm.side], arm)
+                if repetition > 0:
+                    rounds[arm].append(measured)
+                say(f"{arm.name}, {repetition} of {options.repetitions}: {measured.seconds:.2f} s")
+        killed = {}
+        for arm in ARMS[2:]:
+            say(f"{arm.name}: a member is killed")
+            half = round(statistics.median(r.loopback_bytes for r in rounds[arm]) / 2)
+            killed[arm.side] = _killed_round(groups[arm.side], arm, half)
+    return {**_figures(options, rounds), "killed": killed}
+
+
+def _start_groups(options: Options, children: Supervisor, folder: Path) -> dict[str, Group]:
+    say("the processes start")
+    numbers = range(options.peers)
+    ours = Group("ours", "scripts.benches.swarm_averager", options, children, folder)
+    contacts = ours.start(numbers, *(arm.codec for arm in ARMS if arm.side == ours.side))
+    ours.ask("meet", contacts=contacts)
+    theirs = Group("hivemind", "scripts.benches.hivemind_averager", options, children, folder)
+    # The first one has to be there before others can join it.
+    (first,) = theirs.start(numbers[:1])
+    theirs.start(numbers[1:], *first["addresses"])
+    return {group.side: group for group in (ours, theirs)}
+
+
+def _begin(group: Group, arm: Arm) -> int:
+    """Have a group start a round; gives the loopback's count before."""
+    group.ask("prepare", codec=arm.codec)
+    before = loopback_bytes()
+    group.order("start", at=time.monotonic() + LEAD_SECONDS)
+    return before
+
+
+def _round(group: Group, arm: Arm) -> Round:
+    before = _begin(group, arm)
+    finished = group.ask("finish")
+    moved = loopback_bytes() - before
+    compared = group.ask("compare", means={"all": list(group.members)})
+    measured = Round(finished=finished, compared=compared, loopback_bytes=moved)
+    if any(reply["num_members"] != len(group.members) for reply in finished) or measured.error > MAX_ERROR:
+        raise IntegrityError(f"{arm.name} has not averaged: {finished}, error {measured.error:.2g}")
+    return measured
+
+
+def _killed_round(group: Group, arm: Arm, half_bytes: int) -> dict[str, Any]:
+    """Kill the last member when half of a round's bytes are on the wire; gives what the others hold then."""
+    everybody = list(group.members)
+    before = _begin(group, arm)
+    while loopback_bytes() - before < half_bytes:
+        time.sleep(POLL_SECONDS)
+    group.kill9(everybody[-1])
+    if group.side == "ours":
+        # Its samples are lost, and the others train on until the round has enough.
+        group.order("learn", num_samples=len(everybody))
+    finished = group.ask("finish")
+    compared = group.ask("compare", means={"all": everybody, "survivors": list(group.members)})
+    return {
+        "survivors_agree": len({reply["digest"] for reply in compared}) == 1,
+        "survivors_hold": [held(reply["distances"]) for reply in compared],
+        "distance_to_mean_of_all": [reply["distances"]["all"] for reply in compared],
+        "distance_to_mean_of_survivors": [reply["distances"]["survivors"] for reply in compared],
+        "errors": [reply.get("error", "") for reply in finished],
+        "attempts": max(reply.get("attempts", 1) for reply in finished),
+        "seconds": max(reply["seconds"] for reply in finished),
+    }
+
+
+def held(distances: dict[str, float]) -> str:
+    """Which mean a member holds, if any."""
+    name, nearest = min(distances.items(), key=lambda item: item[1])
+    return f"the mean of {name}" if nearest < SAME else "neither mean"
+
+
+def _figures(options: Options, rounds: dict[Arm, list[Round]]) -> dict[str, Any]:
+    def medians(value: Callable[[Round], float], side: str = "") -> dict[str, float]:
+        chosen = {arm: measured for arm, measured in rounds.items() if side in ("", arm.side)}
+        return {arm.name: statistics.median(map(value, measured)) for arm, measured in chosen.items()}
+
+    def shares_of_formula(value: Callable[[Round], float]) -> dict[str, float]:
+        ours = {f"ours_{arm.codec}": arm.codec for arm in ARMS}
+        return {ours[name]: n / formula_bytes(ours[name], options) for name, n in medians(value, "ours").items()}
+
+    seconds, errors = medians(lambda r: r.seconds), medians(lambda r: r.error)
+    whole_steps = medians(lambda r: r.seconds + r.largest("matchmaking_seconds"), "hivemind")
+    return {
+        "speedup_int8": min(seconds["hivemind_8bit"], whole_steps["hivemind_8bit"]) / seconds["ours_int8"],
+        "speedup_fp16": min(seconds["hivemind_fp16"], whole_steps["hivemind_fp16"]) / seconds["ours_fp16"],
+        "error_ratio_int8": errors["ours_int8"] / errors["hivemind_8bit"],
+        "bytes_ratio": shares_of_formula(lambda r: r.payload_bytes),
+        "loopback_bytes_ratio": shares_of_formula(lambda r: r.loopback_bytes),
+        "median_seconds": seconds,
+        "best_seconds": {arm.name: min(r.seconds for r in measured) for arm, measured in rounds.items()},
+        "exchange_seconds": medians(lambda r: r.largest("exchange_seconds"), "ours"),
+        "whole_step_seconds": whole_steps,
+        "errors": errors,
+        "loopback_bytes": medians(lambda r: r.loopback_bytes),
+        "parameters": options.parameters,
+        "peers": options.peers,
+        "repetitions": options.repetitions,
+    }
+
+
+def formula_bytes(codec: str, options: Options) -> int:
+    """What all members together have to send: each part to its owner, and its average back, by N - 1 members."""
+    config = averaging_config(codec, options.peers).averaging
+    one_way = (c.num_bytes(options.parameters) for c in (contribution_codec(config), result_codec(config)))
+    return (options.peers - 1) * sum(one_way)
+
+
+def loopback_bytes() -> int:
+    """What this machine has ever sent to itself."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.lstrip().startswith("lo:"))
+    return int(line.split()[1])

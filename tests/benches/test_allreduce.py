@@ -1,0 +1,63 @@
+"""The parts of the allreduce bench that could flatter or wrong a side unnoticed: values, distances, formula, orders."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.supervisor import Supervisor
+from scripts.benches.allreduce import Options, formula_bytes, held
+from scripts.benches.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
+from scripts.benches.common import wait_for_json, write_json
+from scripts.benches.swarm_averager import averaging_config
+from swarm.averaging.completion import Completion
+
+NUM_PARAMETERS = 1000
+
+
+@pytest.mark.parametrize("num_parameters", [5, SIDE * SIDE, 2 * SIDE * SIDE + 5])
+def test_the_tensors_are_views_of_the_whole_vector(num_parameters: int) -> None:
+    vector_P = torch.zeros(num_parameters)
+    tensors = as_tensors(vector_P)
+    for tensor in tensors:
+        tensor += 1
+    assert torch.equal(vector_P, torch.ones(num_parameters))
+    assert all(tensor.shape == (SIDE, SIDE) for tensor in tensors[:-1])
+
+
+def test_distances_are_shares_of_the_mean_and_name_what_is_held() -> None:
+    means = {"all": [0, 1, 2], "survivors": [0, 1]}
+    survivors_P = (values(0, NUM_PARAMETERS) + values(1, NUM_PARAMETERS)) / 2
+    assert distance([2 * survivors_P], exact_mean([0, 1], NUM_PARAMETERS)) == pytest.approx(1.0)
+    compared = compare(as_tensors(survivors_P), means, NUM_PARAMETERS)
+    assert held(compared["distances"]) == "the mean of survivors"
+    half_P = torch.where(torch.arange(NUM_PARAMETERS) < 500, survivors_P, exact_mean(range(3), NUM_PARAMETERS)).float()
+    torn = compare(as_tensors(half_P), means, NUM_PARAMETERS)
+    assert held(torn["distances"]) == "neither mean"
+    assert torn["digest"] != compared["digest"]
+
+
+def test_every_element_travels_to_its_owner_and_back_once_for_each_other_member() -> None:
+    assert formula_bytes("fp16", Options(parameters=NUM_PARAMETERS, peers=4)) == 3 * 2 * 2 * NUM_PARAMETERS
+
+
+@pytest.mark.parametrize("num_peers", [3, 4, 7])
+def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: int) -> None:
+    is_complete = Completion(config=averaging_config("fp16", num_peers), stage=0, peers=lambda stage: [])
+    assert is_complete(0, (), num_peers * (num_peers - 1))
+    assert not is_complete(0, (), (num_peers - 1) * (num_peers - 1))
+    # One of the survivors has not heard yet that it is to learn more.
+    assert not is_complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
+    assert is_complete(0, (), (num_peers - 1) * num_peers)
+
+
+def test_orders_come_in_turn_and_are_answered(tmp_path: Path) -> None:
+    orders = Orders(tmp_path)
+    assert orders.poll() is None
+    for number, name in enumerate(("prepare", "start")):
+        write_json(tmp_path / f"{number}.json", {"name": name})
+        assert orders.poll() == {"name": name}
+        orders.answer({"was": name})
+        with Supervisor(tmp_path / "logs") as children:
+            assert wait_for_json(tmp_path / f"{number}.reply.json", children) == {"was": name}
+    assert orders.poll() is None
