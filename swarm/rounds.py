@@ -60,7 +60,8 @@ class RoundResult:
 
     Attributes:
         round: the round that it ends.
-        tensors: the weighted mean of the contributions; the same bits at every member.
+        tensors: the weighted mean of the contributions; the same bits at every member. Kept for peers that are
+            behind: nobody writes to them.
         num_samples: samples in it.
         squared_norm: of `tensors`, the same bits at every member.
         total_squared_norm: over the whole model in the synchronous setting, else `squared_norm`.

@@ -46,17 +46,19 @@ class CatchUp:
         """Who sent the last snapshot and has not failed since: they keep the results."""
         self._max_bytes = 0
         self.num_downloads = 0
-        self.num_replayed = 0
-        """Rounds committed from others' results."""
 
     async def run(self, target: Standing) -> None:
-        """Come as far as `target` at least; returns at once where that fails. A second call waits for the first."""
+        """Come as far as `target` at least, or find that nobody has what it takes. A second call waits for the first.
+
+        Cancelled, it leaves this peer where it is; segments that have come are kept.
+        """
         if self._participant.is_catching_up:
             await self._ended.wait()
             return
         self._participant.is_catching_up = True
         self._ended.clear()
         try:
+            await self._participant.step_back("this peer is behind its group")
             while not await self._try(target):
                 await self._clock.sleep(self._retry_seconds)
         finally:
@@ -92,7 +94,6 @@ class CatchUp:
             try:
                 async for committed in self._transfer.results(source, standing, max_bytes=await self._size_limit()):
                     await self._participant.replay(committed)
-                    self.num_replayed += 1
             except SwarmError as error:
                 logger.info("no more results from %s: %s", source.peer_id, error)
                 self._sources.remove(source)

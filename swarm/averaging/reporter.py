@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from swarm.averaging import messages
 from swarm.averaging.catch_up import CatchUp
-from swarm.averaging.group import Ballot
+from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.messages import Standing
 from swarm.averaging.participant import Participant, Spawn
 from swarm.averaging.roster import Roster
@@ -143,8 +143,13 @@ class Reporter:
             return
         prepared = reply.outcome.prepared
         if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
-            await self._participant.apply(reply.outcome)
-        elif self._roster.is_ahead(theirs, standing):
+            try:
+                await self._participant.apply(reply.outcome)
+                return
+            except Refused as refused:
+                # Something it takes is not to be had any more: then the whole state is downloaded.
+                logger.info("round %d cannot be committed here: %s", standing.round, refused)
+        if self._roster.is_ahead(theirs, standing):
             await self._catch_up.run(theirs)
             if standing != self._participant.standing:
                 self.notify()

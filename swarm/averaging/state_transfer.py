@@ -27,6 +27,8 @@ MAX_SOURCES = 4
 """Donors that are asked, and send, at the same time."""
 GRACE_SECONDS = 1.0
 """Least time that other donors get to make an offer after the first has."""
+OFFER_BYTES_PER_SECOND = 2e8
+"""The slowest donor that is waited for while it copies and digests its state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,16 +85,7 @@ class StateTransfer:
         Raises:
             PeerUnavailable: nobody offers what is wanted, or no source is left before all of it is here.
         """
-        trusted = [donor for donor in donors if donor.peer_id not in self._distrusted] or list(donors)
-        if self._partial is not None:
-            former = {donor.peer_id for donor in self._partial.sources}
-            trusted.sort(key=lambda donor: donor.peer_id not in former)
-        offers: list[_Offer] = []
-        for start in range(0, len(trusted), MAX_SOURCES):
-            offers = await self._offers(trusted[start : start + MAX_SOURCES], wanted)
-            if offers:
-                break
-        partial = self._choose(offers, max_bytes)
+        partial = await self._begin(donors, max_bytes, wanted)
         async with asyncio.TaskGroup() as workers:
             for donor in partial.sources:
                 workers.create_task(self._work(donor, partial))
@@ -103,13 +96,31 @@ class StateTransfer:
         self._partial = None
         return Fetched(snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), sources=partial.sources)
 
-    async def _offers(self, donors: Sequence[PeerRecord], wanted: Callable[[Standing], bool]) -> list[_Offer]:
+    async def _begin(
+        self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
+    ) -> PartialSnapshot:
+        """Ask a few at a time, those that hold what was begun first and those that sent wrong bytes last."""
+        former = {donor.peer_id for donor in self._partial.sources} if self._partial else set()
+        ranked = sorted(donors, key=lambda donor: donor.peer_id not in former)
+        for group in (
+            [donor for donor in ranked if donor.peer_id not in self._distrusted],
+            [donor for donor in ranked if donor.peer_id in self._distrusted],
+        ):
+            for start in range(0, len(group), MAX_SOURCES):
+                offers = await self._offers(group[start : start + MAX_SOURCES], max_bytes, wanted)
+                if (partial := self._choose(offers, max_bytes)) is not None:
+                    return partial
+        raise PeerUnavailable("nobody offers a snapshot that would be of use")
+
+    async def _offers(
+        self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
+    ) -> list[_Offer]:
         """Ask several at once; once one has answered, the others get as long again."""
         offers: list[_Offer] = []
 
         async def ask(donor: PeerRecord) -> None:
             try:
-                offers.append(await self._ask(donor, wanted))
+                offers.append(await self._ask(donor, max_bytes, wanted))
             except SwarmError as error:
                 logger.info("no snapshot from %s: %s", donor.peer_id, error)
 
@@ -125,10 +136,11 @@ class StateTransfer:
                 task.cancel()
         return offers
 
-    async def _ask(self, donor: PeerRecord, wanted: Callable[[Standing], bool]) -> _Offer:
+    async def _ask(self, donor: PeerRecord, max_bytes: int, wanted: Callable[[Standing], bool]) -> _Offer:
+        silence_seconds = self._silence_seconds + max_bytes / OFFER_BYTES_PER_SECOND
         begun = self._partial.snapshot_id if self._partial else b""
         request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, offer=pb.OfferRequest(begun=begun))
-        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+        async for reply in self._transport.download(donor, request, silence_seconds=silence_seconds):
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
             if not wanted(messages.unpack_standing(reply.header.standing)):
@@ -136,30 +148,31 @@ class StateTransfer:
             return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
         raise PeerUnavailable("it ended before the header came")
 
-    def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot:
+    def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot | None:
         """What was begun, else the farthest standing, and of its variants the one that most donors hold."""
-        while offers:
-            ids = [offer.snapshot_id for offer in offers]
-            begun = self._partial.snapshot_id if self._partial else b""
-            best = max(
-                offers,
-                key=lambda offer: (
-                    offer.snapshot_id == begun, messages.unpack_standing(offer.header.standing),
-                    ids.count(offer.snapshot_id),
-                ),
-            )  # fmt: skip
-            sources = [offer.donor for offer in offers if offer.snapshot_id == best.snapshot_id]
+        begun = self._partial.snapshot_id if self._partial else b""
+        donors: dict[bytes, list[PeerRecord]] = {}
+        headers = {offer.snapshot_id: offer.header for offer in offers}
+        for offer in offers:
+            donors.setdefault(offer.snapshot_id, []).append(offer.donor)
+
+        def rank(snapshot_id: bytes) -> tuple[bool, Standing, int]:
+            standing = messages.unpack_standing(headers[snapshot_id].standing)
+            return snapshot_id == begun, standing, len(donors[snapshot_id])
+
+        for best in sorted(headers, key=rank, reverse=True):
             try:
-                if self._partial is None or best.snapshot_id != begun:
+                if self._partial is None or best != begun:
                     self._partial = None
-                    self._partial = PartialSnapshot(best.header, best.snapshot_id, max_bytes)
+                    self._partial = PartialSnapshot(headers[best], best, max_bytes)
             except MalformedMessage as error:
-                logger.warning("no snapshot from %s: %s", ", ".join(donor.peer_id for donor in sources), error)
-                offers = [offer for offer in offers if offer.snapshot_id != best.snapshot_id]
+                for donor in donors[best]:
+                    logger.warning("no snapshot from %s: %s", donor.peer_id, error)
+                    self.distrust(donor)
                 continue
-            self._partial.sources = sources
+            self._partial.sources = donors[best]
             return self._partial
-        raise PeerUnavailable("nobody offers a snapshot that would be of use")
+        return None
 
     async def _work(self, donor: PeerRecord, partial: PartialSnapshot) -> None:
         """Fetch segments from one source, until all are here or it fails."""

@@ -65,7 +65,7 @@ class DctLowpass:
         """The inverse transform, with zeros for the high frequencies.
 
         Raises:
-            MalformedMessage: a wrong length, a scale that is no positive number, or halves that are not finite.
+            MalformedMessage: a wrong length, a scale out of range, or halves that are not finite.
         """
         encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
         scales_T, halves_TF = self._split(encoded, num_elements)

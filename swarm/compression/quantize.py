@@ -87,7 +87,7 @@ class _Blockwise(ABC):
         """Codes times scales.
 
         Raises:
-            MalformedMessage: a wrong length, a scale that is no positive number, or a code below the range.
+            MalformedMessage: a wrong length, a scale out of range, or a code below the range.
         """
         encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
         scales_B, codes = self._split(encoded, num_elements)

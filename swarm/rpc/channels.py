@@ -21,18 +21,28 @@ Options = tuple[tuple[str, int | str], ...]
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Of one message; tensors travel in chunks of about 1 MiB."""
 
-CLIENT_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A minute unless told otherwise, which overrides the keepalive timeout.
-    ("grpc.http2.ping_timeout_ms", 2000),
-    # A peer that restarts is reached again in seconds, not in minutes.
-    ("grpc.max_reconnect_backoff_ms", 5000),
+
+def _client_options(silence_ms: int) -> Options:
+    """Options of a channel that sends a ping after so long a silence, and is broken if it is not answered as soon."""
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", silence_ms),
+        ("grpc.keepalive_timeout_ms", silence_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A minute unless told otherwise, which overrides the keepalive timeout.
+        ("grpc.http2.ping_timeout_ms", silence_ms),
+        # A peer that restarts is reached again in seconds, not in minutes.
+        ("grpc.max_reconnect_backoff_ms", 5000),
+    )
+
+
+CLIENT_OPTIONS: Options = _client_options(2000)
+BULK_OPTIONS: Options = (
+    # A ping waits behind the megabytes that the kernel has taken: for seconds, where a slow line is shared.
+    *_client_options(20_000),
+    # Or it would share its connection with every other channel to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
 )
-BULK_OPTIONS: Options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-"""Of a channel with a connection of its own; grpc has channels with the same address and options share one."""
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),

@@ -4,6 +4,7 @@ Called by averaging/ through the RoundMember protocol. Every change of the weigh
 this file only decides in which order.
 """
 
+import asyncio
 import dataclasses
 import time
 from collections import deque
@@ -123,7 +124,7 @@ class StageMember:
         Raises:
             IntegrityError: it is of another model, or its digest does not fit. Nothing has changed then.
         """
-        self._weights.check(snapshot.tensors, snapshot.digest)
+        await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest)
         self._closed = None
         await self._stage.forget_all()
         new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)

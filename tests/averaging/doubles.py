@@ -168,7 +168,8 @@ class Network:
     """Peers in one process, and what goes wrong between them.
 
     Attributes:
-        before: awaited before a call reaches its handler, and before each piece of a download; may kill, delay or raise.
+        before: awaited before a call reaches its handler, or the next piece of a download is sent; may kill, delay or
+            raise.
         after: awaited when the handler has answered, before the caller sees it.
         tamper: sees each piece of a download that a peer sends, and may change it.
     """

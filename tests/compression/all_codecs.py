@@ -14,9 +14,10 @@ DENSE = [
 ]
 SPARSE = [
     TypeAdapter(AveragingConfig).validate_python({"codec": codec, "values": values, "indices": indices, "top_k": top_k})
-    for codec, values, indices, top_k in itertools.product(
-        ("topk", "dct-topk"), ("lut8", "2bit", "sign"), ("12bit", "elias-fano"), (64, 12)
-    )
+    for codec, values, indices, top_k in [
+        *itertools.product(("topk", "dct-topk"), ("lut8", "2bit", "sign"), ("12bit", "elias-fano"), (64,)),
+        ("topk", "2bit", "elias-fano", 12),
+    ]
 ]
 
 

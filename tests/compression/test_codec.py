@@ -52,11 +52,11 @@ def test_zeros_stay_zeros(codec: Codec) -> None:
     assert not codec.decode(codec.encode(torch.zeros(5000)), 5000).any()
 
 
-@every_codec
+@pytest.mark.parametrize("label", [label for label in CODECS if label != "fp16"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e28])
-def test_the_error_does_not_depend_on_the_scale(codec: Codec, scale: float) -> None:
-    if codec.name == "fp16":
-        pytest.skip("its range is narrow by nature")
+def test_the_error_does_not_depend_on_the_scale(label: str, scale: float) -> None:
+    """But for fp16, whose range is narrow."""
+    codec = CODECS[label]
     vector_N = make_vector(5000)
     error = relative_error(codec.decode(codec.encode(vector_N), 5000), vector_N)
     scaled_N = vector_N.double() * scale

@@ -128,14 +128,13 @@ async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, i
     async with Proxy("127.0.0.1", await serve(_echo)) as proxy:
         record = _record(proxy.port)
         short, bulk = insecure_pool.channel(record), insecure_pool.channel(record, bulk=True)
-        await _call(short)
-        await _call(bulk)
-        proxy.links[Direction.TO_SERVER].bytes_per_second = 2e6
-        transfer = asyncio.create_task(_call(bulk, bytes(4_000_000)))
-        await asyncio.sleep(0.2)
+        proxy.links[Direction.TO_SERVER].bytes_per_second = 3e5
+        # For longer than a channel for short calls waits for the answer to a ping.
+        transfer = asyncio.create_task(_call(bulk, bytes(1_500_000)))
+        await asyncio.sleep(1.0)
         assert await _call(short, seconds=1.0) == b"hello"
         assert not transfer.done()
-        transfer.cancel()
+        assert len(await transfer) == 1_500_000
 
 
 async def test_channels_of_vanished_peers_are_closed_once_their_calls_are_done(
