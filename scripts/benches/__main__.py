@@ -23,6 +23,7 @@ BENCHES = {
     "hop": "activations there and gradients back, against hivemind.moe",
     "allreduce": "an averaging round of four processes, against hivemind's averager",
     "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
+    "link": "throughput while a round is exchanged over slow links (slow)",
     "diloco": "validation loss and bytes of each way to average (slow)",
 }
 
@@ -56,6 +57,9 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+            for number, entry in enumerate(value):
+                yield from _flatten(entry, f"{prefix}{name}.{number}.")
         else:
             yield prefix + name, value
 

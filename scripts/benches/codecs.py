@@ -3,12 +3,14 @@
 Error and size of `topk` with 2-bit values and Elias-Fano indices, at 64 of 4096: on pseudo-gradients of a small model,
 trained in this process on two stretches of text from one shared point, and on tensors of normal and of Student's t
 distribution. The yardstick is the format of the templar trainer, here in our own words: the same elements, four levels
-from the statistics of the whole tensor. It is 146 times smaller than float32, if its codes and indices are packed.
+from the statistics of each tensor. It is 146 times smaller than float32, if its codes and indices are packed.
 
-Speed of that codec on one thread: against hivemind's uniform 8 bits, in turns. The other codecs get a table.
+Speed of that codec on one thread: against hivemind's uniform 8 bits, in turns. The other codecs get a table. Seconds
+are those of the processor, so that other work on the machine counts for little.
 """
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +25,7 @@ from scripts.benches.common import BenchOptions, say, with_corpus
 from scripts.benches.reference import Reference
 from swarm.compression import layout
 from swarm.compression.codec import Codec, contribution_codec
-from swarm.compression.layout import TILE
+from swarm.compression.layout import SIDE, TILE
 from swarm.compression.values import quantize_statistically
 from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
 
@@ -89,7 +91,7 @@ def _tensors(options: Options) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     for order, gradient in enumerate(_pseudo_gradients(options), start=1):
         yield f"pseudo-gradient {order}, the model", gradient
         for name in sorted(gradient):
-            # One layer stands for all of them; smaller tensors never travel alone.
+            # One layer stands for all of them.
             if gradient[name].numel() >= 16 * TILE and ("layers" not in name or "layers.2." in name):
                 yield f"pseudo-gradient {order}, {name}", {name: gradient[name]}
     torch.manual_seed(0)
@@ -115,17 +117,21 @@ def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
 
 
 def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Our codec on all of the tensors as one vector, and the templar quantiser on each tensor by itself."""
+    """Our codec on all of the tensors as one vector, and the templar quantiser on what it keeps of each of them."""
     vector_D = layout.flatten(tensors)
     codec = contribution_codec(OURS)
     encoded = codec.encode(vector_D)
     decoded_D = codec.decode(encoded, vector_D.numel())
+    # The vector begins with each tensor's full tiles; what is left of all of them counts as one more tensor.
+    matrices = [tensors[name] for name in sorted(tensors) if tensors[name].ndim == 2]
+    sizes = [TILE * math.prod(length // SIDE for length in matrix.shape) for matrix in matrices]
+    pieces = torch.split(vector_D, [*sizes, vector_D.numel() - sum(sizes)])
     energy = float(vector_D.double().square().sum())
     figures = {
         "name": name,
         "ratio": vector_D.nbytes / len(encoded),
         "nmse_ours": float((decoded_D - vector_D).double().square().sum()) / energy,
-        "nmse_templar": sum(_templar_error(layout.flatten({"": tensor})) for tensor in tensors.values()) / energy,
+        "nmse_templar": sum(map(_templar_error, pieces)) / energy,
     }
     say(f"{name}: {figures['ratio']:.1f} x, error {figures['nmse_ours']:.4f}, templar {figures['nmse_templar']:.4f}")
     return figures
@@ -133,7 +139,8 @@ def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def _templar_error(vector_N: Tensor) -> float:
     """Squared error of the templar format: the largest of each tile, four levels for all of them together."""
-    tiles_TE = torch.nn.functional.pad(vector_N, (0, -vector_N.numel() % TILE)).view(-1, TILE)
+    tiles_TE = torch.nn.functional.pad(vector_N, (0, -vector_N.numel() % TILE))
+    tiles_TE = tiles_TE.view(tiles_TE.numel() // TILE, TILE)
     indices_TK = tiles_TE.abs().topk(TOP_K).indices
     codes_TK, table = quantize_statistically(tiles_TE.gather(1, indices_TK).numpy(), 4)
     decoded_TE = torch.zeros_like(tiles_TE).scatter_(1, indices_TK, torch.from_numpy(table[codes_TK]))
@@ -183,14 +190,14 @@ def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: 
 
 
 def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median seconds of each."""
+    """Median seconds of the processor for each."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for repetition in range(repetitions + 1):
         for name, action in actions.items():
-            start = time.perf_counter()
+            start = time.process_time()
             action()
             if repetition:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
