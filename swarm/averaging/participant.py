@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from swarm.averaging import messages
-from swarm.averaging.allreduce import Average
+from swarm.averaging.allreduce import AllReduceTransport, Average
+from swarm.averaging.attempt import Attempt
 from swarm.averaging.donor import Donor
-from swarm.averaging.exchange import Closed, Exchanges
+from swarm.averaging.exchange import Exchanges
 from swarm.averaging.feedback import Residual
 from swarm.averaging.group import Ballot, Group, Refused
-from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
+from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.averaging.results import Committed
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Shares
@@ -28,7 +29,7 @@ from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.compression.layout import unflatten
 from swarm.config import AveragingConfig
-from swarm.errors import IntegrityError, MalformedMessage, SwarmError
+from swarm.errors import IntegrityError, SwarmError
 from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors, next_lineage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -40,17 +41,6 @@ KEPT_OUTCOMES = 4
 """Committed rounds that a peer can still answer for."""
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Attempt:
-    """What belongs to the attempt for which this member is closed."""
-
-    ballot: Ballot
-    closed: Closed
-    began_at: float
-    exchanged: "asyncio.Future[Reduction | HandOut]"
-    """Comes with Average; others may be quicker than the leader's call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +79,7 @@ class Participant:
         self._moved = moved
         self._lock = asyncio.Lock()
         """Held by whatever calls the stage."""
-        self._attempt: _Attempt | None = None
-        self._scope: asyncio.Timeout | None = None
-        """The exchange under way; expiring it ends it."""
+        self._attempt: Attempt | None = None
         self._result: _Result | None = None
         self._state_digest = ""
         self.standing = messages.standing_of(member.progress())
@@ -122,9 +110,7 @@ class Participant:
             began_at = self._clock.monotonic()
             contribution = await self._member.close(self.group.round, drop=messages.unpack_indices(request.drop_gaps))
             closed = await self._exchanges.close(contribution)
-            self._attempt = _Attempt(
-                ballot=ballot, closed=closed, began_at=began_at, exchanged=asyncio.get_running_loop().create_future()
-            )  # fmt: skip
+            self._attempt = Attempt(ballot=ballot, closed=closed, began_at=began_at, exchanges=self._exchanges)
             return pb.BeginReply(
                 num_samples=contribution.num_samples, round_samples=contribution.round_samples,
                 committed_gaps=messages.pack_indices(contribution.committed),
@@ -139,11 +125,12 @@ class Participant:
         shares = messages.unpack_shares(request.shares)
         try:
             async with self._lock:
-                attempt, exchanged = self._join(request, ballot, shares)
-            average, seconds = await self._exchange(request, attempt, shares, exchanged)
+                attempt = self._join(request, ballot, shares)
+            average, seconds = await attempt.exchange(self._others(request), request.timeout_seconds)
+            result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
             async with self._lock:
                 self.group.prepare(request.round, ballot, average.digest)
-                self._result = result = self._keep(average, seconds, attempt, shares)
+                self._result = result
                 await self._shared.offer(request.round, average.digest, result.round_result.tensors)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
@@ -151,7 +138,7 @@ class Participant:
             return pb.AverageReply(failure=pb.Failure(blamed_id=failed.peer_id, reason=str(failed)))
         return pb.AverageReply(prepared=result.prepared)
 
-    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> tuple[_Attempt, Reduction | HandOut]:
+    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> Attempt:
         attempt = self._attempt
         if attempt is None or attempt.ballot != ballot:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
@@ -159,32 +146,18 @@ class Participant:
         if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
         self.group.join(request.round, ballot, shares.digest)
-        exchanged = self._exchanges.open(attempt.closed, shares)
-        attempt.exchanged.set_result(exchanged)
-        return attempt, exchanged
+        attempt.open(shares)
+        return attempt
 
-    async def _exchange(
-        self, request: pb.AverageRequest, attempt: _Attempt, shares: Shares, exchanged: Reduction | HandOut
-    ) -> tuple[Average, float]:
+    def _others(self, request: pb.AverageRequest) -> AllReduceTransport:
         opening = pb.ExchangeOpen(
             address=self._address, peer_id=self._own_id, round=request.round, ballot=request.ballot,
             shares_digest=self.group.shares_digest,
         )  # fmt: skip
-        others = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
-        try:
-            async with asyncio.timeout(request.timeout_seconds) as scope:
-                self._scope = scope
-                return await self._exchanges.run(
-                    attempt.closed, shares, exchanged,
-                    _Others(self._transport, others, opening, request.timeout_seconds), request.timeout_seconds,
-                )  # fmt: skip
-        except TimeoutError:
-            raise Refused(f"attempt {request.ballot.attempt} was given up, or took too long") from None
-        finally:
-            if self._scope is scope:
-                self._scope = None
+        records = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
+        return _Others(self._transport, records, opening, request.timeout_seconds)
 
-    def _keep(self, average: Average, seconds: float, attempt: _Attempt, shares: Shares) -> _Result:
+    def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> _Result:
         standing, closed = self.standing, attempt.closed
         member_ids = [share.peer_id for share in shares.members]
         tensors = unflatten(average.vector_D, closed.contribution.tensors)
@@ -220,18 +193,7 @@ class Participant:
         attempt = self._attempt
         if attempt is None or self.group.active is None or attempt.ballot != messages.unpack_ballot(opening.ballot):
             raise Refused(f"attempt {opening.ballot.attempt} of {opening.ballot.leader_id} is not under way here")
-        exchanged = await asyncio.shield(attempt.exchanged)
-        if opening.shares_digest != self.group.shares_digest:
-            raise Refused("the member lists differ")
-        expected = exchanged.num_bytes_from(opening.peer_id)
-        received = bytearray()
-        async for piece in pieces:
-            received += piece
-            if len(received) > expected:
-                raise MalformedMessage(f"a part of {expected} bytes is expected, {len(received)} came")
-        if opening.peer_id in exchanged.missing:
-            await exchanged.add(opening.peer_id, received)
-        return await exchanged.result()
+        return await attempt.serve(opening.peer_id, opening.shares_digest, pieces)
 
     # -- second phase ------------------------------------------------------------------------------------------------
 
@@ -397,12 +359,8 @@ class Participant:
         await self._member.reopen(self.group.round)
 
     def _end_exchange(self, reason: str) -> None:
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
-        self._scope = None
-        if self._attempt is not None and not self._attempt.exchanged.done():
-            self._attempt.exchanged.set_exception(Refused(reason))
-            self._attempt.exchanged.exception()  # Retrieved: it may be that nobody waits.
+        if self._attempt is not None:
+            self._attempt.end(reason)
 
     def _refusal(self, refused: Refused) -> pb.Refusal:
         return pb.Refusal(

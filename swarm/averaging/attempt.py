@@ -1,0 +1,87 @@
+"""One attempt, as its member lives it: closed, exchanging with the others, and at any time given up.
+
+Made by averaging/participant when a leader says Begin. Knows nothing of rounds, promises and commits.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from swarm.averaging.allreduce import AllReduceTransport, Average
+from swarm.averaging.exchange import Closed, Exchanges
+from swarm.averaging.group import Ballot, Refused
+from swarm.averaging.reduction import HandOut, Payload, Reduction
+from swarm.averaging.shares import Shares
+from swarm.errors import MalformedMessage
+
+
+class Attempt:
+    """What belongs to the attempt for which a member is closed.
+
+    Attributes:
+        closed: the contribution, frozen.
+        began_at: by the member's clock.
+    """
+
+    def __init__(self, *, ballot: Ballot, closed: Closed, began_at: float, exchanges: Exchanges) -> None:
+        self.ballot = ballot
+        self.closed = closed
+        self.began_at = began_at
+        self._exchanges = exchanges
+        self._shares = Shares(())
+        self._side: asyncio.Future[Reduction | HandOut] = asyncio.get_running_loop().create_future()
+        """This member's side of the exchange. Comes with Average; others may be quicker than the leader's call."""
+        self._scope: asyncio.Timeout | None = None
+        """Of the exchange under way; expiring it ends it."""
+        self._end = ""
+
+    def open(self, shares: Shares) -> None:
+        """The leader has named the members: these may exchange with this one from now on."""
+        self._shares = shares
+        self._side.set_result(self._exchanges.open(self.closed, shares))
+
+    async def exchange(self, transport: AllReduceTransport, timeout_seconds: float) -> tuple[Average, float]:
+        """Exchange with the other members; gives the average and the seconds it took.
+
+        Raises:
+            Refused: the attempt was given up, or it took too long.
+            MemberFailed: a member failed.
+        """
+        side = self._side.result()
+        try:
+            async with asyncio.timeout(timeout_seconds) as self._scope:
+                return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
+        except TimeoutError:
+            reason = self._end or f"it took longer than {timeout_seconds:.1f} s"
+            raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
+        finally:
+            self._scope = None
+
+    async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
+        """Take another member's part and answer with the sum, or hand out this member's contribution.
+
+        Raises:
+            Refused: the attempt was given up, or is among other members.
+            MemberFailed: there will be no answer.
+            MalformedMessage: more bytes than the part has, or no member.
+        """
+        side = await asyncio.shield(self._side)
+        if shares_digest != self._shares.digest:
+            raise Refused("the member lists differ")
+        expected = side.num_bytes_from(peer_id)
+        received = bytearray()
+        async for piece in pieces:
+            received += piece
+            if len(received) > expected:
+                raise MalformedMessage(f"a part of {expected} bytes is expected, {len(received)} came")
+        if peer_id in side.missing:
+            await side.add(peer_id, received)
+        return await side.result()
+
+    def end(self, reason: str) -> None:
+        """Give it up: whoever waits for it, here and elsewhere, is told."""
+        self._end = reason
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(asyncio.get_running_loop().time())
+        if not self._side.done():
+            self._side.set_exception(Refused(reason))
+            self._side.exception()  # Retrieved: it may be that nobody waits.
