@@ -259,7 +259,9 @@ from swarm.dht import node
 running = node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=sys.argv[1:])
 try:
     print(running._process._process.pid, flush=True)
-    time.sleep(60)
+    # Not at once: a signal just before a sleep is noticed after it.
+    for _ in range(600):
+        time.sleep(0.1)
 except KeyboardInterrupt:
     time.sleep(0.2)
     print("p2pd is", "dead" if running._process.ended.done() else "alive", flush=True)
