@@ -93,18 +93,21 @@ async def butterfly(
             torch.sub(vector_D[part], codec.decode(encoded, part.stop - part.start), out=residual_D[part])
         return encoded
 
+    def decode(encoded: Buffer, part: slice) -> None:
+        result_D[part] = result_codec.decode(encoded, part.stop - part.start)
+
     async def fetch(owner_id: str, part: slice) -> None:
         num_elements = part.stop - part.start
         if owner_id == own_id:
             payload = await _reduce_own(vector_D[part], own_id, reduction, OWNER_PATIENCE * timeout_seconds)
             assert reduction.sum_P is not None
-            result_D[part] = reduction.sum_P
+            await asyncio.to_thread(result_D[part].copy_, reduction.sum_P)
         else:
             encoded: Buffer = await asyncio.to_thread(encode, part) if own.num_samples else b""
             payload = await transport.exchange(owner_id, encoded, result_codec.num_bytes(num_elements))
             if not (math.isfinite(payload.squared_norm) and payload.squared_norm >= 0):
                 raise MalformedMessage("the norm of an averaged part is not a finite number")
-            result_D[part] = await asyncio.to_thread(result_codec.decode, payload.encoded, num_elements)
+            await asyncio.to_thread(decode, payload.encoded, part)
         payloads[owner_id] = payload
 
     owners = {share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True)}

@@ -11,7 +11,7 @@ from swarm.averaging.exchange import Closed, Exchanges
 from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.reduction import HandOut, Payload, Reduction
 from swarm.averaging.shares import Shares
-from swarm.errors import MalformedMessage
+from swarm.compression.buffers import Received
 
 
 class Attempt:
@@ -67,14 +67,11 @@ class Attempt:
         side = await asyncio.shield(self._side)
         if shares_digest != self._shares.digest:
             raise Refused("the member lists differ")
-        expected = side.num_bytes_from(peer_id)
-        received = bytearray()
+        received = Received(side.num_bytes_from(peer_id))
         async for piece in pieces:
-            received += piece
-            if len(received) > expected:
-                raise MalformedMessage(f"a part of {expected} bytes is expected, {len(received)} came")
+            received.add(piece)
         if peer_id in side.missing:
-            await side.add(peer_id, received)
+            await side.add(peer_id, received.whole())
         return await side.result()
 
     def end(self, reason: str) -> None:

@@ -15,8 +15,8 @@ from swarm.averaging.allreduce import AllReduceTransport, Average, butterfly, ga
 from swarm.averaging.feedback import ErrorFeedback, Residual
 from swarm.averaging.reduction import HandOut, Reduction, squared_norm
 from swarm.averaging.shares import Shares
+from swarm.compression import layout
 from swarm.compression.codec import contribution_codec, result_codec
-from swarm.compression.layout import flatten
 from swarm.config import AveragingConfig
 from swarm.rounds import Contribution
 
@@ -46,6 +46,10 @@ class Exchanges:
         self.result_codec = result_codec(config)
         self.bytes_per_second = 0.0
         """What this member's line carries away, as far as it was measured."""
+        tiled = self.codec.tile == layout.TILE
+        self._flatten = layout.flatten if tiled else layout.concatenate
+        self.unflatten = layout.unflatten if tiled else layout.cut
+        """Makes tensors of an averaged vector, given others of their names and shapes."""
         self._config = config
         self._own_id = own_id
         self._feedback: dict[int, ErrorFeedback] = {}
@@ -63,7 +67,7 @@ class Exchanges:
         return self._last
 
     def _close(self, contribution: Contribution) -> Closed:
-        vector_D = flatten(contribution.tensors)
+        vector_D = self._flatten(contribution.tensors)
         if contribution.num_samples and contribution.fragment in self._feedback:
             vector_D = self._feedback[contribution.fragment].compensate(vector_D)
         return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)

@@ -27,7 +27,6 @@ from swarm.averaging.shares import Shares
 from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
-from swarm.compression.layout import unflatten
 from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, SwarmError
 from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors, next_lineage
@@ -160,7 +159,7 @@ class Participant:
     def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> _Result:
         standing, closed = self.standing, attempt.closed
         member_ids = [share.peer_id for share in shares.members]
-        tensors = unflatten(average.vector_D, closed.contribution.tensors)
+        tensors = self._exchanges.unflatten(average.vector_D, closed.contribution.tensors)
         squared_norm = average.squared_norm
         if self._shared.is_due(standing.round):
             squared_norm = self._shared.squared_norm_of_rest(tensors)

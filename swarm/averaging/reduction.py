@@ -13,8 +13,12 @@ from typing import Protocol
 import torch
 
 from swarm.averaging.shares import Shares
+from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, Retryable, SwarmError
+
+CACHED_ELEMENTS = 1 << 17
+"""Summed at once, so that the sum stays in the processor's cache."""
 
 
 class MemberFailed(Retryable):
@@ -159,9 +163,13 @@ class Reduction:
         _fail(self._result, error)
 
     def _reduce(self) -> Payload:
-        sum_P = torch.zeros(self.num_elements) if self._owed_P is None else self._owed_P
-        for share in self._shares.senders:
-            sum_P.add_(self._parts.pop(share.peer_id), alpha=share.weight)
+        sum_P = torch.empty(self.num_elements) if self._owed_P is None else self._owed_P
+        weighted = [(self._parts.pop(share.peer_id), share.weight) for share in self._shares.senders]
+        for rows in slices(self.num_elements, CACHED_ELEMENTS):
+            if self._owed_P is None:
+                sum_P[rows] = 0.0
+            for part_P, weight in weighted:
+                sum_P[rows].add_(part_P[rows], alpha=weight)
         encoded = self._result_codec.encode(sum_P)
         self.sum_P = self._result_codec.decode(encoded, self.num_elements)
         if self._result_codec.needs_feedback:

@@ -5,6 +5,7 @@ ends speak them, and a test's transport passes them on as they are. Never retrie
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from swarm.averaging.reduction import MemberFailed, Payload
+from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
 from swarm.identity import peer_id_of
@@ -23,6 +25,10 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
+
+
+TELLING_BYTES = 4 << 20
+"""An upload of so much tells how fast a line is."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +113,20 @@ class GrpcTransport:
     async def exchange(
         self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
     ) -> Payload:
+        upload_seconds = 0.0
+
         async def requests() -> AsyncIterator[pb.ExchangeRequest]:
+            nonlocal upload_seconds
             yield pb.ExchangeRequest(open=opening)
+            started_at = time.perf_counter()
             for piece in pieces_of(part):
                 yield pb.ExchangeRequest(data=piece)
+            # Resumed once the last piece is on its way. Little is swallowed whole by buffers and tells nothing.
+            if len(part) >= TELLING_BYTES:
+                upload_seconds = time.perf_counter() - started_at
 
         squared_norm: float | None = None
-        encoded = bytearray()
+        encoded = Received(reply_bytes)
         stub: Any = self._stub(peer, bulk=True)
         call = stub.Exchange(requests(), timeout=timeout_seconds)
         try:
@@ -124,35 +137,29 @@ class GrpcTransport:
                     case "reduced":
                         squared_norm = reply.reduced.squared_norm
                     case _:
-                        encoded += reply.data
-                if len(encoded) > reply_bytes:
-                    break
+                        encoded.add(reply.data)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         finally:
             call.cancel()
-        if squared_norm is None or len(encoded) != reply_bytes:
-            raise MalformedMessage(f"an averaged part has {len(encoded)} bytes, expected {reply_bytes}")
-        return Payload(encoded=encoded, squared_norm=squared_norm)
+        if squared_norm is None:
+            raise MalformedMessage("an averaged part comes without its norm")
+        return Payload(encoded=encoded.whole(), squared_norm=squared_norm, upload_seconds=upload_seconds)
 
     async def shared(
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
     ) -> Buffer:
-        encoded = bytearray()
+        encoded = Received(reply_bytes)
         stub: Any = self._stub(peer, bulk=True)
         call = stub.Shared(request, timeout=timeout_seconds)
         try:
             async for reply in call:
-                encoded += reply.data
-                if len(encoded) > reply_bytes:
-                    break
+                encoded.add(reply.data)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         finally:
             call.cancel()
-        if len(encoded) != reply_bytes:
-            raise MalformedMessage(f"an average of shared blocks has {len(encoded)} bytes, expected {reply_bytes}")
-        return encoded
+        return encoded.whole()
 
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float

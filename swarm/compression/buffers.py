@@ -83,3 +83,26 @@ def in_chunks(vector_N: torch.Tensor, width: int) -> Iterator[tuple[slice, torch
         if missing:
             piece_N = torch.nn.functional.pad(piece_N, (0, missing))
         yield rows, piece_N.view(-1, width)
+
+
+class Received:
+    """Bytes that come in pieces, and how many there will be."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # Not a bytearray: that would be filled with zeros first.
+        self._memory: memoryview = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+        self._num_filled = 0
+
+    def add(self, piece: bytes) -> None:
+        """Take the next bytes. Raises MalformedMessage if they are too many."""
+        end = self._num_filled + len(piece)
+        if end > len(self._memory):
+            raise MalformedMessage(f"{len(self._memory)} bytes are expected, {end} came")
+        self._memory[self._num_filled : end] = piece
+        self._num_filled = end
+
+    def whole(self) -> memoryview:
+        """All of them. Raises MalformedMessage if some are missing."""
+        if self._num_filled < len(self._memory):
+            raise MalformedMessage(f"{len(self._memory)} bytes are expected, {self._num_filled} came")
+        return self._memory

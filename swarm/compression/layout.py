@@ -20,6 +20,18 @@ TILE = SIDE * SIDE
 """Elements of a tile."""
 
 
+def concatenate(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tensors as one new float32 vector, one after the other: for codecs that know no tiles; shape (D,)."""
+    return torch.cat([tensors[name].detach().float().flatten() for name in sorted(tensors)])
+
+
+def cut(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `concatenate`: views of the vector, with the shapes of `like`."""
+    names = sorted(like)
+    pieces = torch.split(vector_D, [like[name].numel() for name in names])
+    return {name: piece.view(like[name].shape) for name, piece in zip(names, pieces, strict=True)}
+
+
 def flatten(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The tensors as one new float32 vector in tile order, shape (D,)."""
     vector_D = torch.empty(sum(tensor.numel() for tensor in tensors.values()))
