@@ -1,8 +1,8 @@
 """Does a swarm in the synchronous setting follow the trajectory of one process?
 
 Real processes over TLS train; their losses and their final weights, downloaded from every peer, are compared with the
-single-process reference: in stages, as one stage, and in stages that share a tied embedding. Two references that are wrong on purpose, with a microbatch of an early round left out or
-counted twice, show that the comparison would notice.
+single-process reference: in stages, as one stage, and in stages that share a tied embedding. Two references that are
+wrong on purpose, with a microbatch of an early round left out or counted twice, show that the comparison would notice.
 """
 
 import asyncio

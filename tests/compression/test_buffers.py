@@ -3,7 +3,15 @@ import math
 import pytest
 import torch
 
-from swarm.compression.buffers import CHUNK_ELEMENTS, as_tensor, check_finite, check_scales, in_chunks, slices
+from swarm.compression.buffers import (
+    CHUNK_ELEMENTS,
+    Received,
+    as_tensor,
+    check_finite,
+    check_scales,
+    in_chunks,
+    slices,
+)
 from swarm.errors import MalformedMessage
 
 
@@ -46,3 +54,15 @@ def test_chunks_are_the_vector_with_zeros_behind(length: int) -> None:
 def test_slices_cover_a_length() -> None:
     assert list(slices(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
     assert list(slices(0, 3)) == []
+
+
+def test_received_bytes_are_neither_more_nor_fewer_than_expected() -> None:
+    received = Received(5)
+    received.add(b"abc")
+    with pytest.raises(MalformedMessage, match="5 bytes are expected, 3 came"):
+        received.whole()
+    with pytest.raises(MalformedMessage, match="5 bytes are expected, 6 came"):
+        received.add(b"def")
+    received.add(b"de")
+    assert bytes(received.whole()) == b"abcde"
+    assert bytes(Received(0).whole()) == b""

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.compression.layout import flatten, unflatten
+from swarm.compression.layout import concatenate, cut, flatten, unflatten
 
 shapes = st.one_of(
     st.just(()),
@@ -69,3 +69,12 @@ def test_what_comes_back_shares_no_memory_with_the_vector() -> None:
     again = unflatten(vector_D, tensors)
     vector_D.zero_()
     assert all(bool((tensor == 1).all()) for tensor in again.values())
+
+
+def test_concatenation_goes_by_name_and_back_without_a_copy() -> None:
+    tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(7.0)}
+    vector_D = concatenate(tensors)
+    assert vector_D.tolist() == [7, 0, 1, 2, 3, 4, 5]
+    back = cut(vector_D, tensors)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    assert back["b"].untyped_storage().data_ptr() == vector_D.untyped_storage().data_ptr()
