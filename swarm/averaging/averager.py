@@ -184,7 +184,7 @@ class Averager:
     def _should_attempt(self) -> bool:
         view = self.view()
         group = self._participant.group
-        if not view.is_leader or self._participant.is_catching_up or group.active is not None:
+        if not view.is_leader or self._reporter.may_be_behind or group.active is not None:
             return False
         members = self._roster.members(self._participant.standing)
         unfinished = group.prepared is not None or any(report.prepared for report in members.values())
@@ -218,6 +218,9 @@ class Averager:
                 self._roster.exclude(peer_id)
             for peer_id in failed.refused:
                 self._roster.forget_report(peer_id)
+            if failed.refused:
+                # They may be at a later round: without asking, this peer would go on alone.
+                await self._reporter.ask_all()
             return False
         finally:
             self.notify()

@@ -49,8 +49,16 @@ class Reporter:
         self._under_way: set[PeerId] = set()
         self._nudges: set[PeerId] = set()
         self._branches: set[str] = set()
+        self._turn_at = clock.monotonic()
+        """The last turn of `run`: nothing else here is as regular."""
+        self._is_waking = False
         self.num_alive = 1
         """Members alive, as the last answer had it."""
+
+    @property
+    def may_be_behind(self) -> bool:
+        """Whether the group may have gone on without this peer: it catches up, or was stopped and asks the others."""
+        return self._participant.is_catching_up or self._is_waking or self._was_stopped()
 
     def notify(self) -> None:
         """There is something to report."""
@@ -65,7 +73,11 @@ class Reporter:
     async def run(self) -> None:
         """Report on every change, yet not too often, and now and then without one."""
         last_heartbeat, last_progress = float("-inf"), None
+        self._turn_at = self._clock.monotonic()
         while True:
+            if self._was_stopped():
+                self._spawn(self._wake())
+            self._turn_at = self._clock.monotonic()
             if (progress := self._member.progress()) != last_progress:
                 last_progress = progress
                 self._changed()
@@ -85,6 +97,20 @@ class Reporter:
         async with asyncio.TaskGroup() as calls:
             for peer_id in self._roster.strangers(self._participant.standing):
                 calls.create_task(self._report(peer_id))
+
+    def _was_stopped(self) -> bool:
+        late_seconds = self._timing.fresh_seconds - 2 * self._timing.heartbeat_seconds
+        return self._clock.monotonic() - self._turn_at >= late_seconds
+
+    async def _wake(self) -> None:
+        self._is_waking = True
+        try:
+            # Calls that were under way time out now, through no fault of those that were called.
+            await self._clock.sleep(self._timing.report_gap_seconds)
+            self._roster.forget()
+            await self.ask_all()
+        finally:
+            self._is_waking = False
 
     def _target(self) -> PeerId:
         # Whoever is closed for an attempt stays with its leader, whoever else has turned up.
@@ -133,8 +159,9 @@ class Reporter:
 
     async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
         theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
-        # A leader in the middle of a commit stands where its members no longer do.
-        self._roster.answered(peer_id, None if leading else theirs)
+        # A leader in the middle of a commit stands where its members no longer do; one that is ahead is a donor.
+        is_ahead = self._roster.is_ahead(theirs, self._participant.standing)
+        self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
         self.num_alive = reply.num_alive
         group = self._participant.group
         if active is not None and active == group.active and active.leader_id == peer_id and leading != active:

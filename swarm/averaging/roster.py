@@ -97,6 +97,11 @@ class Roster:
         """What a peer reported turned out to be out of date."""
         self._reports.pop(peer_id, None)
 
+    def forget(self) -> None:
+        """This peer heard nothing for a while, through no fault of the others: all have to be asked again."""
+        self._suspects.clear()
+        self._reports.clear()
+
     def exclude(self, peer_id: PeerId) -> None:
         """Leave a peer out of this round for a while, though it is alive; each time for twice as long."""
         previous = self._exclusions.get(peer_id)

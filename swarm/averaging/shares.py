@@ -16,6 +16,8 @@ from swarm.errors import MalformedMessage
 
 BANDWIDTH_NOISE = 1.5
 """Lines whose bandwidths differ by less than this factor are taken for equal: so much is noise on a fast network."""
+PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
+"""Bytes a second; a line that is said to have more or less counts as not measured."""
 BANDWIDTH_RANGE = 8.0
 """A line counts for at most so many times the median, and at least for the inverse: bandwidths are hearsay."""
 
@@ -144,12 +146,13 @@ def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> 
     slow line allows, are found by filling up from the fastest line. Between two members no division helps.
     """
     num_members = len(bandwidths)
-    known = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
+    low, high = PLAUSIBLE_BANDWIDTHS
+    known = [bandwidth for bandwidth in bandwidths if low <= bandwidth <= high]
     shares = [1.0 / num_members] * num_members
     if num_members > 2 and known and max(known) > BANDWIDTH_NOISE * min(known):
         median = statistics.median(known)
-        low, high = median / BANDWIDTH_RANGE, median * BANDWIDTH_RANGE
-        lines = [min(high, max(low, bandwidth or median)) for bandwidth in bandwidths]
+        told = [bandwidth if low <= bandwidth <= high else median for bandwidth in bandwidths]
+        lines = [min(median * BANDWIDTH_RANGE, max(median / BANDWIDTH_RANGE, bandwidth)) for bandwidth in told]
         shares = _fill(lines)
     ends = [round(end * num_elements / tile) * tile for end in itertools.accumulate(shares, initial=0.0)]
     ends = [min(end, num_elements) for end in ends[:-1]] + [num_elements]
