@@ -30,7 +30,13 @@ from swarm.stage.task_queue import Priority
 from swarm.stage.weights import StageWeights
 from swarm.types import PeerId, PeerRecord, PeerState
 
-TIMING = Timing(report_gap_seconds=0.002)
+PATIENCE_SECONDS = 60.0
+TIMING = Timing(
+    report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS,
+    begin_seconds=PATIENCE_SECONDS, average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS,
+)  # fmt: skip
+"""Nobody is given up for being slow: all workers share one thread, and that perhaps a busy machine. A killed one's
+calls fail at once."""
 ROUND_SECONDS = 120.0
 """Longest wait for something that takes milliseconds on an idle machine."""
 POLL_SECONDS = 0.0005
@@ -99,7 +105,7 @@ class Worker:
             self.stage.acknowledge(computation)
         finally:
             self.stage.leave()
-        while self.stage.num_settling:
+        while self.stage.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
             await asyncio.sleep(0)
 
 
@@ -150,7 +156,7 @@ class DrivenSwarm:
 
         Raises:
             DeadlineExceeded: the round does not get committed.
-            IntegrityError: the workers hold different states after it.
+            IntegrityError: the workers hold different states after it, or one of them was left out.
         """
         number = self.round
         if replaced is not None:
@@ -161,23 +167,25 @@ class DrivenSwarm:
             self._network.line.clear()
         await self._feed(self._config.rounds.round_samples)
         if overlap_steps:
-            await self._until(lambda: all(w.weights.round.closed for w in self.workers), "closed")
+            await self._until(lambda: all(worker.weights.round.closed for worker in self.workers), "closed")
             await self._train_during_exchange(overlap_steps)
             self._network.line.set()
-        await self._until(lambda: all(w.weights.round.number > number for w in self.workers), "committed")
+        await self._until(lambda: all(worker.weights.round.number > number for worker in self.workers), "committed")
         digests = {worker.member.state_digest for worker in self.workers}
         if len(digests) > 1:
             raise IntegrityError(f"after round {number} the workers hold different states")
-        self.bytes_averaged += sum(w.last_report.bytes_sent + w.last_report.bytes_received for w in self.workers)
-        self.num_attempts += self.workers[0].last_report.attempts
+        reports = [worker.last_report for worker in self.workers]
+        if reports[0].num_members < len(self.workers):
+            raise IntegrityError(f"only {reports[0].num_members} workers took part in round {number}")
+        self.bytes_averaged += sum(report.bytes_sent + report.bytes_received for report in reports)
+        self.num_attempts += reports[0].attempts
 
     async def _feed(self, num_samples: int) -> None:
         """Hand out microbatches in turn until the workers have so many samples of the round."""
         turns = itertools.cycle(self.workers)
         while sum(worker.member.progress().num_samples for worker in self.workers) < num_samples:
-            worker = next(turns)
-            await self._until(lambda worker=worker: not worker.weights.round.closed, "open")  # type: ignore[misc]
-            await self._train_next(worker)
+            await self._until(self._all_open, "open")
+            await self._train_next(next(turns))
 
     async def _train_during_exchange(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -201,6 +209,9 @@ class DrivenSwarm:
         self._network.add(worker.record, worker.averager)
         await worker.join()
         return worker
+
+    def _all_open(self) -> bool:
+        return not any(worker.weights.round.closed for worker in self.workers)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         try:

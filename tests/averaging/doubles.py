@@ -1,9 +1,11 @@
 """A stage, and a network with scripted faults, for the tests of averaging."""
 
 import asyncio
+import contextvars
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +14,13 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.reduction import Payload
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request
-from swarm.clock import SystemClock
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, Tensors
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
+from tests.support.virtual_time import LoopClock
 
 QUICK = Timing(
     report_gap_seconds=0.005, heartbeat_seconds=0.05, report_seconds=0.3, fresh_seconds=0.4, probe_seconds=0.2,
@@ -126,7 +128,11 @@ class FakeStage:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(self.anchor.numpy().tobytes()).hexdigest()
+        return self.digest_of({"anchor": self.anchor})
+
+    def digest_of(self, tensors: Tensors) -> str:
+        """SHA-256 of a state."""
+        return hashlib.sha256(tensors["anchor"].numpy().tobytes()).hexdigest()
 
     async def snapshot(self) -> Snapshot:
         tensors = {"anchor": self.anchor, "step": torch.tensor(float(self.round))}
@@ -135,7 +141,7 @@ class FakeStage:
         )  # fmt: skip
 
     async def install(self, snapshot: Snapshot) -> None:
-        if hashlib.sha256(snapshot.tensors["anchor"].numpy().tobytes()).hexdigest() != snapshot.digest:
+        if self.digest_of(snapshot.tensors) != snapshot.digest:
             raise IntegrityError("the snapshot does not match its digest")
         self.round, self.run_samples, self.lineage = snapshot.round, snapshot.run_samples, snapshot.lineage
         self.anchor = snapshot.tensors["anchor"]
@@ -158,9 +164,11 @@ class Peer:
         self.thawed.set()
         self.averager = Averager(
             config=network.config, own=self.record, member=self.stage, peers=network.directory,
-            transport=MemoryTransport(network, self), clock=SystemClock(), timing=QUICK,
+            transport=MemoryTransport(network, self), clock=LoopClock(), timing=QUICK,
         )  # fmt: skip
         self.stage.averager = self.averager
+        self.context = contextvars.copy_context()
+        """Its handlers run in it, whoever calls: see tests/support/virtual_time, PROCESS."""
         self.task: asyncio.Task[None] | None = None
 
 
@@ -172,14 +180,18 @@ class Network:
             raise.
         after: awaited when the handler has answered, before the caller sees it.
         tamper: sees each piece of a download that a peer sends, and may change it.
+        delivers_late: what a living caller gave up waiting for reaches its handler all the same, if `before` ever
+            lets it go.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, stage_type: type[FakeStage] = FakeStage) -> None:
         self.config = config
+        self.delivers_late = False
+        self.late: set[asyncio.Future[Any]] = set()
         self.peers: dict[str, Peer] = {}
         self.calls: list[tuple[str, int, int]] = []
         self.cut: set[frozenset[int]] = set()
-        self.make_stage: Callable[[int, str], FakeStage] = lambda stage_number, lineage: FakeStage(lineage)
+        self.make_stage: Callable[[int, str], FakeStage] = lambda stage_number, lineage: stage_type(lineage)
         self.before: Hook = _nothing
         self.after: Hook = _nothing
         self.tamper: Callable[[int, pb.DownloadReply], None] = lambda target, reply: None
@@ -214,6 +226,8 @@ class Network:
         for peer in self.peers.values():
             assert peer.task is not None
             peer.task.cancel()
+        for delivery in self.late:
+            delivery.cancel()
         for peer in self.peers.values():
             assert peer.task is not None
             with suppress(asyncio.CancelledError):
@@ -273,7 +287,9 @@ class MemoryTransport:
     def _target(self, peer: PeerRecord) -> Peer:
         return self._network.peers[peer.peer_id]
 
-    async def _reach(self, target: Peer, name: str, work: Callable[[], Awaitable[Reply]], seconds: float) -> Reply:
+    async def _reach(
+        self, target: Peer, name: str, work: Callable[[], Coroutine[Any, Any, Reply]], seconds: float
+    ) -> Reply:
         async def deliver() -> Reply:
             await self._own.thawed.wait()
             self._network.calls.append((name, self._own.number, target.number))
@@ -281,7 +297,7 @@ class MemoryTransport:
             if target.dead.is_set() or frozenset((self._own.number, target.number)) in self._network.cut:
                 raise PeerUnavailable(f"{target.number} is unreachable")
             await target.thawed.wait()
-            reply = await work()
+            reply = await asyncio.get_running_loop().create_task(work(), context=target.context)
             await self._network.after(name, self._own.number, target.number)
             await target.thawed.wait()
             await self._own.thawed.wait()
@@ -299,7 +315,11 @@ class MemoryTransport:
                 raise PeerUnavailable(f"{target.number} died")
             raise DeadlineExceeded(f"{name} to {target.number}")
         finally:
-            delivery.cancel()
+            if self._network.delivers_late and not self._own.dead.is_set() and not delivery.done():
+                self._network.late.add(delivery)
+                delivery.add_done_callback(lambda done: done.cancelled() or done.exception())  # Retrieved.
+            else:
+                delivery.cancel()
             death.cancel()
 
 

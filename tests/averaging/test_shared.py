@@ -99,9 +99,9 @@ async def test_the_whole_norm_counts_the_shared_block_once() -> None:
         stages = stages_of(network, 1, 2, 3, 4)
         learn(network, 0)
         await until(lambda: all(stage.round == 1 for stage in stages))
-        own = sum(gradient(index).double() for index in range(4)) / 4
-        shared = sum(role(number, index).double() for number in (0, 1) for index in range(4)) / 4
-        expected = 2 * float((own**2).sum()) + float((shared**2).sum())
+        own = torch.stack([gradient(index).double() for index in range(4)]).mean(0)
+        shared = sum(torch.stack([role(number, index).double() for index in range(4)]).mean(0) for number in (0, 1))
+        expected = 2 * float(own.square().sum()) + float(torch.as_tensor(shared).square().sum())
         totals = {stage.results[0].total_squared_norm for stage in stages}
         assert len(totals) == 1, "the same bits everywhere"
         assert totals.pop() == pytest.approx(expected, rel=1e-6)

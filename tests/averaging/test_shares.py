@@ -31,7 +31,8 @@ def test_all_zero_contributions_are_not_clipped() -> None:
 
 
 @given(
-    st.integers(0, 200_000), st.lists(st.floats() | st.floats(1, 1e9), min_size=1, max_size=12),
+    st.integers(0, 200_000),
+    st.lists(st.floats() | st.floats(1, 1e9), min_size=1, max_size=12),
     st.sampled_from([1, 256, 4096]),
 )
 def test_parts_cover_the_vector_at_tile_borders(num_elements: int, bandwidths: list[float], tile: int) -> None:

@@ -113,7 +113,7 @@ async def _commit(chain: Chain) -> None:
         )
         for peer in chain.at(stage):
             contribution = await peer.runtime.control(peer.weights.close)
-            bucket.add(contribution.values(), peer.weights.round_samples)
+            bucket.add(contribution.tensors.values(), peer.weights.round_samples)
         averages.append(bucket.mean())
     squared_norm = sum(optim.squared_norm(average.values()) for average in averages)
     for peer in chain.peers:

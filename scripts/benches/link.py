@@ -1,0 +1,230 @@
+"""Is training starved while a round is exchanged over slow links?
+
+Two stages with two peers each and a trainer, real processes over TLS, each behind a home line of so many Mb/s up and
+as many down (throttle.py), train the same model in three ways, in turn. Computing is a pause of fixed length
+(paced_stage.py), so that it is the lines that are measured and not what else the processor does:
+
+    normal      rounds so long that none ends
+    overlap     round after round is averaged, and the peers go on training meanwhile
+    wait        likewise, with peers that take no inner step while a round is exchanged
+
+A round is complete again when the last one is committed, so an exchange is under way most of the time. Tokens/s are
+those of microbatches that the peers of stage 0 committed, start-up and warm-up left out; delays are those of a short
+call, like a heartbeat, from another such line to every peer.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from peers.supervisor import Child, Supervisor
+from scripts.benches.common import BenchOptions, SwarmProcesses, fail_on_exit, program, say, with_corpus
+from scripts.benches.link_probe import Watched, longest_gap, watch
+from scripts.benches.throttle import Machine, Throttle
+from swarm.config import (
+    AveragingConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+    WireConfig,
+)
+
+STAGES = (0, 1, 0, 1)
+NEVER = 1_000_000_000
+"""Microbatches of a round that does not end, or steps of a trainer that does not."""
+
+Arm = Literal["normal", "overlap", "wait"]
+Sample = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare training while rounds are exchanged over slow links with training alone."""
+
+    megabits: float = 50.0
+    """Mb/s of each machine's line, up and down."""
+    parameters: int = 6_000_000
+    """Parameters of each stage."""
+    d_model: int = 256
+    """Width of the activations: what a sample sends over a line, in about the time of paced_stage.py."""
+    microbatch_size: int = 8
+    """Samples in a microbatch, of 128 tokens."""
+    codec: Literal["fp32", "fp16", "int8"] = "int8"
+    """How pseudo-gradients travel."""
+    round_samples: int = 64
+    """Samples of a round."""
+    overlap_steps: int = 1000
+    """Inner steps that a peer may take while a round is exchanged."""
+    arms: tuple[Arm, ...] = ("normal", "overlap", "wait")
+    """What to measure; the ratios need `normal`."""
+    warm_up_seconds: float = 10.0
+    """Training before each measurement."""
+    seconds: float = 60.0
+    """Length of each measurement."""
+    repetitions: int = 3
+    """Times that each arm has its turn."""
+
+    def __post_init__(self) -> None:
+        counts = ("parameters", "d_model", "microbatch_size", "round_samples", "overlap_steps", "repetitions")
+        for name in ("megabits", "seconds", *counts):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all arms in turn; gives the figures."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-link-") as name,
+        Throttle(options.megabits * 1e6 / 8) as throttle,
+        Lines(Path(name) / "logs", throttle) as children,
+    ):
+        runs = {arm: _start(options, arm, children, Path(name) / arm) for arm in options.arms}
+        samples: dict[Arm, list[Sample]] = {arm: [] for arm in options.arms}
+        for repetition in range(options.repetitions):
+            for arm, swarm in runs.items():
+                samples[arm].append(_measure(options, swarm, children, f"trainer-{repetition}"))
+                figures = ", ".join(f"{name} {value:.3g}" for name, value in samples[arm][-1].items())
+                say(f"{arm}, {repetition + 1} of {options.repetitions}: {figures}")
+        warnings = {arm: _warnings(children.folder, arm) for arm in options.arms}
+        for arm, lines in warnings.items():
+            for line in lines[:10]:
+                say(f"{arm}: {line}")
+    return {
+        "ratio_to_normal": _ratio(samples, "overlap"),
+        "ratio_to_normal_without_overlap": _ratio(samples, "wait"),
+        "arms": {arm: _summary(samples[arm]) | {"warnings": len(warnings[arm])} for arm in options.arms},
+        "megabits": options.megabits,
+        "codec": options.codec,
+    }
+
+
+def _config(options: Options, arm: Arm) -> RunConfig:
+    return RunConfig(
+        run=f"bench-link-{arm}",
+        model=ModelConfig(
+            num_layers=2, d_model=options.d_model, num_heads=4, d_ff=options.parameters // options.d_model,
+            custom_class="scripts.benches.paced_stage:Paced",
+        ),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(
+            dataset=options.dataset, sequence_length=128, microbatch_size=options.microbatch_size, max_tokens=4_000_000
+        ),
+        rounds=RoundsConfig(
+            setting="diloco", inner_batch_samples=2 * options.microbatch_size,
+            round_samples=NEVER * options.microbatch_size if arm == "normal" else options.round_samples,
+        ),
+        optimizer=OptimizerConfig(learning_rate=3e-4),
+        outer=OuterConfig(learning_rate=0.7, momentum=0.9),
+        averaging=AveragingConfig(
+            codec=options.codec, overlap_steps=options.overlap_steps if arm == "overlap" else 0
+        ),
+        wire=WireConfig(dtype="bf16"),
+    )  # fmt: skip
+
+
+class Lines(Supervisor):
+    """Puts every child behind a line of its own."""
+
+    def __init__(self, log_folder: Path, throttle: Throttle) -> None:
+        super().__init__(log_folder)
+        self.folder = log_folder
+        self.throttle = throttle
+        self.machines: dict[str, Machine] = {}
+        self.own = throttle.machine()
+
+    def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
+        self.machines[name] = machine = self.throttle.machine()
+        return super().start(name, command, environment={**(environment or {}), **machine.environment})
+
+
+def _start(options: Options, arm: Arm, children: Lines, folder: Path) -> SwarmProcesses:
+    config, _ = with_corpus(_config(options, arm))
+    swarm = SwarmProcesses(config, children, folder)
+    say(f"{arm}: 2 x 2 peers start")
+    swarm.start_peers(STAGES)
+    for peer in swarm.peers:
+        children.throttle.serve(peer.record.endpoint, children.machines[peer.child.name])
+    return swarm
+
+
+def _measure(options: Options, swarm: SwarmProcesses, children: Lines, name: str) -> Sample:
+    """Have a trainer feed the swarm for a while, and watch."""
+    arguments = [
+        "--steps", str(NEVER), "--output", str(swarm.folder / name), "--name", name, "--evaluate-every", "0",
+        "--initial-peers", *(peer.dht_address for peer in swarm.peers),
+    ]  # fmt: skip
+    trainer = children.start(f"{swarm.folder.name}-{name}", program("trainer", arguments))
+    peers = [(peer, children.machines[peer.child.name]) for peer in swarm.peers]
+    watched = children.throttle.loop.run(
+        watch(
+            swarm.config.run_id, peers, children.own, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds
+        )
+    )
+    fail_on_exit(children)
+    children.kill9(trainer)
+    return _sample(options, swarm.config.data.tokens_per_microbatch, watched)
+
+
+def _sample(options: Options, tokens: int, watched: Sequence[Watched]) -> Sample:
+    first = [one for one in watched if one.stage == 0]
+    rounds = [report for one in watched for report in one.rounds.values()]
+    delays = sorted(delay for one in watched for delay in one.delays)
+    line = options.megabits * 1e6 / 8
+    counted = {
+        name: float(sum(getattr(one.last.counters, name) - getattr(one.first.counters, name) for one in watched))
+        for name in ("rolled_back", "rerouted_backwards", "busy_replies")
+    }
+    return {
+        "tokens_per_second": tokens * sum(one.microbatches_per_second for one in first),
+        "longest_gap_seconds": longest_gap(first),
+        "exchange_share": sum(report.exchange_seconds for report in rounds) / (len(watched) * options.seconds),
+        "exchange_seconds": statistics.median(report.exchange_seconds for report in rounds) if rounds else 0.0,
+        "round_seconds": options.seconds * len(watched) / len(rounds) if rounds else float("inf"),
+        "round_samples": statistics.median(report.num_samples for report in rounds) if rounds else 0.0,
+        "wait_seconds": statistics.median(report.wait_seconds for report in rounds) if rounds else 0.0,
+        "up_use": statistics.mean(one.up for one in watched) / line,
+        "down_use": statistics.mean(one.down for one in watched) / line,
+        "median_delay_seconds": statistics.median(delays),
+        "longest_delay_seconds": delays[-1],
+        "missed_deadlines": float(sum(one.num_missed for one in watched)),
+        "aborted": float(
+            sum(sum(one.last.averaging.aborted.values()) - sum(one.first.averaging.aborted.values()) for one in watched)
+        ),
+        **counted,
+    }
+
+
+def _summary(samples: Sequence[Sample]) -> Sample:
+    """The median of each figure; of what must not be, all; of what is longest, the longest."""
+    summary = {}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        if name.startswith("longest"):
+            summary[name] = max(values)
+        elif name in ("missed_deadlines", "aborted", "rolled_back", "rerouted_backwards", "busy_replies"):
+            summary[name] = sum(values)
+        else:
+            summary[name] = statistics.median(values)
+    return summary
+
+
+def _ratio(samples: Mapping[Arm, Sequence[Sample]], arm: Arm) -> float | None:
+    """Median over the repetitions of the arm's tokens/s over those of `normal`."""
+    if not {arm, "normal"} <= samples.keys():
+        return None
+    pairs = zip(samples[arm], samples["normal"], strict=True)
+    return statistics.median(one["tokens_per_second"] / normal["tokens_per_second"] for one, normal in pairs)
+
+
+def _warnings(folder: Path, arm: Arm) -> list[str]:
+    """What the peers and trainers of an arm warned of."""
+    logs = sorted(folder.glob(f"{arm}-*.log"))
+    lines = [line for log in logs for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return [line for line in lines if " WARNING: " in line or " ERROR: " in line or "Traceback" in line]

@@ -1,0 +1,57 @@
+"""A stage that takes a fixed time for a sample, for measuring links: as on a GPU, computing leaves the CPU alone.
+
+Peers load it by its name in `model.custom_class`. Its layers hold parameters, (d_ff, d_model) each, that cost next to
+no computation: they are there to be averaged. Never learns much.
+
+Shape suffixes: B samples, T positions, D model width, F feed-forward width.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swarm.config import RunConfig
+from swarm.model.layers import DropoutKey
+
+SECONDS_PER_SAMPLE = 0.033
+"""Forward and backward together; backward takes twice as long as forward."""
+
+
+class _Pause(torch.autograd.Function):
+    """The identity, slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_BTD: Tensor) -> Tensor:
+        ctx.seconds = hidden_BTD.shape[0] * SECONDS_PER_SAMPLE / 3
+        time.sleep(ctx.seconds)
+        return hidden_BTD.view_as(hidden_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0]
+
+
+class Paced(nn.Module):
+    """Embeds at stage 0, ends in logits at the last stage, and scales by its layers' means."""
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__()
+        model = config.model
+        is_last = stage == config.stages.num_stages - 1
+        self.embedding = nn.Embedding(model.vocab_size, model.d_model) if stage == 0 else None
+        self.layers = nn.ParameterDict(
+            {str(layer): torch.empty(model.feed_forward_width, model.d_model) for layer in layer_range}
+        )
+        self.head = nn.Linear(model.d_model, model.vocab_size, bias=False) if is_last else None
+
+    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
+        """tokens_BT at stage 0, else hidden_BTD; gives hidden_BTD, or logits_BTV at the last stage."""
+        hidden_BTD = inputs if self.embedding is None else self.embedding(inputs)
+        for layer_FD in self.layers.values():
+            hidden_BTD = hidden_BTD * (1.0 + layer_FD.mean())
+        hidden_BTD = _Pause.apply(hidden_BTD)  # type: ignore[no-untyped-call]  # torch's
+        output_BTD: Tensor = hidden_BTD if self.head is None else self.head(hidden_BTD)
+        return output_BTD

@@ -1,0 +1,165 @@
+"""Home lines for processes of this machine: all that one of them sends shares one line, all that it receives another.
+
+A user-space proxy for the bench `link`. Each process connects through a port of its own (gRPC does so by HTTP CONNECT
+when its environment says so), hence it is known who calls whom, and bytes between two processes take their turn on the
+sender's up line and on the receiver's down line. All connections of a machine queue there chunk by chunk, each with
+one chunk at a time, so they share its lines evenly.
+
+Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Neither latency nor
+losses are added. The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
+it, the sender's kernel lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from swarm.dht.loop_thread import LoopThread
+
+CHUNK_BYTES = 16 * 1024
+SOCKET_BYTES = 64 * 1024
+"""Of a socket's receive buffer."""
+SEGMENT_BYTES = 1400
+"""As on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a megabyte."""
+BURST_SECONDS = 0.02
+"""What an idle line may catch up on: a busy machine wakes nobody on time."""
+
+
+class Line:
+    """One direction of a machine's link."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.num_bytes = 0
+        """Bytes that went over it."""
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    def queue(self, num_bytes: int, now: float) -> float:
+        """Take the last place in the queue; gives the time at which the bytes have gone over."""
+        self.num_bytes += num_bytes
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self._bytes_per_second
+        return self._free_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A process with its lines, and where it connects to reach others over them."""
+
+    up: Line
+    down: Line
+    proxy: str
+    """host:port."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Has gRPC connect through the proxy, to localhost as well."""
+        return {"grpc_proxy": f"http://{self.proxy}", "no_grpc_proxy": ""}
+
+
+@dataclass(eq=False)
+class Throttle:
+    """The lines of all machines. Bytes pass inside its `with` block."""
+
+    bytes_per_second: float
+    """Of each line."""
+    loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
+    _servers: list[asyncio.Server] = field(default_factory=list)
+    _serving: dict[str, Machine] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for server in self._servers:
+            self.loop.loop.call_soon_threadsafe(server.close)
+        self.loop.close()
+
+    def machine(self) -> Machine:
+        """A new machine."""
+        return self.loop.run(self._listen())
+
+    def serve(self, endpoint: str, machine: Machine) -> None:
+        """Have what others send to `endpoint`, and get from there, go over the lines of its machine as well."""
+        self._serving[endpoint] = machine
+
+    async def _listen(self) -> Machine:
+        listener = _socket()
+        listener.bind(("127.0.0.1", 0))
+        host, port = listener.getsockname()
+        up, down = Line(self.bytes_per_second), Line(self.bytes_per_second)
+        machine = Machine(up=up, down=down, proxy=f"{host}:{port}")
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._connect(machine, reader, writer)
+
+        self._servers.append(await asyncio.start_server(connected, sock=listener, limit=CHUNK_BYTES))
+        return machine
+
+    async def _connect(
+        self, machine: Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:  # fmt: skip
+        """Pass on one connection from a machine until either end closes it."""
+        writers = [writer]
+        try:
+            # CONNECT host:port HTTP/1.1, and headers that say nothing more.
+            endpoint = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+            answers, requests = await _open(endpoint)
+            writers.append(requests)
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+
+            def there() -> Iterable[Line]:
+                return (machine.up, *(m.down for m in self._at(endpoint)))
+
+            def back() -> Iterable[Line]:
+                return (machine.down, *(m.up for m in self._at(endpoint)))
+
+            async with asyncio.TaskGroup() as pipes:
+                pipes.create_task(_pipe(reader, requests, there))
+                pipes.create_task(_pipe(answers, writer, back))
+        except* (OSError, asyncio.IncompleteReadError):
+            pass  # Gone without a goodbye: so is the other end.
+        finally:
+            for one in writers:
+                one.close()
+
+    def _at(self, endpoint: str) -> Iterable[Machine]:
+        return [self._serving[endpoint]] if endpoint in self._serving else []
+
+
+async def _pipe(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: Callable[[], Iterable[Line]]
+) -> None:
+    """Pass one direction on until its end of file. Raises OSError when either side fails."""
+    time = asyncio.get_running_loop().time
+    writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
+    while chunk := await reader.read(CHUNK_BYTES):
+        passed_at = max(line.queue(len(chunk), time()) for line in lines())
+        await asyncio.sleep(passed_at - time())
+        writer.write(chunk)
+        await writer.drain()
+    writer.write_eof()
+
+
+async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = endpoint.rsplit(":", 1)
+    connection = _socket()
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+    except OSError:
+        connection.close()
+        raise
+    return await asyncio.open_connection(sock=connection, limit=CHUNK_BYTES)
+
+
+def _socket() -> socket.socket:
+    """A TCP socket into which others write no more than a router would hold."""
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT_BYTES)
+    return made

@@ -1,0 +1,149 @@
+"""A scripted fault at every moment of a round: nothing is mixed, nothing counts twice, and training goes on.
+
+What holds after every trial is in tests/averaging/witness; what a trial is, in tests/averaging/faults.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from tests.averaging.faults import OF_MESSAGE, Event, Fault, Kind, Scenario, Trial
+from tests.support.virtual_time import run
+
+VARIANTS = [
+    ("synchronous", "available", "fp32"), ("diloco", "majority", "fp32"),
+    ("synchronous", "majority", "fp16"), ("diloco", "available", "fp16"),
+]  # fmt: skip
+"""Setting, quorum and codec; the enumerations take them in turn."""
+
+Case = tuple[Scenario, tuple[Fault, ...]]
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Warnings are what faults are for; an error would be ours."""
+    caplog.set_level(logging.ERROR)
+    yield
+    assert not caplog.records
+
+
+@functools.cache
+def events_of(scenario: Scenario) -> list[Event]:
+    """All that happens in a round without faults, at what numbers of peers."""
+    trial = Trial(scenario)
+    run(trial.run())
+    return sorted(trial.events, key=str)
+
+
+def faults_of(scenario: Scenario, kind: Kind) -> list[Fault]:
+    """One kind of fault at every event, to every victim."""
+    events = events_of(scenario)
+    if kind in OF_MESSAGE:
+        return [Fault(kind, event) for event in events if event.is_message]
+    return [Fault(kind, event, victim) for event, victim in itertools.product(events, scenario.numbers)]
+
+
+def in_turn(size: int, kind: Kind, stride: int = 1) -> Iterator[Case]:
+    """Every fault, or one of so many, each in the next variant."""
+    scenarios = itertools.cycle(Scenario(size, *variant) for variant in VARIANTS)
+    first = Scenario(size, *VARIANTS[0])
+    for scenario, fault in zip(scenarios, faults_of(first, kind)[::stride], strict=False):
+        yield scenario, (fault,)
+
+
+def survive(cases: Iterable[Case]) -> list[Trial]:
+    """Run the trials; raises for the first promise that is broken, and says where."""
+    trials = []
+    for scenario, faults in cases:
+        trial = Trial(scenario, faults)
+        try:
+            run(trial.run())
+        except Exception as error:
+            raise AssertionError(f"{scenario}, {', '.join(map(str, faults))}: {error}") from error
+        trials.append(trial)
+    assert trials
+    return trials
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_two_members_and_a_fault_at_every_event(kind: Kind) -> None:
+    survive(in_turn(2, kind))
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_three_members_and_faults(kind: Kind) -> None:
+    # A stride that has nothing in common with the numbers of peers, moments and variants.
+    survive(in_turn(3, kind, stride=5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+def test_every_fault_at_every_event(variant: tuple[str, str, str], size: int, kind: Kind) -> None:
+    scenario = Scenario(size, *variant)
+    survive((scenario, (fault,)) for fault in faults_of(scenario, kind))
+
+
+@st.composite
+def pairs_of_faults(draw: st.DrawFn) -> Case:
+    """Two faults in a group of five; the second may come while the first lasts, or be avoided by it."""
+    scenario = Scenario(
+        5, draw(st.sampled_from(["synchronous", "diloco"])), draw(st.sampled_from(["available", "majority"])),
+        draw(st.sampled_from(["fp32", "fp16"])),
+    )  # fmt: skip
+    faults = []
+    for _ in range(2):
+        kind = draw(st.sampled_from(Kind))
+        events = [event for event in events_of(scenario) if event.is_message or kind not in OF_MESSAGE]
+        seconds = draw(st.sampled_from([0.1, 0.35, 1.2, 2.5]))
+        victim = 0 if kind in OF_MESSAGE else draw(st.sampled_from(scenario.numbers))
+        faults.append(Fault(kind, draw(st.sampled_from(events)), victim, seconds))
+    assume(faults[0] != faults[1])
+    return scenario, tuple(faults)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(case=pairs_of_faults())
+def test_five_members_and_two_faults(case: Case) -> None:
+    survive([case])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@given(case=pairs_of_faults())
+def test_five_members_and_two_faults_at_length(case: Case) -> None:
+    survive([case])
+
+
+def test_a_stale_leader_wakes_to_a_round_that_others_committed() -> None:
+    """What it had sent arrives then; it is refused, or is what they committed."""
+    scenario = Scenario(3, "synchronous", "majority")
+    trials = survive((scenario, (fault,)) for fault in faults_of(scenario, Kind.TAKEOVER) if fault.victim == 1)
+    assert sum(trial.was_overtaken for trial in trials) == len(trials)
+
+
+# -- several stages --------------------------------------------------------------------------------------------------
+
+TWO_STAGES = [Scenario(2, "synchronous", quorum, num_stages=2) for quorum in ("available", "majority")]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_two_stages_and_faults(kind: Kind) -> None:
+    faults = faults_of(TWO_STAGES[0], kind)[::29]
+    survive((scenario, (fault,)) for scenario, fault in zip(itertools.cycle(TWO_STAGES), faults, strict=False))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("scenario", TWO_STAGES, ids=lambda scenario: scenario.quorum)
+def test_two_stages_and_every_fault_at_every_event(scenario: Scenario, kind: Kind) -> None:
+    survive((scenario, (fault,)) for fault in faults_of(scenario, kind))

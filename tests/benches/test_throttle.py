@@ -1,0 +1,77 @@
+"""The lines of the bench `link`: how much passes, and whose turn it is."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from scripts.benches.throttle import CHUNK_BYTES, Line, Machine, Throttle
+
+RATE = 1_000_000.0
+
+
+@pytest.fixture
+def throttle() -> Iterator[Throttle]:
+    with Throttle(RATE) as throttle:
+        yield throttle
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[str]:
+    """A server that takes everything, answers "done" at the end, and says where it is."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(CHUNK_BYTES):
+            pass
+        writer.write(b"done")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+
+
+async def _send(machine: Machine, endpoint: str, num_bytes: int) -> float:
+    """Send to an endpoint through a machine's lines; gives the seconds until all of it had arrived."""
+    began_at = time.monotonic()
+    reader, writer = await asyncio.open_connection(*machine.proxy.split(":"))
+    writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
+    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+    writer.write(bytes(num_bytes))
+    writer.write_eof()
+    assert await reader.read() == b"done"
+    writer.close()
+    return time.monotonic() - began_at
+
+
+def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
+    line = Line(1000.0)
+    assert line.queue(100, now=5.0) == pytest.approx(5.08)  # An idle line is 0.02 s ahead.
+    assert line.queue(100, now=5.0) == pytest.approx(5.18)
+    assert line.queue(100, now=9.0) == pytest.approx(9.08)
+    assert line.num_bytes == 300
+
+
+async def test_all_connections_of_a_machine_share_its_line(throttle: Throttle, sink: str) -> None:
+    machine = throttle.machine()
+    seconds = await asyncio.gather(*(_send(machine, sink, 100_000) for _ in range(3)))
+    assert max(seconds) > 0.3 - 0.02
+    assert min(seconds) > 0.2, "neither comes first"
+    assert machine.up.num_bytes == 300_000
+    assert machine.down.num_bytes == 3 * len(b"done")
+
+
+async def test_the_line_of_whoever_is_called_counts_as_well(throttle: Throttle, sink: str) -> None:
+    one, other, callee = throttle.machine(), throttle.machine(), throttle.machine()
+    throttle.serve(sink, callee)
+    seconds = await asyncio.gather(_send(one, sink, 150_000), _send(other, sink, 150_000))
+    assert max(seconds) > 0.3 - 0.02
+    assert (one.up.num_bytes, callee.down.num_bytes, callee.up.num_bytes) == (150_000, 300_000, 2 * len(b"done"))
+
+
+async def test_nobody_there_ends_the_connection(throttle: Throttle) -> None:
+    reader, writer = await asyncio.open_connection(*throttle.machine().proxy.split(":"))
+    writer.write(b"CONNECT 127.0.0.1:1 HTTP/1.1\r\n\r\n")
+    assert await reader.read() == b""
+    writer.close()

@@ -1,0 +1,135 @@
+"""An asyncio event loop whose time jumps to whatever comes next: waiting costs nothing, and runs repeat.
+
+For tests whose whole world is in one process. Sockets and child processes do not mix with it: their time is the
+machine's. Work for threads runs on the loop itself, and takes `THREAD_SECONDS` of its time. Tasks that belong to
+one `PROCESS` can be stopped and continued together, as the signals do it.
+"""
+
+import asyncio
+import contextvars
+import selectors
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from contextvars import Context, ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, TypeVarTuple
+
+from swarm.clock import SystemClock
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+THREAD_SECONDS = 0.001
+"""So much virtual time passes while a thread would work: other things may happen meanwhile."""
+
+PROCESS: ContextVar[object] = ContextVar("PROCESS", default=None)
+"""Which process of the test's world a task belongs to; tasks inherit it from those that start them."""
+
+
+@dataclass(eq=False)
+class _Callback:
+    """Something that a process is to do."""
+
+    process: object
+    run: Callable[[], object]
+    context: Context
+    handle: asyncio.Handle | None = None
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Its time starts at 0 and moves only when nothing is ready."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._stopped: dict[object, list[_Callback]] = {}
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Called when nothing is ready: the next thing is so far away."""
+        self._now += seconds
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def stop_process(self, process: object) -> None:
+        """As SIGSTOP: from the next await on it does nothing, whatever expires or comes in."""
+        self._stopped.setdefault(process, [])
+
+    def continue_process(self, process: object) -> None:
+        """As SIGCONT: it does at once, and in order, all that it would have done."""
+        for callback in self._stopped.pop(process, []):
+            super().call_soon(self._do, callback, context=callback.context)
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        wrapped = self._wrap(callback, args, context)
+        wrapped.handle = super().call_soon(self._do, wrapped, context=wrapped.context)
+        return wrapped.handle
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        wrapped = self._wrap(callback, args, context)
+        wrapped.handle = handle = super().call_at(when, self._do, wrapped, context=wrapped.context)
+        return handle
+
+    def _wrap(self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None) -> _Callback:
+        context = contextvars.copy_context() if context is None else context
+        return _Callback(process=context.get(PROCESS), run=lambda: callback(*args), context=context)
+
+    def _do(self, callback: _Callback) -> None:
+        if callback.process in self._stopped:
+            self._stopped[callback.process].append(callback)
+        elif callback.handle is None or not callback.handle.cancelled():
+            callback.run()
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> "asyncio.Task[T]":
+        async def work() -> T:
+            await asyncio.sleep(THREAD_SECONDS)
+            return func(*args)
+
+        return self.create_task(work())
+
+
+class _Selector(selectors.DefaultSelector):
+    """Never waits."""
+
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready:
+            if timeout is None:
+                raise RuntimeError("everything waits for something that will never happen")
+            self._loop.advance(timeout)
+        return ready
+
+
+class LoopClock(SystemClock):
+    """The running loop's time: the machine's on an ordinary loop."""
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.run, in virtual time."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(work)
+
+
+def virtual_loop() -> VirtualTimeLoop:
+    """The running loop."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
