@@ -186,7 +186,7 @@ def _sample(options: Options, tokens: int, watched: Sequence[Watched]) -> Sample
         "longest_gap_seconds": longest_gap(first),
         "exchange_share": sum(report.exchange_seconds for report in rounds) / (len(watched) * options.seconds),
         "exchange_seconds": statistics.median(report.exchange_seconds for report in rounds) if rounds else 0.0,
-        "round_seconds": options.seconds * len(watched) / len(rounds) if rounds else float("inf"),
+        "round_seconds": options.seconds * len(watched) / len(rounds) if rounds else 0.0,
         "round_samples": statistics.median(report.num_samples for report in rounds) if rounds else 0.0,
         "wait_seconds": statistics.median(report.wait_seconds for report in rounds) if rounds else 0.0,
         "up_use": statistics.mean(one.up for one in watched) / line,

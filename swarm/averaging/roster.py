@@ -103,9 +103,10 @@ class Roster:
         self._reports.clear()
 
     def exclude(self, peer_id: PeerId) -> None:
-        """Leave a peer out of this round for a while, though it is alive; each time for twice as long."""
+        """Leave a peer out of this round for a while, though it is alive; each time for twice as long, to a limit."""
         previous = self._exclusions.get(peer_id)
-        seconds = 2 * previous.seconds if previous else self._timing.probe_seconds
+        doubled = 2 * previous.seconds if previous else self._timing.probe_seconds
+        seconds = min(doubled, self._timing.max_exclusion_seconds)
         self._exclusions[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
 
     def moved(self, own: Standing) -> None:

@@ -17,6 +17,8 @@ class Timing:
     """Age up to which a report counts its sender as a member."""
     probe_seconds: float = 5.0
     """Time between two calls to a suspected peer."""
+    max_exclusion_seconds: float = 60.0
+    """Longest time for which a member that made exchanges fail is left out; the first one is `probe_seconds`."""
     begin_seconds: float = 3.0
     """Least deadline for closing a contribution."""
     average_seconds: float = 10.0

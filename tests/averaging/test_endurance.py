@@ -1,0 +1,75 @@
+"""What fails again and again must cost nothing that lasts."""
+
+import asyncio
+import gc
+import logging
+import os
+import tracemalloc
+
+import pytest
+import torch
+
+from swarm.errors import PeerUnavailable
+from tests.averaging.doubles import Network, gradient, make_config, network_of, peer_id, until
+from tests.support.virtual_time import run
+
+LONG_SECONDS = 1e6
+"""Of virtual time."""
+
+
+def num_aborted(network: Network) -> int:
+    return sum(sum(peer.averager.statistics().aborted.values()) for peer in network.peers.values())
+
+
+def held() -> tuple[int, int, int]:
+    """Tasks, descriptors and bytes of memory."""
+    gc.collect()
+    return len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd")), tracemalloc.get_traced_memory()[0]
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(("setting", "failing"), [("synchronous", "Exchange"), ("diloco", "Average")])
+def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
+    setting: str, failing: str, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Captured, the warnings would be what is left behind.
+    caplog.set_level(logging.CRITICAL)
+
+    async def trial() -> None:
+        config = make_config(setting, microbatches=6, codec="fp32")
+        async with network_of(config, 1, 2, 3) as network:
+
+            async def fail(name: str, source: int, target: int) -> None:
+                if name == failing:
+                    raise PeerUnavailable("cut off")
+
+            for number in (1, 2, 3):
+                network.peers[peer_id(number)].stage.learn(2 * number - 2, 2 * number - 1)
+            network.before = fail
+            await until(lambda: num_aborted(network) >= 10, LONG_SECONDS)
+            network.calls.clear()
+            tasks, descriptors, memory = held()
+            goal = num_aborted(network) + count
+            await until(lambda: num_aborted(network) >= goal, LONG_SECONDS)
+            network.calls.clear()
+            later = held()
+            assert later[0] <= tasks + 3, "tasks are left behind"
+            assert later[1] <= descriptors, "descriptors are left behind"
+            assert later[2] < memory + 50_000, "memory is left behind"
+            assert all(peer.stage.round == 0 for peer in network.peers.values())
+
+            async def work(name: str, source: int, target: int) -> None:
+                pass
+
+            network.before = work
+            stages = [peer.stage for peer in network.peers.values()]
+            await until(lambda: all(stage.round == 1 for stage in stages), LONG_SECONDS)
+            mean = torch.stack([gradient(index).double() for index in range(6)]).mean(0)
+            for stage in stages:
+                torch.testing.assert_close(stage.anchor.double(), -mean, rtol=1e-6, atol=1e-6)
+
+    tracemalloc.start()
+    try:
+        run(trial())
+    finally:
+        tracemalloc.stop()
