@@ -75,11 +75,20 @@ class LocalOptions:
     """Report to the Weights & Biases service as it happens."""
     insecure: bool = False
     """Plain TCP instead of TLS between the peers."""
+    checkpoint: Path | None = None
+    """Folder to which all peers write checkpoints."""
+    checkpoint_every: int = 10
+    """Rounds from one checkpoint to the next."""
+    resume: Path | None = None
+    """Go on from the newest checkpoint in this folder, with as many stages as are asked for."""
     seed: int = 0
     """Chooses the peer that is killed."""
 
     def __post_init__(self) -> None:
-        least = {"peers_per_stage": 1, "steps": 1, "threads": 1, "evaluate_every": 0, "sample_tokens": 0}
+        least = {
+            "peers_per_stage": 1, "steps": 1, "threads": 1, "evaluate_every": 0, "sample_tokens": 0,
+            "checkpoint_every": 1,
+        }  # fmt: skip
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {getattr(self, name)}")
@@ -186,6 +195,9 @@ class LocalSwarm:
             arguments += ["--stages", str(options.stages)] if options.stages else []
             arguments += ["--dataset", options.dataset] if options.dataset else []
         arguments += ["--insecure"] if options.insecure else []
+        every = ["--checkpoint-every", str(options.checkpoint_every)]
+        arguments += ["--checkpoint", str(options.checkpoint), *every] if options.checkpoint else []
+        arguments += ["--resume", str(options.resume)] if options.resume else []
         child = self.children.start(name, _command("peer", arguments))
         peer = LocalPeer(child=child, stage=stage, ready_file=ready_file)
         self.peers.append(peer)

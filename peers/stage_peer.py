@@ -23,8 +23,10 @@ import torch
 from peers import cli, process
 from peers.identity_file import claim_identity
 from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
 from swarm import config as configs
+from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.data import corpora, tokenizers
@@ -79,6 +81,16 @@ class PeerOptions:
     """Memory for what backward needs of forward; beyond it forwards are computed again."""
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
+    checkpoint: Path | None = None
+    """Write checkpoints of this stage to this folder."""
+    checkpoint_every: int = 10
+    """Rounds from one checkpoint to the next; the same at all peers, so that all stages have the same rounds."""
+    keep_checkpoints: int = 3
+    """Checkpoints to keep; older ones are deleted."""
+    resume: Path | None = None
+    """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
+    resume_round: int | None = None
+    """Go on from the checkpoint of this round instead."""
     ready_file: Path | None = None
     """Write a JSON object with this peer's addresses here once it serves."""
     log_level: process.LogLevel = "info"
@@ -101,6 +113,11 @@ class PeerOptions:
         for name in ("port", "dht_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.resume_round is not None and self.resume is None:
+            raise ValueError("--resume-round needs --resume DIR")
         for name in ("threads", "max_in_flight", "graph_memory_mib"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
@@ -115,12 +132,13 @@ def main(argv: Sequence[str]) -> int:
         torch.set_num_threads(options.threads)
     own = own_config(options)
     identity = claim_identity(options.identity, CACHE / "identities", options.stage)
+    checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     node = dht_node.start(
         clock=SystemClock(), initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
         announce_host=options.announce, identity_path=identity.path.with_suffix(".p2p"),
     )  # fmt: skip
     try:
-        asyncio.run(run(options, own, identity.identity, node, device))
+        asyncio.run(run(options, own, identity.identity, node, device, checkpoints))
     finally:
         node.shutdown()
     return 0
@@ -137,6 +155,18 @@ def choose_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} cannot be used: {reason}") from None
     return device
+
+
+def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
+    """What writes checkpoints, if they are wanted. Raises ValueError if the folder to resume from is not there."""
+    writer = None
+    if options.checkpoint is not None:
+        writer = CheckpointWriter(
+            options.checkpoint, every=options.checkpoint_every, keep=options.keep_checkpoints, owner=owner
+        )
+    if options.resume is not None and not options.resume.is_dir():
+        raise ValueError(f"--resume {options.resume}: there is no such folder")
+    return writer
 
 
 def own_config(options: PeerOptions) -> RunConfig | None:
@@ -164,8 +194,9 @@ def require_stage(config: RunConfig, stage: int) -> None:
 
 
 async def run(
-    options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device
-) -> None:
+    options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
+    checkpoints: CheckpointWriter | None,
+) -> None:  # fmt: skip
     """Join, serve and leave."""
     clock = SystemClock()
     config = await agree_on_config(node, own, options.initial_peers, clock)
@@ -178,6 +209,11 @@ async def run(
     local = ServerOptions(
         name=options.name or default_name(), device=device, insecure=options.insecure,
         max_in_flight=options.max_in_flight, graph_bytes=options.graph_memory_mib << 20,
+        resume=ResumeOptions(
+            folder=options.resume, round_number=options.resume_round, joins=bool(options.initial_peers),
+            had_checkpoints=checkpoints is not None and checkpoints.had_any,
+        ),
+        checkpoints=checkpoints,
     )  # fmt: skip
     async with asyncio.TaskGroup() as tasks:
         await known.look(directory, stages)

@@ -1,17 +1,15 @@
 """A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
 
 Used by swarm-peer. Nothing is announced before it is served, and nothing is served before the stage's state is
-here: bind -> get the state -> announce, average -> leave.
+here: bind -> get the state -> announce, average, write checkpoints -> leave.
 """
 
 import asyncio
-import hashlib
 import logging
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import torch
@@ -20,10 +18,15 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import swarm
+from peers import resume
 from peers.network import KnownPeers
+from peers.resume import ResumeOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
+from swarm.checkpoint.file import Header
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
@@ -33,19 +36,20 @@ from swarm.identity import Identity
 from swarm.model.stages import build_stage
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
+from swarm.rounds import Snapshot
 from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub, add_StageServiceServicer_to_server
+from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import GraphBudget, StageBackend, reply_specs
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage, StageLimits
-from swarm.stage.weights import StageWeights
+from swarm.stage.weights import StageWeights, digest_of
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -53,8 +57,6 @@ logger = logging.getLogger(__name__)
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
-ANSWER_SECONDS = 3.0
-"""Longest wait for a sign of life from a peer that is announced."""
 LEAVE_SECONDS = 15.0
 """How long a leaving peer waits for its microbatches, and then for its round."""
 QUIET_SECONDS = 5.0
@@ -70,6 +72,8 @@ class ServerOptions:
     insecure: bool
     max_in_flight: int
     graph_bytes: int
+    resume: ResumeOptions
+    checkpoints: CheckpointWriter | None
 
 
 class StageServer:
@@ -85,7 +89,9 @@ class StageServer:
         self._known = known
         self._directory = directory
         self._clock = clock
+        self._tasks = tasks
         self._options = options
+        self._checkpoints = options.checkpoints
         self._state = PeerState.JOINING
         self._endpoint = ""
         self._dht_address = ""
@@ -94,7 +100,7 @@ class StageServer:
         module = build_stage(config, stage, device=options.device)
         backend = StageBackend(
             config=config, stage=stage, module=module, device=options.device,
-            weights=StageWeights(config, module, lineage=genesis(config, stage)),
+            weights=StageWeights(config, module, lineage=resume.genesis(config, stage)),
             budget=GraphBudget(limit_bytes=options.graph_bytes),
         )  # fmt: skip
         hop = None
@@ -108,7 +114,9 @@ class StageServer:
             limits=StageLimits(max_in_flight=options.max_in_flight or config.stages.num_stages + 2),
         )  # fmt: skip
         self._hop = hop
-        self._member = StageMember(self._stage, num_alive=lambda: self._averager.statistics().num_alive)
+        self._member = StageMember(
+            self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._checkpoint_if_due
+        )
         self._averager: Averager
         self._health = HealthServicer()
 
@@ -126,7 +134,7 @@ class StageServer:
         self._dht_address = dht_address
         self._runtime.start()
         try:
-            await self._start_over_if_late()
+            await self._begin()
             self._averager = Averager(
                 config=self._config, own=self._record(), member=self._member, peers=self._known.peers,
                 transport=GrpcTransport(self._channels), clock=self._clock,
@@ -168,6 +176,8 @@ class StageServer:
         number, deadline = self._stage.round, self._clock.monotonic() + LEAVE_SECONDS
         while self._clock.monotonic() < deadline and (self._is_busy() or self._round_needs_us(number)):
             await self._clock.sleep(0.1)
+        if self._checkpoints is not None and self._stage.round > self._checkpoints.newest_round:
+            await self._checkpoint(self._checkpoints)
         try:
             await self._directory.withdraw()
         except PeerUnavailable as error:
@@ -186,31 +196,45 @@ class StageServer:
             and self._averager.view().quiet_seconds < QUIET_SECONDS
         )
 
-    async def _start_over_if_late(self) -> None:
-        """Where the run has moved on and nobody holds this stage any more, there is nothing to download."""
-        answers = await asyncio.gather(*(self._answers(record) for record in self._known.others(self._number)))
-        rounds = [
-            (record.round, record.samples)
-            for stage in range(self._config.stages.num_stages)
-            for record in self._known.others(stage)
-        ]
-        latest, samples = max(rounds, default=(0, 0))
-        if latest > 0 and not any(answers):
-            logger.warning(
-                "nobody holds stage %d any more: it starts again from its initial weights at round %d",
-                self._number, latest,
-            )  # fmt: skip
-            lineage = hashlib.sha256(f"{genesis(self._config, self._number)} again at {latest}".encode()).hexdigest()
-            await self._member.start_over(latest, samples, lineage)
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    async def _answers(self, record: PeerRecord) -> bool:
-        call: Any = StageServiceStub(self._channels.channel(record)).Describe
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await call(pb.DescribeRequest(run_id=self._config.run_id))
-        except (grpc.aio.AioRpcError, TimeoutError):
-            return False
-        return True
+    async def _begin(self) -> None:
+        """Take the state of a checkpoint, if there is one and nobody holds this stage."""
+        config, stage, options = self._config, self._number, self._options.resume
+        folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
+        others = await resume.find_others(
+            config, stage, known=self._known, directory=self._directory, channels=self._channels, clock=self._clock,
+            patient=options.joins and folder is not None and not folder.is_empty,
+        )  # fmt: skip
+        shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
+        beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)
+        if beginning is None:
+            return
+        restored = beginning.restored
+        tensors = restored.tensors if restored is not None else (await self._member.snapshot()).tensors
+        snapshot = Snapshot(
+            round=beginning.round, run_samples=beginning.run_samples, lineage=beginning.lineage, tensors=tensors,
+            digest=(restored and restored.state_digest) or digest_of(tensors),
+        )  # fmt: skip
+        await self._member.begin_with(snapshot, beginning.highest_microbatch)
+        if restored is not None:
+            logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
+            if self._checkpoints is not None:
+                self._checkpoints.went_back(beginning.round, stage=stage if others.rounds else None)
+
+    def _checkpoint_if_due(self) -> None:
+        if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
+            self._tasks.create_task(self._checkpoint(self._checkpoints))
+
+    async def _checkpoint(self, writer: CheckpointWriter) -> None:
+        """Write the state at the beginning of the present round, which no inner step changes."""
+        snapshot = await self._member.snapshot()
+        header = Header(
+            config=self._config, stage=self._number, round=snapshot.round, run_samples=snapshot.run_samples,
+            lineage=snapshot.lineage, highest_microbatch=self._averager.view().highest_microbatch,
+            state_digest=snapshot.digest,
+        )  # fmt: skip
+        await writer.write(header, snapshot.tensors)
 
     # -- what others are told ----------------------------------------------------------------------------------------
 
@@ -273,8 +297,3 @@ class StageServer:
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         )  # fmt: skip
-
-
-def genesis(config: RunConfig, stage: int) -> str:
-    """Lineage of a stage that has committed nothing."""
-    return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()

@@ -192,7 +192,11 @@ class Session:
     async def train(self) -> None:
         """Train the steps that were asked for, then evaluate."""
         await self.watcher.poll()
-        first = self.watcher.round
+        # A run that was resumed begins at a later round, and not all of its stages may be there yet.
+        while (first := self.watcher.known_round) is None:
+            self.report.waiting(0)
+            await asyncio.sleep(0.5)
+            await self.watcher.poll()
         self.report.begin(first)
         await self.loop.run(first, self.options.steps, self.step)
         await self.watcher.poll()

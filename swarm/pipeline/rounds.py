@@ -70,27 +70,34 @@ class RoundWatcher:
         self._peers = peers
         self._channels = channels
         self._reports: list[dict[int, pb.RoundReport]] = [{} for _ in range(num_stages)]
-        self._rounds = [0] * num_stages
+        self._num_stages = num_stages
+        self._rounds: dict[int, int] = {}
+        """By stage, as soon as it has answered."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
     @property
     def round(self) -> int:
         """The round that every stage has reached."""
-        return min(self._rounds)
+        return min(self._rounds.values()) if len(self._rounds) == self._num_stages else 0
+
+    @property
+    def known_round(self) -> int | None:
+        """The round that every stage which has answered has reached; None while none has."""
+        return min(self._rounds.values(), default=None)
 
     @property
     def latest_round(self) -> int:
         """The round that the foremost stage has reached."""
-        return max(self._rounds)
+        return max(self._rounds.values(), default=0)
 
     async def poll(self, timeout_seconds: float = 2.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it."""
-        replies = await asyncio.gather(*(self._describe(stage, timeout_seconds) for stage in range(len(self._rounds))))
+        replies = await asyncio.gather(*(self._describe(stage, timeout_seconds) for stage in range(self._num_stages)))
         for stage, reply in enumerate(replies):
             if reply is None:
                 continue
-            self._rounds[stage] = max(self._rounds[stage], reply.round)
+            self._rounds[stage] = max(self._rounds.get(stage, 0), reply.round)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())
             reports = self._reports[stage]

@@ -5,7 +5,6 @@ this file only decides in which order.
 """
 
 import asyncio
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -21,14 +20,23 @@ _KEPT_REPORTS = 16
 class StageMember:
     """Adapts a stage to what averaging needs of it."""
 
-    def __init__(self, stage: Stage, *, num_alive: Callable[[], int]) -> None:
+    def __init__(
+        self, stage: Stage, *, num_alive: Callable[[], int], on_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        """
+        Args:
+            on_commit: called whenever a round has been committed; what it starts may copy the state, for the next
+                round is far away.
+        """
         self._stage = stage
         self._num_alive = num_alive
+        self._on_commit = on_commit
         self._weights = stage.backend.weights
         self._closed: tuple[frozenset[int], Contribution] | None = None
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
         """The newest committed rounds, oldest first."""
         self.state_digest = ""
+        """Of the state at the beginning of the round, where it is known; set on the compute thread, with the state."""
 
     @property
     def run_samples(self) -> int:
@@ -80,14 +88,15 @@ class StageMember:
         synchronous = self._stage.config.rounds.synchronous
         start = time.perf_counter()
 
-        def commit() -> tuple[float, str]:
+        def commit() -> float:
             rate = self._weights.commit(
                 result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
                 num_members=len(result.members), lineage=result.lineage,
             )  # fmt: skip
-            return rate, self._weights.state_digest()
+            self.state_digest = self._weights.state_digest()
+            return rate
 
-        rate, self.state_digest = await self._stage.runtime.control(commit)
+        rate = await self._stage.runtime.control(commit)
         self._closed = None
         squared_norm = result.total_squared_norm if synchronous else result.squared_norm
         self.reports.append(
@@ -104,6 +113,7 @@ class StageMember:
             )
         )  # fmt: skip
         self._stage.round_began()
+        self._on_commit()
         return self.state_digest
 
     async def snapshot(self) -> Snapshot:
@@ -113,7 +123,7 @@ class StageMember:
             current = self._weights.round
             return Snapshot(
                 round=current.number, run_samples=current.run_samples, lineage=current.lineage,
-                tensors=self._weights.state_tensors(), digest=self._weights.state_digest(),
+                tensors=self._weights.state_tensors(), digest=self.state_digest or self._weights.state_digest(),
             )  # fmt: skip
 
         return await self._stage.runtime.control(pin)
@@ -127,12 +137,23 @@ class StageMember:
         await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest)
         self._closed = None
         await self._stage.forget_all()
-        new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
-        await self._stage.runtime.control(lambda: self._weights.install(snapshot.tensors, new_round))
-        self.state_digest = snapshot.digest
+
+        def install() -> None:
+            new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
+            self._weights.install(snapshot.tensors, new_round)
+            self.state_digest = snapshot.digest
+
+        await self._stage.runtime.control(install)
         self._stage.round_began()
 
-    async def start_over(self, round_number: int, run_samples: int, lineage: str) -> None:
-        """Enter a run at a later round with the initial weights: nobody holds this stage any more."""
-        initial = await self.snapshot()
-        await self.install(dataclasses.replace(initial, round=round_number, run_samples=run_samples, lineage=lineage))
+    async def begin_with(self, snapshot: Snapshot, highest_microbatch: int) -> None:
+        """Enter a run with a state that no peer has given: a checkpoint's, or the initial one at a later round.
+
+        Args:
+            highest_microbatch: new microbatches are to have higher ids.
+
+        Raises:
+            IntegrityError: it is of another model, or its digest does not fit.
+        """
+        await self.install(snapshot)
+        self._stage.ledger.highest_microbatch = highest_microbatch

@@ -275,7 +275,7 @@ class StageWeights:
         shapes = {name.removeprefix("anchor/"): t.shape for name, t in tensors.items() if name.startswith("anchor/")}
         if shapes != {name: master.shape for name, master in self.masters.items()}:
             raise IntegrityError("the snapshot is of another model or stage")
-        if _digest(tensors) != digest:
+        if digest_of(tensors) != digest:
             raise IntegrityError("the snapshot does not match its digest")
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round) -> None:
@@ -293,7 +293,7 @@ class StageWeights:
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""
-        return _digest({name: value.cpu() for name, value in self._live_state().items()})
+        return digest_of({name: value.cpu() for name, value in self._live_state().items()})
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
@@ -325,7 +325,8 @@ def fragments(names: Iterable[str], num_fragments: int) -> list[list[str]]:
     return [[name for block in dealt[first::num_fragments] for name in block] for first in range(num_fragments)]
 
 
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over a state's names and values, in hexadecimal."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(name.encode())

@@ -87,6 +87,9 @@ class RealPeer:
 class RealSwarm:
     """Peers and trainers in a folder, ended with their supervisor."""
 
+    start_seconds = 60.0
+    """Longest wait for a peer to serve."""
+
     def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
         self.folder = folder
         self.children = children
@@ -101,24 +104,25 @@ class RealSwarm:
         """A living peer's."""
         return self.peers[0].address
 
-    def start_peers(self, stages: Sequence[int]) -> list[RealPeer]:
-        """Start peers at once and wait until all of them serve."""
-        started = [self._launch(stage) for stage in stages]
+    def start_peers(self, stages: Sequence[int], *options: str) -> list[RealPeer]:
+        """Start peers at once, with more options if wanted, and wait until all of them serve."""
+        started = [self.launch(stage, *options) for stage in stages]
         peers = []
         for (child, ready_file), stage in zip(started, stages, strict=True):
-            wait_until(ready_file.exists, 60.0, f"{child.name} to serve; its log:\n{child.log.read_text()}")
+            wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
             peers.append(RealPeer(child=child, stage=stage, ready=json.loads(ready_file.read_text())))
         self.peers += peers
         return peers
 
-    def _launch(self, stage: int) -> tuple[Child, Path]:
+    def launch(self, stage: int, *options: str) -> tuple[Child, Path]:
+        """Start a peer and do not wait; gives the file that is there once it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
         joining = ["--initial-peers", self.address] if self.peers else ["--config", str(self.config)]
         arguments = [
             "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--threads", "1", *joining,
-            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
+            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file), *options,
         ]  # fmt: skip
         return self.children.start(name, command("peer", *arguments)), ready_file
 

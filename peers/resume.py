@@ -1,0 +1,242 @@
+"""With which state a stage peer begins: a checkpoint's, the initial one, or that of the peers who hold the stage.
+
+Called once by peers/stage_server, before anything is served. What living peers hold is downloaded afterwards, by the
+averager. Nothing here takes another peer's round back: where that is needed, it says so and ends the program.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from peers.network import KnownPeers
+from swarm.checkpoint.folder import CheckpointFolder, Restored
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.dht.directory import Directory
+from swarm.errors import Fatal, PeerUnavailable
+from swarm.model.stages import shared_parameters
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 3.0
+"""Longest wait for a sign of life from a peer that is announced."""
+ASKED_PER_STAGE = 8
+"""Peers of another stage that are asked where it is."""
+SETTLE_SECONDS = 30.0
+"""How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
+LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """What the command line says.
+
+    Attributes:
+        folder: of checkpoints.
+        round_number: resume at no other round.
+        had_checkpoints: the folder that will be written to holds some already.
+        joins: the run is there, as far as the command line knows.
+    """
+
+    folder: Path | None = None
+    round_number: int | None = None
+    had_checkpoints: bool = False
+    joins: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Others:
+    """Where the peers are that answer.
+
+    Attributes:
+        held_at: newest round of a peer that holds our stage.
+        rounds: by other stage, its newest round.
+        samples: of the run, at the newest of these.
+    """
+
+    held_at: int | None = None
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    samples: int = 0
+
+    @property
+    def latest(self) -> int:
+        """The newest round of the run; 0 where nobody answers."""
+        return max(self.rounds.values(), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Beginning:
+    """A state that no living peer holds, and where it enters the run; without `restored`, the initial one."""
+
+    restored: Restored | None
+    round: int
+    run_samples: int
+    lineage: str
+    highest_microbatch: int
+
+
+def genesis(config: RunConfig, stage: int) -> str:
+    """Lineage of a stage that has committed nothing."""
+    return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()
+
+
+def choose(
+    config: RunConfig, stage: int, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
+    options: ResumeOptions,
+) -> Beginning | None:  # fmt: skip
+    """What a peer brings into the run; None if it begins like everybody and downloads what others hold.
+
+    Blocks while checkpoints are read.
+
+    Args:
+        shapes: of the stage's parameters.
+        folder: to resume from.
+
+    Raises:
+        Fatal: the checkpoints do not fit where the run is; the message says what to do.
+        ValueError: the run would begin anew beside its own checkpoints.
+    """
+    if others.held_at is not None:
+        if folder is not None and not folder.is_empty:
+            logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
+        return None
+    if folder is None or folder.is_empty:
+        if options.had_checkpoints:
+            raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
+        return _start_over(config, stage, others)
+    partners = {number for number in _partners(config, stage) if number in others.rounds}
+    if partners:
+        return _begin_with(_at_their_round(stage, shapes, {others.rounds[p] for p in partners}, folder, options))
+    if others.rounds and others.latest == 0:
+        raise Fatal("the run begins anew at round 0: start its first peer with --resume as well, or leave --resume out")
+    wanted = options.round_number
+    restored = None
+    if wanted is None and others.rounds:
+        restored = folder.restore(stage, shapes, round_number=others.latest)
+    restored = restored or folder.restore(stage, shapes, round_number=wanted)
+    if restored is None:
+        of_round = "" if wanted is None else f" of round {wanted}"
+        raise Fatal(f"{folder.path} has no sound checkpoint{of_round} with all of stage {stage}")
+    if others.rounds and restored.round != others.latest:
+        return _enter_late(config, stage, restored, others)
+    return _begin_with(restored)
+
+
+async def find_others(
+    config: RunConfig, stage: int, *, known: KnownPeers, directory: Directory, channels: ChannelPool, clock: Clock,
+    patient: bool,
+) -> Others:  # fmt: skip
+    """Ask the announced peers where they are.
+
+    Args:
+        patient: wait, for a while, until somebody serves and the stages that commit together have done so.
+    """
+    deadline = clock.monotonic() + (SETTLE_SECONDS if patient else 0.0)
+    stages = range(config.stages.num_stages)
+    while True:
+        if holders := await _describe(config, known.others(stage), channels):
+            return Others(held_at=max(reply.round for reply in holders))
+        foremost = {
+            number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
+            for number in stages
+            if number != stage
+        }
+        rows = await asyncio.gather(*(_describe(config, records, channels) for records in foremost.values()))
+        replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
+        rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
+        _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
+        together = {rounds[number] for number in _partners(config, stage) if number in rounds}
+        if (rounds and len(together) <= 1) or clock.monotonic() >= deadline:
+            return Others(rounds=rounds, samples=samples)
+        await clock.sleep(LOOK_SECONDS)
+        with suppress(PeerUnavailable):
+            await known.look(directory, stages)
+
+
+async def _describe(
+    config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
+) -> list[pb.DescribeReply]:  # fmt: skip
+    async def ask(record: PeerRecord) -> pb.DescribeReply | None:
+        call: Any = StageServiceStub(channels.channel(record)).Describe
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id))
+        except (grpc.aio.AioRpcError, TimeoutError):
+            return None
+        return reply
+
+    return [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
+
+
+def _partners(config: RunConfig, stage: int) -> Collection[int]:
+    """The stages that have to be at the same round as this one."""
+    if config.rounds.synchronous:
+        return set(range(config.stages.num_stages)) - {stage}
+    sharing = [set(shared.stages) for shared in shared_parameters(config) if stage in shared.stages]
+    return set[int]().union(*sharing) - {stage}
+
+
+def _at_their_round(
+    stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions
+) -> Restored:
+    wanted = max(rounds)
+    fits = len(rounds) == 1 and options.round_number in (None, wanted)
+    if fits and (restored := folder.restore(stage, shapes, round_number=wanted)):
+        return restored
+    newest = folder.restore(stage, shapes, round_number=options.round_number)
+    stand = f"the other stages stand at round {' and '.join(map(str, sorted(rounds)))}"
+    if newest is None:
+        raise Fatal(f"{stand}, and {folder.path} has no sound checkpoint with all of stage {stage}")
+    raise Fatal(
+        f"{stand}, and stage {stage} in {folder.path} at round {newest.round}: to go on from one cut, stop every peer "
+        f"and start all with --resume and --resume-round {newest.round}"
+    )
+
+
+def _begin_with(restored: Restored) -> Beginning:
+    return Beginning(
+        restored=restored, round=restored.round, run_samples=restored.run_samples, lineage=restored.lineage,
+        highest_microbatch=restored.highest_microbatch,
+    )  # fmt: skip
+
+
+def _start_over(config: RunConfig, stage: int, others: Others) -> Beginning | None:
+    if others.latest == 0:
+        return None
+    logger.warning(
+        "nobody holds stage %d any more, and there is no checkpoint: it starts again from its initial weights at "
+        "round %d", stage, others.latest,
+    )  # fmt: skip
+    return _late(config, None, genesis(config, stage), others)
+
+
+def _enter_late(config: RunConfig, stage: int, restored: Restored, others: Others) -> Beginning:
+    logger.warning(
+        "nobody holds stage %d any more: it enters at round %d as it was at round %d; what it learnt since is lost",
+        stage, others.latest, restored.round,
+    )  # fmt: skip
+    return _late(config, restored, restored.lineage, others)
+
+
+def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Others) -> Beginning:
+    """Enter at the others' round with an older state. All who do so from the same state are on one branch."""
+    num_rounds = others.latest - (restored.round if restored else 0)
+    highest = restored.highest_microbatch if restored else -1
+    return Beginning(
+        restored=restored, round=others.latest, run_samples=others.samples,
+        lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(),
+        # Nobody knows how many were trained on since: rather leave some out than repeat one.
+        highest_microbatch=highest + 2 * max(0, num_rounds) * config.microbatches_per_round,
+    )  # fmt: skip

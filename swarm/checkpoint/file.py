@@ -1,0 +1,205 @@
+"""One checkpoint: a stage's state at the beginning of a round, as a safetensors file that is whole or refused.
+
+    stage-1-of-3.round-500.safetensors    tensors `anchor/NAME` and `outer/NAME/KEY`; all else is in the metadata
+
+Written by checkpoint/writer, read by checkpoint/folder. Parameters are named by their place in the whole model, so the
+files of one cut make up the stages of any other. Never decides which file is used, or how long it is kept.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from swarm import config as configs
+from swarm.config import RunConfig
+from swarm.errors import IntegrityError
+
+FORMAT = 1
+_SAME = ("model", "data", "rounds")
+"""Sections of the configuration that stay as they are when a run is resumed; only the text's path may differ."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class FileName:
+    """What a checkpoint's name says; ordered by round."""
+
+    round: int
+    num_stages: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"stage-{self.stage}-of-{self.num_stages}.round-{self.round}.safetensors"
+
+
+def names(folder: Path) -> list[FileName]:
+    """The checkpoints in a folder, by their names; none if there is no such folder."""
+    pattern = re.compile(r"stage-(\d+)-of-(\d+)\.round-(\d+)\.safetensors")
+    matches = [pattern.fullmatch(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
+    numbers = [tuple(map(int, match.groups())) for match in matches if match is not None]
+    return sorted(FileName(round=number, num_stages=of, stage=stage) for stage, of, number in numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        config: the run's configuration when it was written.
+        run_samples: samples the run had committed when the round began.
+        lineage: hash chain over the rounds before it.
+        highest_microbatch: highest id that the stage had seen when it was written; -1 for none.
+        state_digest: SHA-256 over the state, as the stage's peers compare it.
+    """
+
+    config: RunConfig
+    stage: int
+    round: int
+    run_samples: int
+    lineage: str
+    highest_microbatch: int
+    state_digest: str
+
+    @property
+    def name(self) -> FileName:
+        """Of its file."""
+        return FileName(round=self.round, num_stages=self.config.stages.num_stages, stage=self.stage)
+
+
+def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path:
+    """Write one checkpoint; once this returns, it survives a power cut. Blocks.
+
+    Whenever the process dies, the folder holds either the whole file, or what was there before.
+
+    Args:
+        owner: who writes; no two writers of one folder may have the same.
+
+    Raises:
+        OSError: it could not be written; no half of it is left.
+    """
+    path = folder / str(header.name)
+    temporary = folder / f".{path.name}.{owner}.tmp"
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    metadata = _pack(header)
+    metadata["sha256"] = _sha256(metadata, whole)
+    try:
+        try:
+            save_file(whole, temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        _sync(temporary)
+        temporary.rename(path)
+        _sync(folder)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def remove_unfinished(folder: Path, owner: str) -> None:
+    """Remove what a writer of that name left when it was killed."""
+    for leftover in folder.glob(f".stage-*.safetensors.{owner}.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def read_header(path: Path, config: RunConfig) -> Header:
+    """Read and check all of a file, with one tensor at a time in memory. Blocks.
+
+    Raises:
+        IntegrityError: it is cut short, altered, or of another run; the message names the file and the fault.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            stated = metadata.pop("sha256", "")
+            actual = _sha256(metadata, file)
+    except (SafetensorError, OSError) as error:
+        raise IntegrityError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if actual != stated:
+        raise IntegrityError(f"{path} is damaged: its contents do not match their digest")
+    if metadata.get("format") != str(FORMAT):
+        raise IntegrityError(f"{path} has format {metadata.get('format')}, and this software reads {FORMAT}")
+    header = _unpack(metadata, path)
+    if str(header.name) != path.name:
+        raise IntegrityError(f"{path} was renamed: it is {header.name}")
+    if difference := _difference(header.config, config):
+        raise IntegrityError(f"{path} is of another run: {difference}")
+    return header
+
+
+def parameters(path: Path) -> set[str]:
+    """Names of the parameters whose state a file holds."""
+    with safe_open(path, framework="pt") as file:
+        return {key.removeprefix("anchor/") for key in file.keys() if key.startswith("anchor/")}  # noqa: SIM118
+
+
+def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
+    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. They may be mapped to the file."""
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys() if key.split("/")[1] in wanted}  # noqa: SIM118
+
+
+def _pack(header: Header) -> dict[str, str]:
+    values = {
+        "format": FORMAT, "run": header.config.run, "config": configs.to_json(header.config),
+        "config_digest": header.config.digest, "num_stages": header.config.stages.num_stages, "stage": header.stage,
+        "round": header.round, "run_samples": header.run_samples, "lineage": header.lineage,
+        "highest_microbatch": header.highest_microbatch, "state_digest": header.state_digest,
+    }  # fmt: skip
+    return {name: str(value) for name, value in values.items()}
+
+
+def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
+    try:
+        return Header(
+            config=configs.from_json(metadata["config"], source="its configuration"), stage=int(metadata["stage"]),
+            round=int(metadata["round"]), run_samples=int(metadata["run_samples"]), lineage=metadata["lineage"],
+            highest_microbatch=int(metadata["highest_microbatch"]), state_digest=metadata["state_digest"],
+        )  # fmt: skip
+    except (KeyError, ValueError) as error:
+        raise IntegrityError(f"{path} was written by another release: {error}") from None
+
+
+def _difference(theirs: RunConfig, ours: RunConfig) -> str:
+    """The first thing in which two configurations differ that must stay as it is."""
+
+    def flat(config: RunConfig) -> dict[str, Any]:
+        values = asdict(config)
+        fields = {f"{section}.{name}": value for section in _SAME for name, value in values[section].items()}
+        return {"run": config.run, **fields, "data.dataset": None}
+
+    one, other = flat(theirs), flat(ours)
+    differing = (name for name in one if one[name] != other[name])
+    return next((f"{name} is {one[name]!r} in it and {other[name]!r} here" for name in differing), "")
+
+
+def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
+    """Over everything that is in a file, but for this digest.
+
+    Args:
+        tensors: a dictionary of tensors, or an open file of them.
+    """
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors.keys()):
+        tensor = tensors[name] if isinstance(tensors, dict) else tensors.get_tensor(name)
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""A folder of checkpoints, and the state of a stage put together from it, under the same cut or another one.
+
+Used by peers/resume when a stage peer starts. Takes the newest round that is sound; what is not is named in the log.
+Never writes.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarm.checkpoint import file
+from swarm.checkpoint.file import FileName, Header, Tensors
+from swarm.config import RunConfig
+from swarm.errors import IntegrityError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Restored:
+    """A stage's state from the files of one round.
+
+    Attributes:
+        lineage: the file's own where it holds just this stage; else made from those of all files that were used.
+        state_digest: SHA-256 over the state; None where it was put together anew.
+        files: where it comes from.
+    """
+
+    round: int
+    run_samples: int
+    lineage: str
+    highest_microbatch: int
+    tensors: Tensors
+    state_digest: str | None
+    files: tuple[Path, ...]
+
+
+class CheckpointFolder:
+    """What one folder has for a run. Reads each file once."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        self.path = path
+        self._config = config
+        self._names = file.names(path)
+        self._headers: dict[FileName, Header | None] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to choose from."""
+        return not self._names
+
+    def restore(
+        self, stage: int, shapes: Mapping[str, torch.Size], *, round_number: int | None = None
+    ) -> Restored | None:
+        """A stage's state at the newest round that is whole; None if no round has all of this stage. Blocks.
+
+        A round is whole when every stage of that cut of which the folder holds anything has a sound file of it. So
+        all stages that resume from one folder resume at one round, though the newest of one may be newer. If no round
+        is whole, the newest will do that has all of this stage.
+
+        Args:
+            shapes: of the stage's parameters, by name.
+            round_number: no other round will do.
+        """
+        own = self._config.stages.num_stages
+        cuts = {(name.round, name.num_stages) for name in self._names if round_number in (None, name.round)}
+        newest_first = sorted(cuts, key=lambda cut: (cut[0], cut[1] == own, cut[1]), reverse=True)
+        for cut in newest_first:
+            if self._is_complete(cut):
+                headers = self._sound(cut)
+                if len(headers) == len(self._files(cut)) and (restored := self._gather(headers, stage, shapes)):
+                    return restored
+        for cut in newest_first:
+            if restored := self._gather(self._sound(cut), stage, shapes):
+                logger.warning("round %d in %s is not whole, but has all of stage %d", cut[0], self.path, stage)
+                return restored
+        return None
+
+    def _files(self, cut: tuple[int, int]) -> list[FileName]:
+        return [name for name in self._names if (name.round, name.num_stages) == cut]
+
+    def _is_complete(self, cut: tuple[int, int]) -> bool:
+        kept = {name.stage for name in self._names if name.num_stages == cut[1]}
+        return {name.stage for name in self._files(cut)} == kept
+
+    def _sound(self, cut: tuple[int, int]) -> list[Header]:
+        for name in self._files(cut):
+            if name not in self._headers:
+                try:
+                    self._headers[name] = file.read_header(self.path / str(name), self._config)
+                except IntegrityError as error:
+                    logger.warning("refused: %s", error)
+                    self._headers[name] = None
+        return [header for name in self._files(cut) if (header := self._headers[name]) is not None]
+
+    def _gather(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
+        """A stage's state from files of one round; None where a parameter is missing, or of another shape."""
+        paths = {header.stage: self.path / str(header.name) for header in headers}
+        held = {number: file.parameters(path) for number, path in paths.items()}
+        missing, used = set(shapes), list[Header]()
+        tensors: dict[str, torch.Tensor] = {}
+        # The most useful first: a tied embedding is in two files, and all peers of a stage should choose alike.
+        for header in sorted(headers, key=lambda header: (-len(held[header.stage] & set(shapes)), header.stage)):
+            if taken := held[header.stage] & missing:
+                used.append(header)
+                missing -= taken
+                tensors |= file.load(paths[header.stage], taken)
+        if not headers or missing or any(tensors[f"anchor/{name}"].shape != shape for name, shape in shapes.items()):
+            return None
+        used = sorted(used or headers, key=lambda header: header.stage)
+        is_same = len(used) == 1 and held[used[0].stage] == set(shapes)
+        origin = "\n".join([f"{self._config.run_id} stage {stage}", *(header.lineage for header in used)])
+        return Restored(
+            round=used[0].round,
+            run_samples=max(header.run_samples for header in used),
+            lineage=used[0].lineage if is_same else hashlib.sha256(origin.encode()).hexdigest(),
+            highest_microbatch=max(header.highest_microbatch for header in headers),
+            tensors=tensors,
+            state_digest=used[0].state_digest if is_same else None,
+            files=tuple(paths[header.stage] for header in used),
+        )

@@ -1,0 +1,100 @@
+"""Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
+
+Used by peers/stage_server, which hands it copies of the stage's state. Works in a thread of its own; whatever fails is
+one line in the log, and training goes on with the checkpoints that are there. Deletes nothing before something newer is
+safely written.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+from swarm.checkpoint import file
+from swarm.checkpoint.file import FileName, Header, Tensors
+
+logger = logging.getLogger(__name__)
+
+SET_ASIDE = ".set-aside"
+"""Added to the name of a checkpoint that lies in a future which the run has left."""
+
+
+class CheckpointWriter:
+    """One stage peer's folder, from its side. Several peers may have the same one."""
+
+    def __init__(self, folder: Path, *, every: int, keep: int, owner: str) -> None:
+        """
+        Args:
+            every: rounds from one checkpoint to the next.
+            keep: how many of these stay.
+            owner: see file.write; what its last process left unfinished is removed.
+
+        Raises:
+            OSError: there is no such folder, and it cannot be made.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        file.remove_unfinished(folder, owner)
+        self.folder = folder
+        self._every = every
+        self._keep = keep
+        self._owner = owner
+        self._lock = asyncio.Lock()
+        self._former = file.names(folder)
+        """What was there when this peer started."""
+        self.newest_round = 0
+        """Of the checkpoints that this peer has written."""
+
+    @property
+    def had_any(self) -> bool:
+        """Whether checkpoints were there when this peer started."""
+        return bool(self._former)
+
+    def is_due(self, round_number: int) -> bool:
+        """Whether the state at the beginning of this round is to be written now."""
+        if round_number % self._every:
+            return False
+        if self._lock.locked():
+            logger.warning("no checkpoint of round %d: an earlier one is still being written", round_number)
+            return False
+        return True
+
+    async def write(self, header: Header, tensors: Tensors) -> bool:
+        """Write a state to whose tensors nobody writes; whether that succeeded.
+
+        Waits for the one before. Cancellation leaves the thread at work: the file will be whole, or not there.
+        """
+        async with self._lock:
+            try:
+                path = await asyncio.to_thread(file.write, self.folder, header, tensors, owner=self._owner)
+            except OSError as error:
+                logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
+                return False
+            self.newest_round = header.round
+            logger.info("wrote the checkpoint %s", path)
+            try:
+                await asyncio.to_thread(self._tidy, header.name)
+            except OSError as error:
+                logger.warning("old checkpoints stay: %s", error)
+        return True
+
+    def went_back(self, round_number: int, *, stage: int | None = None) -> None:
+        """The run goes on from this round: set aside what was here of later ones, of one stage or of all.
+
+        Left under their names, they would be taken for the newest, or be mixed with those still to come.
+        """
+        for name in [n for n in self._former if n.round > round_number and stage in (None, n.stage)]:
+            self._former.remove(name)
+            path = self.folder / str(name)
+            logger.warning("%s is of a later round than the run goes on from: it gets the ending %s", path, SET_ASIDE)
+            with suppress(FileNotFoundError):  # Another peer of the folder was quicker.
+                path.rename(path.with_name(path.name + SET_ASIDE))
+
+    def _tidy(self, written: FileName) -> None:
+        """Keep the newest few; of those written in between, when a peer left, the newest one."""
+        self.went_back(written.round, stage=written.stage)
+        cut = (written.stage, written.num_stages)
+        kept = [n for n in file.names(self.folder) if (n.stage, n.num_stages) == cut and n.round <= written.round]
+        regular = [name for name in kept if name.round % self._every == 0]
+        between = [name for name in kept if name.round % self._every]
+        for name in [*regular[: -self._keep], *between[:-1]]:
+            (self.folder / str(name)).unlink(missing_ok=True)

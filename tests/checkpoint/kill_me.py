@@ -1,0 +1,64 @@
+"""Writes checkpoints of a run in a child process for somebody to kill, again and again; run by test_writer.
+
+For every line on stdin, `FOLDER`, a child goes on from the folder's newest checkpoint, as a peer would. It says
+`child PID`, `found ROUND`, then `wrote ROUND` for each one that it has written; when it is dead, `dead` is said.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from swarm.checkpoint.file import Header
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig, StagesConfig
+
+CONFIG = RunConfig(stages=StagesConfig(num_stages=1))
+SHAPES = {name: torch.Size([200_000]) for name in ("layers.0.weight", "layers.1.weight")}
+
+
+def tensors_of(round_number: int) -> dict[str, torch.Tensor]:
+    """The state of a round."""
+    return {f"anchor/{name}": torch.full(shape, float(round_number)) for name, shape in SHAPES.items()}
+
+
+def say(text: str) -> None:
+    """In one piece, and at once."""
+    os.write(1, f"{text}\n".encode())
+
+
+async def write_for_ever(folder: Path) -> None:
+    """Until the end."""
+    restored = CheckpointFolder(folder, CONFIG).restore(0, SHAPES)
+    number = 0 if restored is None else restored.round
+    if restored is not None:
+        assert all(torch.equal(restored.tensors[name], value) for name, value in tensors_of(number).items())
+    say(f"found {number}")
+    writer = CheckpointWriter(folder, every=1, keep=3, owner="me")
+    while True:
+        number += 1
+        header = Header(
+            config=CONFIG, stage=0, round=number, run_samples=number, lineage="", highest_microbatch=-1,
+            state_digest="",
+        )  # fmt: skip
+        assert await writer.write(header, tensors_of(number))
+        say(f"wrote {number}")
+
+
+def main() -> None:
+    """One child after another."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        child = os.fork()
+        if not child:
+            asyncio.run(write_for_ever(Path(line.strip())))
+        say(f"child {child}")
+        os.waitpid(child, 0)
+        say("dead")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Real stages' states to write and to read back, the same under every cut."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from swarm.checkpoint import file
+from swarm.checkpoint.file import Header
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.stages import build_stage
+from swarm.stage.weights import StageWeights
+
+CONFIG = RunConfig(
+    run="checkpoints",
+    model=ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32),
+    data=DataConfig(sequence_length=8, microbatch_size=2),
+    rounds=RoundsConfig(setting="synchronous", round_samples=16),
+    optimizer=OptimizerConfig(learning_rate=0.01, weight_decay=0.1),
+)
+
+
+def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
+    """The same run in so many stages."""
+    return dataclasses.replace(config, stages=StagesConfig(num_stages=num_stages))
+
+
+def trained(config: RunConfig, stage: int, num_rounds: int) -> StageWeights:
+    """A stage after some rounds, each with gradients that follow from the parameters' names."""
+    weights = StageWeights(config, build_stage(config, stage, device="cpu"), lineage=f"stage {stage}")
+    while weights.round.number < num_rounds:
+        train_round(weights)
+    return weights
+
+
+def train_round(weights: StageWeights) -> None:
+    """Commit one more round."""
+    average = {}
+    for name, master in weights.masters.items():
+        generator = torch.Generator().manual_seed(sum(name.encode()) + weights.round.number)
+        average[name] = torch.randn(master.shape, generator=generator)
+    weights.close()
+    weights.commit(
+        average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage=f"{weights.round.lineage} +1"
+    )
+
+
+def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7) -> Header:
+    """What a checkpoint of it says."""
+    return Header(
+        config=config, stage=stage, round=weights.round.number, run_samples=weights.round.run_samples,
+        lineage=weights.round.lineage, highest_microbatch=highest_microbatch, state_digest=weights.state_digest(),
+    )  # fmt: skip
+
+
+def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:
+    """Checkpoints of all stages after some rounds."""
+    paths = []
+    for stage in range(config.stages.num_stages):
+        weights = trained(config, stage, num_rounds)
+        paths.append(file.write(folder, header_of(config, stage, weights), weights.state_tensors(), owner="test"))
+    return paths
+
+
+def shapes_of(weights: StageWeights) -> dict[str, torch.Size]:
+    """What a folder is asked for."""
+    return {name: master.shape for name, master in weights.masters.items()}

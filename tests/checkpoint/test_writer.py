@@ -1,0 +1,171 @@
+"""Writing as the rounds go by: what stays in the folder, and what a death or a full disk leaves of it."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swarm.checkpoint import file
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import CheckpointWriter
+from tests.checkpoint import kill_me
+from tests.checkpoint.states import cut, header_of, shapes_of, train_round, trained, write_cut
+
+
+def _writer(folder: Path, *, every: int = 2, keep: int = 3, owner: str = "me") -> CheckpointWriter:
+    return CheckpointWriter(folder, every=every, keep=keep, owner=owner)
+
+
+async def _write(writer: CheckpointWriter, num_rounds: int, stage: int = 0) -> bool:
+    weights = trained(cut(2), stage, num_rounds)
+    return await writer.write(header_of(cut(2), stage, weights), weights.state_tensors())
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _rounds(folder: Path, stage: int = 0) -> list[int]:
+    return [name.round for name in file.names(folder) if name.stage == stage]
+
+
+async def test_the_newest_few_stay_and_those_of_other_stages_are_left_alone(tmp_path: Path) -> None:
+    writer = _writer(tmp_path / "new" / "folder", keep=2)
+    assert await _write(_writer(writer.folder), 2, stage=1)
+    for number in (2, 4, 6, 8):
+        assert await _write(writer, number)
+    assert _rounds(writer.folder) == [6, 8]
+    assert _rounds(writer.folder, stage=1) == [2]
+    assert writer.newest_round == 8
+
+
+async def test_those_written_on_leaving_do_not_displace_the_regular_ones(tmp_path: Path) -> None:
+    """Or some restarts would leave no round that all stages have."""
+    writer = _writer(tmp_path, keep=2)
+    for number in (2, 4, 5, 7):
+        assert await _write(writer, number)
+    assert _rounds(tmp_path) == [2, 4, 7]
+
+
+async def test_what_is_due(tmp_path: Path) -> None:
+    writer = _writer(tmp_path, every=3)
+    assert [number for number in range(1, 8) if writer.is_due(number)] == [3, 6]
+
+
+async def test_a_round_that_comes_while_one_is_written_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = _writer(tmp_path)
+    writing = asyncio.create_task(_write(writer, 2))
+    await asyncio.sleep(0)
+    assert not writer.is_due(4)
+    assert "no checkpoint of round 4: an earlier one is still being written" in caplog.text
+    assert await writing
+    assert writer.is_due(6)
+
+
+async def test_a_folder_that_cannot_be_written_to_costs_a_line_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+    writer = _writer(folder)
+    assert await _write(writer, 2)
+    folder.rename(tmp_path / "away")
+    assert not await _write(writer, 4)
+    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.getMessage().startswith(f"no checkpoint of round 4 in {folder}: ")
+    (tmp_path / "away").rename(folder)
+    assert (_rounds(folder), writer.newest_round) == ([2], 2)
+    assert await _write(writer, 6)
+    assert _rounds(folder) == [2, 6]
+
+
+async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_path: Path) -> None:
+    for number in (2, 4, 6, 8):
+        write_cut(tmp_path, cut(2), number)
+    first, second = _writer(tmp_path), _writer(tmp_path, owner="other")
+    first.went_back(4)
+    assert _rounds(tmp_path, stage=0) == _rounds(tmp_path, stage=1) == [2, 4]
+    second.went_back(4)
+    assert len([name for name in _names(tmp_path) if name.endswith(".set-aside")]) == 4
+
+
+async def test_what_lies_ahead_of_the_first_one_written_is_no_future_of_this_run(tmp_path: Path) -> None:
+    """A peer that had been further is back, and downloaded what the others hold."""
+    for number in (2, 6, 8):
+        write_cut(tmp_path, cut(2), number)
+    writer = _writer(tmp_path, keep=3)
+    assert await _write(writer, 4)
+    assert _rounds(tmp_path, stage=0) == [2, 4]
+    assert _rounds(tmp_path, stage=1) == [2, 6, 8], "nothing is known of another stage"
+    assert await _write(writer, 6)
+    assert await _write(writer, 8)
+    assert _rounds(tmp_path, stage=0) == [4, 6, 8]
+
+
+async def test_peers_that_share_a_folder_write_the_same_file(tmp_path: Path) -> None:
+    writers = [_writer(tmp_path, owner=owner) for owner in ("one", "two", "three")]
+    for number in (2, 4):
+        assert all(await asyncio.gather(*(_write(writer, number) for writer in writers)))
+    assert _names(tmp_path) == ["stage-0-of-2.round-2.safetensors", "stage-0-of-2.round-4.safetensors"]
+    restored = CheckpointFolder(tmp_path, cut(2)).restore(0, shapes_of(trained(cut(2), 0, 0)))
+    assert restored is not None
+    assert restored.state_digest == trained(cut(2), 0, 4).state_digest()
+
+
+async def test_the_copy_that_is_written_is_not_touched_by_training(tmp_path: Path) -> None:
+    weights = trained(cut(2), 0, 2)
+    header, tensors = header_of(cut(2), 0, weights), weights.state_tensors()
+    writing = asyncio.create_task(_writer(tmp_path).write(header, tensors))
+    while not writing.done():
+        train_round(weights)
+        await asyncio.sleep(0)
+    assert writing.result()
+    restored = CheckpointFolder(tmp_path, cut(2)).restore(0, shapes_of(weights))
+    assert restored is not None
+    assert restored.state_digest == trained(cut(2), 0, 2).state_digest()
+
+
+@pytest.mark.parametrize(
+    "num_kills", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=["some", "many"]
+)
+def test_a_death_at_any_moment_leaves_all_that_was_acknowledged(tmp_path: Path, num_kills: int) -> None:
+    """Kill -9 at random moments; every start finds a whole one, not older than the last that was acknowledged."""
+    chance = random.Random(num_kills)
+    acknowledged = num_half_written = 0
+    write_seconds = 0.02
+    command, root = [sys.executable, "-m", "tests.checkpoint.kill_me"], Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as host:
+        assert host.stdin is not None
+        assert host.stdout is not None
+        for _ in range(num_kills):
+            print(tmp_path, file=host.stdin, flush=True)
+            said: dict[str, int] = {}
+            least = {"child": 1, "found": acknowledged, "wrote": acknowledged + chance.randrange(3)}
+            while not all(said.get(word, 0) >= number for word, number in least.items()):
+                began_at = time.perf_counter()
+                word, number = host.stdout.readline().split()
+                if word == "wrote":
+                    write_seconds = 0.5 * (write_seconds + time.perf_counter() - began_at)
+                said[word] = int(number)
+                said["wrote"] = max(said.get("wrote", 0), said.get("found", 0))
+            assert said["found"] >= acknowledged
+            time.sleep(chance.uniform(0.0, 1.5 * write_seconds))
+            os.kill(said["child"], signal.SIGKILL)
+            while (line := host.stdout.readline().split()) != ["dead"]:
+                said[line[0]] = int(line[1])
+            acknowledged = said["wrote"]
+            num_half_written += bool(list(tmp_path.glob(".*.tmp")))
+        host.stdin.close()
+        assert host.wait() == 0
+    restored = CheckpointFolder(tmp_path, kill_me.CONFIG).restore(0, kill_me.SHAPES)
+    assert restored is not None
+    assert restored.round >= acknowledged > num_kills // 2, num_half_written
+    assert num_half_written > num_kills // 10, "it was killed in the middle of writing, too"

@@ -1,0 +1,176 @@
+"""Checkpoints of a real swarm: it goes on where it stopped, in any number of stages, and a lost stage comes back.
+
+Every swarm here trains the same synchronous run of four layers, whose states are compared with one that was never
+interrupted.
+"""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.supervisor import Supervisor
+from swarm.checkpoint import file
+from tests.support.swarm import CONFIG, RealSwarm, wait_until, write_text
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(6000)]
+
+STOP, END = 10, 20
+BOUND = 1e-4
+SECONDS = 1500.0
+
+
+class Swarm(RealSwarm):
+    """One peer a stage, all in one folder of checkpoints."""
+
+    start_seconds = SECONDS
+
+    def __init__(
+        self, folder: Path, children: Supervisor, num_stages: int, *, setting: str = "synchronous", every: int = 5,
+        resume: bool = False,
+    ) -> None:  # fmt: skip
+        folder.mkdir(exist_ok=True)
+        super().__init__(folder, children)
+        # One text, for its digest and its path are part of the configuration.
+        text = write_text(folder.parent / "text.txt")
+        longer = CONFIG.replace("num_layers = 2", "num_layers = 4")
+        written = longer.replace("num_stages = 2", f"num_stages = {num_stages}")
+        self.config.write_text(written.format(dataset=text, setting=setting), encoding="utf-8")
+        self.checkpoints = folder / "checkpoints"
+        self.options = ["--checkpoint", str(self.checkpoints), "--checkpoint-every", str(every)]
+        self.options += ["--keep-checkpoints", "9", *(["--resume", str(self.checkpoints)] if resume else [])]
+        self.start_peers([0], *self.options)
+        self.start_peers(range(1, num_stages), *self.options)
+
+    def train(self, name: str, steps: int) -> list[float]:
+        """Train, and wait for the end; gives the losses."""
+        assert self.wait_for_end(self.start_trainer(name, steps=steps), SECONDS) == 0
+        return [row["train/loss"] for row in self.steps(name)]
+
+    def wait_for_round(self, number: int, num_stages: int) -> dict[str, torch.Tensor]:
+        """The whole model at the beginning of a round, from the checkpoints."""
+        names = [file.FileName(round=number, num_stages=num_stages, stage=stage) for stage in range(num_stages)]
+        paths = [self.checkpoints / str(name) for name in names]
+        wait_until(lambda: all(path.exists() for path in paths), SECONDS, f"checkpoints of round {number}")
+        return {
+            name: tensor
+            for path in paths
+            for name, tensor in file.load(path, file.parameters(path)).items()
+            if name.startswith("anchor/")
+        }
+
+    def kill_all(self) -> None:
+        """At once, without a word."""
+        for peer in list(self.peers):
+            self.kill(peer)
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    """Ends whatever is left."""
+    with Supervisor(tmp_path_factory.mktemp("logs"), grace_seconds=3.0) as children:
+        yield children
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all swarms."""
+    return tmp_path_factory.mktemp("swarms")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path, children: Supervisor) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of a run in three stages."""
+    swarm = Swarm(folder / "uninterrupted", children, 3)
+    losses = swarm.train("whole", END)
+    weights = swarm.wait_for_round(END, 3)
+    swarm.kill_all()
+    return losses, weights
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path, children: Supervisor) -> Path:
+    """Checkpoints of one that was killed as a whole after step 10."""
+    swarm = Swarm(folder / "stopped", children, 3)
+    swarm.train("first", STOP)
+    swarm.wait_for_round(STOP, 3)
+    swarm.kill_all()
+    return swarm.checkpoints
+
+
+def _assert_same(
+    losses: list[float], weights: dict[str, torch.Tensor], expected: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    assert losses == pytest.approx(expected[0][-len(losses) :], rel=BOUND)
+    assert weights.keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        difference = float(torch.linalg.vector_norm(weights[name] - value) / torch.linalg.vector_norm(value))
+        assert difference < BOUND, name
+
+
+@pytest.mark.parametrize("num_stages", [3, 2, 4])
+def test_a_stopped_run_goes_on_in_any_number_of_stages(
+    folder: Path, children: Supervisor, stopped: Path, num_stages: int,
+    uninterrupted: tuple[list[float], dict[str, torch.Tensor]],
+) -> None:  # fmt: skip
+    resumed = folder / f"resumed-{num_stages}"
+    shutil.copytree(stopped, resumed / "checkpoints")
+    swarm = Swarm(resumed, children, num_stages, resume=True)
+    losses = swarm.train("second", END - STOP)
+    assert [row["step"] for row in swarm.steps("second")] == list(range(STOP + 1, END + 1))
+    _assert_same(losses, swarm.wait_for_round(END, num_stages), uninterrupted)
+    swarm.kill_all()
+
+
+def test_a_stage_that_died_comes_back_from_a_joiner_s_checkpoint(
+    folder: Path, children: Supervisor, uninterrupted: tuple[list[float], dict[str, torch.Tensor]]
+) -> None:
+    """Every round is written, and the stage dies in the middle of one: it comes back into the same round."""
+    swarm = Swarm(folder / "lost", children, 3, every=1)
+    trainer = swarm.start_trainer("through", steps=END)
+    written = swarm.checkpoints / "stage-1-of-3.round-6.safetensors"
+    wait_until(written.exists, SECONDS, "a checkpoint of round 6")
+    (victim,) = [peer for peer in swarm.peers if peer.stage == 1]
+    swarm.kill(victim)
+    said = "stage 1 has no peer"
+    wait_until(lambda: said in trainer.log.read_text(), SECONDS, "the trainer to name the empty stage")
+    swarm.start_peers([1], *swarm.options, "--resume", str(swarm.checkpoints))
+    assert swarm.wait_for_end(trainer, SECONDS) == 0
+    losses = [row["train/loss"] for row in swarm.steps("through")]
+    _assert_same(losses, swarm.wait_for_round(END, 3), uninterrupted)
+    swarm.kill_all()
+
+
+def test_a_checkpoint_of_another_round_does_not_go_on(folder: Path, children: Supervisor, stopped: Path) -> None:
+    resumed = folder / "apart"
+    shutil.copytree(stopped, resumed / "checkpoints")
+    for path in (resumed / "checkpoints").glob(f"*.round-{STOP}.*"):
+        path.unlink()
+    swarm = Swarm(resumed, children, 3, resume=True)
+    swarm.train("on", 3)
+    (victim,) = [peer for peer in swarm.peers if peer.stage == 2]
+    swarm.kill(victim)
+    child, _ = swarm.launch(2, *swarm.options)
+    wait_until(lambda: [end for end in children.exits() if end.name == child.name], SECONDS, "the joiner to end")
+    message = child.log.read_text().splitlines()[-1]
+    assert "the other stages stand at round 8, and stage 2 in" in message
+    assert "start all with --resume and --resume-round 5" in message
+    swarm.kill_all()
+
+
+def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, children: Supervisor) -> None:
+    swarm = Swarm(folder / "diloco", children, 2, setting="diloco")
+    swarm.train("first", 7)
+    (victim,) = [peer for peer in swarm.peers if peer.stage == 1]
+    swarm.wait_for_round(5, 2)
+    swarm.kill(victim)
+    (joiner,) = swarm.start_peers([1], *swarm.options, "--resume", str(swarm.checkpoints))
+    assert "it enters at round 7 as it was at round 5" in joiner.child.log.read_text()
+    swarm.train("second", 2)
+    joiner.child.process.send_signal(signal.SIGTERM)
+    left = swarm.checkpoints / "stage-1-of-2.round-9.safetensors"
+    wait_until(left.exists, SECONDS, "a checkpoint on leaving")
+    swarm.kill_all()

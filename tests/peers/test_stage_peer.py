@@ -1,0 +1,34 @@
+"""swarm-peer's options: what they may not be."""
+
+from pathlib import Path
+
+import pytest
+
+from peers.stage_peer import PeerOptions, open_checkpoints
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
+        ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1, not 0"),
+        ({"resume_round": 10}, "--resume-round needs --resume DIR"),
+    ],
+)
+def test_wrong_options_for_checkpoints(options: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
+
+
+def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
+    """A folder to resume from has to be there, unless it is the one that is made to be written to."""
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ValueError, match="checkpoints: there is no such folder"):
+        open_checkpoints(PeerOptions(preset="tiny", resume=folder), owner="me")
+    writer = open_checkpoints(PeerOptions(preset="tiny", checkpoint=folder, resume=folder), owner="me")
+    assert writer is not None
+    assert not writer.had_any
+    (folder / "stage-0-of-3.round-10.safetensors").touch()
+    writer = open_checkpoints(PeerOptions(preset="tiny", checkpoint=folder), owner="me")
+    assert writer is not None
+    assert writer.had_any

@@ -1,0 +1,55 @@
+"""A stage entering a run with a state that no peer gave, and its copies of the state at a round's beginning."""
+
+import dataclasses
+
+import pytest
+
+from swarm.config import RunConfig
+from swarm.errors import IntegrityError
+from swarm.rounds import Contribution, RoundResult, Snapshot
+from swarm.stage.member import StageMember
+from swarm.stage.weights import digest_of
+from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
+
+
+def _result(round_number: int, contribution: Contribution) -> RoundResult:
+    return RoundResult(
+        round=round_number, tensors=contribution.tensors, num_samples=16, squared_norm=1.0, total_squared_norm=1.0,
+        members=("me",), lineage=f"after {round_number}", attempts=1, bytes_sent=0, bytes_received=0,
+        compression_ratio=1.0, seconds=0.0, digest="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: RunConfig) -> None:
+    async with running_chain(config) as chain:
+        peer = chain.peers[0]
+        committed: list[int] = []
+        member = StageMember(peer.stage, num_alive=lambda: 1, on_commit=lambda: committed.append(peer.stage.round))
+        for number in range(2):
+            await chain.train_all(range(8 * number, 8 * number + 2), round_number=number)
+            await member.apply(_result(number, await member.close(number, drop=())))
+            snapshot = await member.snapshot()
+            assert (snapshot.round, snapshot.lineage) == (number + 1, f"after {number}")
+            assert snapshot.digest == digest_of(snapshot.tensors) == peer.weights.state_digest()
+            # The other stages of this chain commit nothing.
+            for other in chain.peers[1:]:
+                other.weights.round.number = number + 1
+        assert committed == [1, 2]
+
+
+async def test_a_checkpoint_s_state_enters_with_its_position() -> None:
+    async with running_chain(DILOCO) as chain:
+        peer = chain.peers[0]
+        member = StageMember(peer.stage, num_alive=lambda: 1)
+        initial = await member.snapshot()
+        tensors = {name: value + 1 for name, value in initial.tensors.items()}
+        snapshot = Snapshot(round=40, run_samples=640, lineage="forty", tensors=tensors, digest=digest_of(tensors))
+        await member.begin_with(snapshot, highest_microbatch=321)
+        progress = member.progress()
+        assert (progress.round, progress.run_samples, progress.lineage) == (40, 640, "forty")
+        assert progress.highest_microbatch == 321
+        assert peer.weights.state_digest() == snapshot.digest
+        assert (await member.snapshot()).digest == snapshot.digest
+        with pytest.raises(IntegrityError):
+            await member.begin_with(dataclasses.replace(snapshot, digest="0"), highest_microbatch=-1)
