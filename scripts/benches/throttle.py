@@ -1,18 +1,22 @@
 """Home lines for processes of this machine: all that one of them sends shares one line, all that it receives another.
 
-A user-space proxy for the bench `link`. Each process connects through a port of its own (gRPC does so by HTTP CONNECT
-when its environment says so), hence it is known who calls whom, and bytes between two processes take their turn on the
-sender's up line and on the receiver's down line. All connections of a machine queue there chunk by chunk, each with
-one chunk at a time, so they share its lines evenly.
+A user-space proxy for the bench `link` and for chaos. Each process connects through a port of its own (gRPC does so by
+HTTP CONNECT when its environment says so), hence it is known who calls whom, and bytes between two processes take
+their turn on the sender's up line and on the receiver's down line. All connections of a machine queue there chunk by
+chunk, each with one chunk at a time, so they share its lines evenly.
 
-Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Neither latency nor
-losses are added. The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
+What one machine sends to another can be slowed further, or held back for good or for a while, and their connections
+can be broken: so links are slow or stalled, one way or both, and replies are lost after the work was done.
+
+Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Latency is not added.
+The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
 it, the sender's kernel lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -44,7 +48,7 @@ class Line:
         return self._free_at
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
     """A process with its lines, and where it connects to reach others over them."""
 
@@ -68,6 +72,11 @@ class Throttle:
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
     _serving: dict[str, Machine] = field(default_factory=dict)
+    _obstacles: dict[tuple[Machine, Machine], float] = field(default_factory=dict)
+    """From whom to whom, and how many bytes per second still pass."""
+    _removed: asyncio.Event = field(default_factory=asyncio.Event)
+    _ends: dict[asyncio.StreamWriter, tuple[Machine, str]] = field(default_factory=dict)
+    """Both ends of each connection: who made it, and to which endpoint."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +95,28 @@ class Throttle:
     def serve(self, endpoint: str, machine: Machine) -> None:
         """Have what others send to `endpoint`, and get from there, go over the lines of its machine as well."""
         self._serving[endpoint] = machine
+
+    def hinder(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
+        """From now on let no more than this pass from one machine to another; what has to wait is not lost."""
+        self._obstacles[source, target] = bytes_per_second
+
+    def clear(self, source: Machine, target: Machine) -> None:
+        """Let everything pass again, and first what has waited."""
+        self._obstacles.pop((source, target), None)
+        self.loop.loop.call_soon_threadsafe(self._wake)
+
+    def break_connections(self, one: Machine, other: Machine) -> None:
+        """Break those between two machines; what waited for its turn is lost."""
+        self.loop.loop.call_soon_threadsafe(self._break, one, other)
+
+    def _wake(self) -> None:
+        self._removed.set()
+        self._removed = asyncio.Event()
+
+    def _break(self, one: Machine, other: Machine) -> None:
+        for end, (caller, endpoint) in list(self._ends.items()):
+            if {caller, self._serving.get(endpoint)} == {one, other}:
+                end.transport.abort()
 
     async def _listen(self) -> Machine:
         listener = _socket()
@@ -110,39 +141,44 @@ class Throttle:
             endpoint = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
             answers, requests = await _open(endpoint)
             writers.append(requests)
+            self._ends |= dict.fromkeys(writers, (machine, endpoint))
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
 
-            def there() -> Iterable[Line]:
-                return (machine.up, *(m.down for m in self._at(endpoint)))
-
-            def back() -> Iterable[Line]:
-                return (machine.down, *(m.up for m in self._at(endpoint)))
-
             async with asyncio.TaskGroup() as pipes:
-                pipes.create_task(_pipe(reader, requests, there))
-                pipes.create_task(_pipe(answers, writer, back))
+                pipes.create_task(self._pipe(reader, requests, lambda: (machine, self._serving.get(endpoint))))
+                pipes.create_task(self._pipe(answers, writer, lambda: (self._serving.get(endpoint), machine)))
         except* (OSError, asyncio.IncompleteReadError):
             pass  # Gone without a goodbye: so is the other end.
         finally:
             for one in writers:
+                self._ends.pop(one, None)
                 one.close()
 
-    def _at(self, endpoint: str) -> Iterable[Machine]:
-        return [self._serving[endpoint]] if endpoint in self._serving else []
+    async def _pipe(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+        ends: Callable[[], tuple[Machine | None, Machine | None]],
+    ) -> None:  # fmt: skip
+        """Pass one direction on until its end of file. Raises OSError when either side fails."""
+        time = asyncio.get_running_loop().time
+        writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
+        while chunk := await reader.read(CHUNK_BYTES):
+            source, target = ends()
+            lines = [*([source.up] if source else []), *([target.down] if target else [])]
+            passed_at = max(line.queue(len(chunk), time()) for line in lines)
+            await asyncio.sleep(passed_at - time())
+            if source and target:
+                await self._pass_obstacle(source, target, len(chunk))
+            writer.write(chunk)
+            await writer.drain()
+        writer.write_eof()
 
-
-async def _pipe(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, lines: Callable[[], Iterable[Line]]
-) -> None:
-    """Pass one direction on until its end of file. Raises OSError when either side fails."""
-    time = asyncio.get_running_loop().time
-    writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
-    while chunk := await reader.read(CHUNK_BYTES):
-        passed_at = max(line.queue(len(chunk), time()) for line in lines())
-        await asyncio.sleep(passed_at - time())
-        writer.write(chunk)
-        await writer.drain()
-    writer.write_eof()
+    async def _pass_obstacle(self, source: Machine, target: Machine, num_bytes: int) -> None:
+        while (bytes_per_second := self._obstacles.get((source, target))) is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(num_bytes / bytes_per_second if bytes_per_second else None):
+                    await self._removed.wait()
+                    continue
+            return
 
 
 async def _open(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
