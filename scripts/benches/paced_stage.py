@@ -1,11 +1,13 @@
-"""A stage that takes a fixed time for a sample, for measuring links: as on a GPU, computing leaves the CPU alone.
+"""Stages that take a fixed time for a sample: as on a GPU, computing leaves the CPU alone.
 
-Peers load it by its name in `model.custom_class`. Its layers hold parameters, (d_ff, d_model) each, that cost next to
-no computation: they are there to be averaged. Never learns much.
+Peers load them by name in `model.custom_class`, so that many of them fit on few cores and each has a capacity of its
+own, which an environment variable may change. `Paced` is for measuring links: its layers hold parameters, (d_ff,
+d_model) each, that cost next to no computation, and never learn much. `PacedTransformer` is the real stage.
 
 Shape suffixes: B samples, T positions, D model width, F feed-forward width.
 """
 
+import os
 import time
 from typing import Any
 
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 
 from swarm.config import RunConfig
 from swarm.model.layers import DropoutKey
+from swarm.model.stages import StageModule
 
 SECONDS_PER_SAMPLE = 0.033
-"""Forward and backward together; backward takes twice as long as forward."""
+"""Forward and backward together, unless PACE says otherwise; backward takes twice as long as forward."""
+PACE = "SWARM_BENCH_SECONDS_PER_SAMPLE"
+"""The environment variable."""
 
 
 class _Pause(torch.autograd.Function):
@@ -24,7 +29,7 @@ class _Pause(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_BTD: Tensor) -> Tensor:
-        ctx.seconds = hidden_BTD.shape[0] * SECONDS_PER_SAMPLE / 3
+        ctx.seconds = hidden_BTD.shape[0] * float(os.environ.get(PACE, SECONDS_PER_SAMPLE)) / 3
         time.sleep(ctx.seconds)
         return hidden_BTD.view_as(hidden_BTD)
 
@@ -52,6 +57,19 @@ class Paced(nn.Module):
         hidden_BTD = inputs if self.embedding is None else self.embedding(inputs)
         for layer_FD in self.layers.values():
             hidden_BTD = hidden_BTD * (1.0 + layer_FD.mean())
-        hidden_BTD = _Pause.apply(hidden_BTD)  # type: ignore[no-untyped-call]  # torch's
+        hidden_BTD = _pause(hidden_BTD)
         output_BTD: Tensor = hidden_BTD if self.head is None else self.head(hidden_BTD)
         return output_BTD
+
+
+class PacedTransformer(StageModule):
+    """A stage of the transformer, with the same parameters and the same results, only later."""
+
+    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
+        """See StageModule."""
+        return _pause(super().forward(inputs, dropout_key=dropout_key))
+
+
+def _pause(hidden_BTD: Tensor) -> Tensor:
+    output_BTD: Tensor = _Pause.apply(hidden_BTD)  # type: ignore[no-untyped-call]  # torch's
+    return output_BTD
