@@ -149,13 +149,13 @@ def test_a_death_at_any_moment_leaves_all_that_was_acknowledged(tmp_path: Path, 
             print(tmp_path, file=host.stdin, flush=True)
             said: dict[str, int] = {}
             least = {"child": 1, "found": acknowledged, "wrote": acknowledged + chance.randrange(3)}
-            while not all(said.get(word, 0) >= number for word, number in least.items()):
+            while not all(said.get(word, -1) >= number for word, number in least.items()):
                 began_at = time.perf_counter()
                 word, number = host.stdout.readline().split()
                 if word == "wrote":
                     write_seconds = 0.5 * (write_seconds + time.perf_counter() - began_at)
                 said[word] = int(number)
-                said["wrote"] = max(said.get("wrote", 0), said.get("found", 0))
+                said["wrote"] = max(said.get("wrote", -1), said.get("found", -1))
             assert said["found"] >= acknowledged
             time.sleep(chance.uniform(0.0, 1.5 * write_seconds))
             os.kill(said["child"], signal.SIGKILL)
