@@ -140,14 +140,27 @@ async def find_others(
 ) -> Others:  # fmt: skip
     """Ask the announced peers where they are.
 
+    While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
+    frozen, or cut off from here, and a stage must not begin anew beside them. What died is announced no longer after
+    some seconds.
+
     Args:
         patient: wait, for a while, until somebody serves and the stages that commit together have done so.
     """
     deadline = clock.monotonic() + (SETTLE_SECONDS if patient else 0.0)
-    stages = range(config.stages.num_stages)
+    stages, warned = range(config.stages.num_stages), False
     while True:
         if holders := await _describe(config, known.others(stage), channels):
             return Others(held_at=max(reply.round for reply in holders))
+        if silent := known.others(stage):
+            if not warned:
+                logger.warning(
+                    "stage %d is held by %s, announced but silent: waiting for an answer, or until it is announced no "
+                    "longer", stage, ", ".join(record.name or record.peer_id[:8] for record in silent[:3]),
+                )  # fmt: skip
+                warned = True
+            await _look_again(known, directory, stages, clock)
+            continue
         foremost = {
             number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
             for number in stages
@@ -160,9 +173,13 @@ async def find_others(
         together = {rounds[number] for number in _partners(config, stage) if number in rounds}
         if (rounds and len(together) <= 1) or clock.monotonic() >= deadline:
             return Others(rounds=rounds, samples=samples)
-        await clock.sleep(LOOK_SECONDS)
-        with suppress(PeerUnavailable):
-            await known.look(directory, stages)
+        await _look_again(known, directory, stages, clock)
+
+
+async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[int], clock: Clock) -> None:
+    await clock.sleep(LOOK_SECONDS)
+    with suppress(PeerUnavailable):
+        await known.look(directory, stages)
 
 
 async def _describe(

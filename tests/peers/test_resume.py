@@ -182,14 +182,20 @@ class _Directory:
 
     def __init__(self, chain: Chain, stages: Collection[int]) -> None:
         self.num_looks = 0
+        self.silent: dict[int, int] = {}
+        """For how many looks a stage's dead peer is still announced."""
         self._chain = chain
         self._stages = stages
 
     async def peers(self, stage: int) -> list[PeerRecord]:
         self.num_looks += 1
-        records = [peer.record for peer in self._chain.at(stage) if stage in self._stages]
+        here = [peer.record for peer in self._chain.at(stage)]
         gone = {"peer_id": "f" * 40, "endpoint": "127.0.0.1:1", "round": 99}
-        return [*records, *(record.model_copy(update=gone) for record in records)]
+        dead = [record.model_copy(update=gone) for record in here]
+        if stage in self._stages:
+            return [*here, *dead]
+        self.silent[stage] = self.silent.get(stage, 0) - 1
+        return dead if self.silent[stage] >= 0 else []
 
 
 def _describe(turns: Iterator[int]) -> pb.DescribeReply:
@@ -199,7 +205,7 @@ def _describe(turns: Iterator[int]) -> pb.DescribeReply:
 
 async def _find(
     rounds: Mapping[int, Sequence[int]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
-    patient: bool = False,
+    patient: bool = False, silent_looks: int = 0,
 ) -> tuple[Others, int]:  # fmt: skip
     """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time."""
     async with running_chain(config) as chain:
@@ -211,6 +217,8 @@ async def _find(
             turns = itertools.chain(answers, itertools.repeat(answers[-1]))
             peer.servicer._describe = partial(_describe, turns)
             known.update(number, await directory.peers(number))
+        directory.silent[stage] = silent_looks
+        known.update(stage, await directory.peers(stage))
         directory.num_looks = 0
         others = await find_others(
             config, stage, known=known, directory=cast(Directory, directory), channels=chain.peers[0].channels,
@@ -229,6 +237,12 @@ async def test_only_peers_that_answer_count() -> None:
     assert others == Others(rounds={0: 7, 2: 8}, samples=128)
     assert (others.latest, num_looks) == (8, 0)
     assert (await _find({})) == (Others(), 0)
+
+
+async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
+    others, num_looks = await _find({0: [7], 2: [8]}, silent_looks=3)
+    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
+    assert num_looks == 3 * 3, "three looks at three stages"
 
 
 async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_the_same_round() -> None:
