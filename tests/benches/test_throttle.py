@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Self
 
 import pytest
 
@@ -75,3 +76,79 @@ async def test_nobody_there_ends_the_connection(throttle: Throttle) -> None:
     writer.write(b"CONNECT 127.0.0.1:1 HTTP/1.1\r\n\r\n")
     assert await reader.read() == b""
     writer.close()
+
+
+class _Echo:
+    """A client of a server that sends everything back, over a machine's lines."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, machine: Machine, endpoint: str) -> Self:
+        reader, writer = await asyncio.open_connection(*machine.proxy.split(":"))
+        writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        return cls(reader, writer)
+
+    async def call(self, text: bytes, timeout_seconds: float) -> bytes | None:
+        """The answer; None if there was none in time."""
+        self._writer.write(text)
+        return await self.answer(timeout_seconds)
+
+    async def answer(self, timeout_seconds: float) -> bytes | None:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._reader.read(100)
+        except TimeoutError:
+            return None
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Where it is, and what has arrived there."""
+    arrived: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(100):
+            arrived.append(chunk)
+            writer.write(chunk)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}", arrived
+
+
+async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[str, list[bytes]]) -> None:
+    endpoint, arrived = echo
+    caller, callee = throttle.machine(), throttle.machine()
+    throttle.serve(endpoint, callee)
+    client = await _Echo.connect(caller, endpoint)
+    throttle.hinder(caller, callee)
+    assert await client.call(b"one", 0.3) is None
+    assert not arrived
+    throttle.clear(caller, callee)
+    assert await client.answer(5.0) == b"one"
+    throttle.hinder(caller, callee, bytes_per_second=10.0)
+    began_at = time.monotonic()
+    assert await client.call(b"12345", 5.0) == b"12345"
+    assert time.monotonic() - began_at > 0.4
+
+
+async def test_an_answer_that_is_held_back_is_lost_with_its_connection(
+    throttle: Throttle, echo: tuple[str, list[bytes]]
+) -> None:
+    endpoint, arrived = echo
+    caller, callee, stranger = (throttle.machine() for _ in range(3))
+    throttle.serve(endpoint, callee)
+    client, other = await _Echo.connect(caller, endpoint), await _Echo.connect(stranger, endpoint)
+    throttle.hinder(callee, caller)
+    assert await client.call(b"lost", 0.3) is None
+    assert arrived == [b"lost"], "the work was done"
+    throttle.break_connections(caller, callee)
+    assert await client.answer(5.0) == b""
+    throttle.clear(callee, caller)
+    assert await (await _Echo.connect(caller, endpoint)).call(b"again", 5.0) == b"again"
+    assert await other.call(b"not concerned", 5.0) == b"not concerned"
