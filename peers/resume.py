@@ -118,7 +118,10 @@ def choose(
         return _start_over(config, stage, others)
     partners = {number for number in _partners(config, stage) if number in others.rounds}
     if partners:
-        return _begin_with(_at_their_round(stage, shapes, {others.rounds[p] for p in partners}, folder, options))
+        rounds = {others.rounds[partner] for partner in partners}
+        return _begin_with(
+            _at_their_round(stage, shapes, rounds, folder, options, synchronous=config.rounds.synchronous)
+        )
     if others.rounds and others.latest == 0:
         raise Fatal("the run begins anew at round 0: start its first peer with --resume as well, or leave --resume out")
     wanted = options.round_number
@@ -206,12 +209,24 @@ def _partners(config: RunConfig, stage: int) -> Collection[int]:
 
 
 def _at_their_round(
-    stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions
-) -> Restored:
-    wanted = max(rounds)
-    fits = len(rounds) == 1 and options.round_number in (None, wanted)
-    if fits and (restored := folder.restore(stage, shapes, round_number=wanted)):
-        return restored
+    stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
+    *, synchronous: bool,
+) -> Restored:  # fmt: skip
+    """Of the round at which the stages stand that commit together with this one.
+
+    In the synchronous setting the one before will do as well: they keep its weights, and the stage catches up by having
+    its microbatches run again.
+    """
+    # Some may have committed a round that others, and this stage, have yet to commit.
+    wanted = [max(rounds)] if len(rounds) == 1 else []
+    if synchronous:
+        wanted.append(max(rounds) - 1)
+    for number in wanted:
+        fits = min(rounds) >= number and options.round_number in (None, number)
+        if fits and (restored := folder.restore(stage, shapes, round_number=number)):
+            if number < max(rounds):
+                logger.info("the other stages repeat round %d for this one", number)
+            return restored
     newest = folder.restore(stage, shapes, round_number=options.round_number)
     stand = f"the other stages stand at round {' and '.join(map(str, sorted(rounds)))}"
     if newest is None:

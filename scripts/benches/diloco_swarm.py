@@ -104,7 +104,7 @@ class Worker:
             computation.result()
             self.stage.acknowledge(computation)
         finally:
-            self.stage.leave()
+            self.stage.leave(microbatch)
         while self.stage.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
             await asyncio.sleep(0)
 

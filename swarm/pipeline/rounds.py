@@ -73,6 +73,8 @@ class RoundWatcher:
         self._num_stages = num_stages
         self._rounds: dict[int, int] = {}
         """By stage, as soon as it has answered."""
+        self._present: dict[int, int] = {}
+        """Likewise, but a stage that was lost may have come back at the round before."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
@@ -91,12 +93,17 @@ class RoundWatcher:
         """The round that the foremost stage has reached."""
         return max(self._rounds.values(), default=0)
 
+    def is_behind(self, stage: int, round_number: int) -> bool:
+        """Whether a stage was at an earlier round when it was last asked."""
+        return self._present.get(stage, round_number) < round_number
+
     async def poll(self, timeout_seconds: float = 2.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it."""
         replies = await asyncio.gather(*(self._describe(stage, timeout_seconds) for stage in range(self._num_stages)))
         for stage, reply in enumerate(replies):
             if reply is None:
                 continue
+            self._present[stage] = reply.round
             self._rounds[stage] = max(self._rounds.get(stage, 0), reply.round)
             self._device_bytes = max(self._device_bytes, reply.device_bytes)
             self._aborted[reply.peer_id] = sum(reply.averaging.aborted.values())

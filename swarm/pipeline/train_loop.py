@@ -157,7 +157,7 @@ class TrainLoop(HopListener):
 
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            while self._queue and not self._paused and len(self._in_flight) < self._window.size:
+            while self._queue and not self._paused and self._has_room(self._queue[0].microbatch.round):
                 work = self._queue.popleft()
                 task = tasks.create_task(self._train(work))
                 self._count_busy()
@@ -166,6 +166,13 @@ class TrainLoop(HopListener):
                 self._wanted.set()
             self._arrived.clear()
             await self._arrived.wait()
+
+    def _has_room(self, round_number: int) -> bool:
+        """Whether one more of that round may be under way.
+
+        Those of a later round do not count: they may be waiting for just this one.
+        """
+        return sum(work.microbatch.round <= round_number for work, _ in self._in_flight.values()) < self._window.size
 
     async def _train(self, work: _Work) -> None:
         index = work.microbatch.index
@@ -195,7 +202,7 @@ class TrainLoop(HopListener):
             self._arrived.set()
 
     def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
-        if microbatch.accumulate_only_at is not None:
+        if microbatch.accumulate_only_at is not None or microbatch.round < self._watcher.round:
             return  # A replay: its loss has been counted before.
         self._losses.setdefault(microbatch.round, []).append(reply.loss)
         self._totals.num_tokens += reply.num_tokens
@@ -248,11 +255,13 @@ class TrainLoop(HopListener):
                 self._on_waiting(0)
             return False
         self._take(leased, last_round)
-        if self._config.rounds.synchronous and leased.round_complete and room:
+        if self._config.rounds.synchronous:
             for stage in range(1, self._config.stages.num_stages):
-                lost = await self._ask(stage, room, wait_seconds=0.0)
-                if lost is not None:
-                    self._take(lost, last_round)
+                behind = self._watcher.is_behind(stage, leased.round)
+                if behind or (leased.round_complete and room):
+                    lost = await self._ask(stage, max(room, self._window.size), wait_seconds=0.0)
+                    if lost is not None:
+                        self._take(lost, last_round)
         return True
 
     async def _ask(self, stage: int, count: int, wait_seconds: float) -> Leased | None:
@@ -269,13 +278,20 @@ class TrainLoop(HopListener):
             self._released += leased.microbatches
             return
         known = {work.microbatch.index for work in self._queue} | self._in_flight.keys()
-        for index in leased.microbatches:
-            if index not in known:
-                microbatch = Microbatch(
+        new = [
+            _Work(
+                Microbatch(
                     index=index, round=leased.round, num_samples=self._config.data.microbatch_size,
                     accumulate_only_at=leased.accumulate_only_at,
-                )  # fmt: skip
-                self._queue.append(_Work(microbatch, leased.stage))
+                ),
+                leased.stage,
+            )
+            for index in leased.microbatches
+            if index not in known
+        ]  # fmt: skip
+        # A round that some stage has to repeat comes before the next one, which waits for it.
+        is_first = self._queue and leased.round < self._queue[0].microbatch.round
+        self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._arrived.set()
 
     def _let_go(self) -> None:

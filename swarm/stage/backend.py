@@ -120,13 +120,16 @@ class StageBackend:
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, wire_inputs: Mapping[str, torch.Tensor]) -> Forward:
+    def forward(self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor]) -> Forward:
         """Compute the stage's output, keeping the graph if the budget allows.
 
         Raises:
             MalformedMessage: the inputs hold NaN, infinity or an unknown token.
+            NotReady: see StageWeights.version_for.
         """
-        forward = Forward(microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version)
+        forward = Forward(
+            microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
+        )
         self._check_inputs(wire_inputs)
         if self.budget.has_room():
             inputs, outputs = self._graph(forward)
@@ -158,15 +161,18 @@ class StageBackend:
             self.release(forward)
 
     def forward_loss(
-        self, microbatch: int, wire_inputs: Mapping[str, torch.Tensor], *, accumulate: bool
+        self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor], *, accumulate: bool
     ) -> tuple[float, torch.Tensor | None, Accumulated | None]:
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
         Raises:
             MalformedMessage: non-finite or out-of-range inputs, or a loss that is not finite.
+            NotReady: see StageWeights.version_for.
         """
         self._check_inputs(wire_inputs)
-        forward = Forward(microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version)
+        forward = Forward(
+            microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
+        )
         forward.version.users += 1
         try:
             forward._inputs, outputs = self._graph(forward)

@@ -171,7 +171,7 @@ class Computation(HopListener):
     async def _run_last(self) -> Result:
         def work() -> tuple[float, torch.Tensor | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
-                self.microbatch.index, self._wire_inputs, accumulate=self.accumulate
+                self.microbatch.index, self.microbatch.round, self._wire_inputs, accumulate=self.accumulate
             )
             return loss, gradient
 
@@ -185,7 +185,7 @@ class Computation(HopListener):
 
     async def _run_through(self) -> Result:
         def forward() -> torch.Tensor:
-            self._forward = self._backend.forward(self.microbatch.index, self._wire_inputs)
+            self._forward = self._backend.forward(self.microbatch.index, self.microbatch.round, self._wire_inputs)
             assert self._forward.wire_hidden_BTD is not None
             return self._forward.wire_hidden_BTD
 

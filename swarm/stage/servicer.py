@@ -120,7 +120,7 @@ class StageServicer(StageServiceServicer):
             self._stage.counters.rerouted_backwards += opening.rerouted_backward
             return computation
         finally:
-            self._stage.leave()
+            self._stage.leave(microbatch)
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
         route: Mapping[int, PeerId] = {}

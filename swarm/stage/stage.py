@@ -6,6 +6,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -75,7 +76,8 @@ class Stage:
         self._ages = itertools.count()
         self.num_settling = 0
         """Consequences of acknowledgements that are still under way."""
-        self._num_admitted = 0
+        self._admitted: Counter[int] = Counter()
+        """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._new_round = asyncio.Event()
         self._seconds_per_sample = MovingAverage(0.1)
 
@@ -97,17 +99,23 @@ class Stage:
     @property
     def num_admitted(self) -> int:
         """Microbatches admitted and not finished."""
-        return self._num_admitted
+        return self._admitted.total()
 
     @property
     def num_free(self) -> int:
-        """Microbatches that would be admitted now."""
-        return self._limits.max_in_flight - self._num_admitted
+        """Microbatches of the current round that would be admitted now."""
+        return self._limits.max_in_flight - self._admitted[self._place(self.round)]
+
+    def _place(self, round_number: int) -> int:
+        return round_number if self.config.rounds.synchronous else 0
 
     # -- admission -------------------------------------------------------------------------------------------------
 
     def admit(self, microbatch: Microbatch) -> None:
         """Take a slot for a microbatch; give it back with `leave`.
+
+        In the synchronous setting one of the last round is taken as well, with the weights of that round: a stage that
+        lost all its peers and came back from a checkpoint has that round to do again. Here it counts no more.
 
         Raises:
             Overloaded, NotReady, StaleMicrobatch.
@@ -118,19 +126,23 @@ class Stage:
             self._check_round(microbatch)
         elif self._averages_too_long():
             raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
-        if self.num_free <= 0:
-            reason = f"{self._num_admitted} microbatches are in flight"
+        place = self._place(microbatch.round)
+        if self._admitted[place] >= self._limits.max_in_flight:
+            reason = f"{self._admitted[place]} microbatches are in flight"
             raise Overloaded(reason, retry_after_seconds=self._microbatch_seconds())
-        self._num_admitted += 1
+        self._admitted[place] += 1
 
     def _microbatch_seconds(self) -> float:
         """How long it is likely to take until a slot is free."""
         seconds = (self._seconds_per_sample.value or 0.0) * self.config.data.microbatch_size
         return min(max(seconds, 0.02), 1.0)
 
-    def leave(self) -> None:
-        """Give a slot back."""
-        self._num_admitted -= 1
+    def leave(self, microbatch: Microbatch) -> None:
+        """Give its slot back."""
+        place = self._place(microbatch.round)
+        self._admitted[place] -= 1
+        if not self._admitted[place]:
+            del self._admitted[place]
 
     def _averages_too_long(self) -> bool:
         """Whether a round's worth of samples waits for the one step that follows the exchange."""
@@ -138,8 +150,12 @@ class Stage:
         return weights.round.closed and weights.backlog_samples >= self.config.rounds.round_samples
 
     def _check_round(self, microbatch: Microbatch) -> None:
-        if microbatch.round < self.round:
+        if microbatch.round < self.round - 1:
             raise StaleMicrobatch(f"microbatch {microbatch.index}: round {microbatch.round} has committed")
+        if microbatch.round < self.round:
+            if self.backend.weights.anchor(microbatch.round) is None:
+                raise NotReady(f"this peer was not there in round {microbatch.round}")
+            return
         # Later stages take whatever stage 0 admitted, and wait for their own commit if they must.
         if self.number == 0 and microbatch.round > self.round:
             raise Overloaded(f"round {self.round} has not committed yet", retry_after_seconds=0.05)
@@ -171,7 +187,8 @@ class Stage:
             await self._reach_round(microbatch)
         except TimeoutError:
             raise NotReady(f"round {self.round} does not commit") from None
-        contributes = microbatch.accumulate_only_at in (None, self.number)
+        is_past = self.config.rounds.synchronous and microbatch.round < self.round
+        contributes = microbatch.accumulate_only_at in (None, self.number) and not is_past
         entry = self.ledger.find(microbatch.index) if contributes else None
         if entry is None:
             return self._start(microbatch, tensors, hints, subscriber, accumulate=contributes)
@@ -191,11 +208,8 @@ class Stage:
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
         subscriber: object, *, accumulate: bool, adopts: Computation | None = None,
     ) -> Computation:  # fmt: skip
-        if accumulate and self.config.rounds.synchronous:
-            if self.backend.weights.round.closed:
-                raise NotReady(f"round {self.round} is being averaged")
-            if microbatch.round < self.round:
-                raise StaleMicrobatch(f"microbatch {microbatch.index}: round {microbatch.round} has committed")
+        if accumulate and self.config.rounds.synchronous and self.backend.weights.round.closed:
+            raise NotReady(f"round {self.round} is being averaged")
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, age=next(self._ages), hints=hints,
             backend=self.backend, runtime=self.runtime, hop=self._hop, adopts=adopts,

@@ -18,12 +18,13 @@ from torch import nn
 
 from swarm import optim
 from swarm.config import RunConfig
-from swarm.errors import IntegrityError
+from swarm.errors import IntegrityError, NotReady
 
 Tensors = dict[str, torch.Tensor]
 
 KEPT_ANCHORS = 2
-"""Rounds whose anchor weights stay readable for evaluation: this one and the one before."""
+"""Rounds whose anchor weights stay readable, for evaluation and for stages that have to repeat a round: this one and
+the one before."""
 
 
 @dataclass(eq=False)
@@ -122,6 +123,18 @@ class StageWeights:
     def anchor(self, round_number: int) -> Tensors | None:
         """The weights that began a round; None unless it is this round or the one before."""
         return self._anchors.get(round_number)
+
+    def version_for(self, round_number: int) -> Version:
+        """The weights with which a microbatch is computed: the newest; in the synchronous setting its round's own.
+
+        Raises:
+            NotReady: its round is neither this one nor the one before.
+        """
+        if not self._config.rounds.synchronous or round_number == self.round.number:
+            return self.version
+        if round_number not in self._anchors:
+            raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
+        return Version(parameters=self._anchors[round_number])
 
     def step_if_due(self) -> None:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready."""

@@ -125,19 +125,30 @@ def test_a_stopped_run_goes_on_in_any_number_of_stages(
     swarm.kill_all()
 
 
+@pytest.mark.parametrize(("stage", "repeats"), [(1, False), (0, True), (1, True), (2, True)])
 def test_a_stage_that_died_comes_back_from_a_joiner_s_checkpoint(
-    folder: Path, children: Supervisor, uninterrupted: tuple[list[float], dict[str, torch.Tensor]]
-) -> None:
-    """Every round is written, and the stage dies in the middle of one: it comes back into the same round."""
-    swarm = Swarm(folder / "lost", children, 3, every=1)
+    folder: Path, children: Supervisor, stage: int, repeats: bool,
+    uninterrupted: tuple[list[float], dict[str, torch.Tensor]],
+) -> None:  # fmt: skip
+    """Every round is written, and the stage dies in the middle of one: it comes back into the same round.
+
+    Or it died between the others' commit and its own checkpoint: then the others repeat a round for it.
+    """
+    swarm = Swarm(folder / f"lost-{stage}-{repeats}", children, 3, every=1)
     trainer = swarm.start_trainer("through", steps=END)
-    written = swarm.checkpoints / "stage-1-of-3.round-6.safetensors"
+    written = swarm.checkpoints / str(file.FileName(round=6, num_stages=3, stage=stage))
     wait_until(written.exists, SECONDS, "a checkpoint of round 6")
-    (victim,) = [peer for peer in swarm.peers if peer.stage == 1]
+    (victim,) = [peer for peer in swarm.peers if peer.stage == stage]
     swarm.kill(victim)
-    said = "stage 1 has no peer"
+    said = f"stage {stage} has no peer"
     wait_until(lambda: said in trainer.log.read_text(), SECONDS, "the trainer to name the empty stage")
-    swarm.start_peers([1], *swarm.options, "--resume", str(swarm.checkpoints))
+    if repeats:
+        reached = max(name.round for name in file.names(swarm.checkpoints) if name.stage != stage)
+        for name in file.names(swarm.checkpoints):
+            if name.stage == stage and name.round >= reached:
+                (swarm.checkpoints / str(name)).unlink()
+    (joiner,) = swarm.start_peers([stage], *swarm.options, "--resume", str(swarm.checkpoints))
+    assert ("the other stages repeat round" in joiner.child.log.read_text()) == repeats
     assert swarm.wait_for_end(trainer, SECONDS) == 0
     losses = [row["train/loss"] for row in swarm.steps("through")]
     _assert_same(losses, swarm.wait_for_round(END, 3), uninterrupted)

@@ -136,11 +136,21 @@ def test_synchronous_stages_do_not_go_on_from_different_rounds(tmp_path: Path) -
         _choose(SYNCHRONOUS, Others(rounds={0: 43, 2: 43}), folder)
     with pytest.raises(Fatal, match="stand at round 0, and stage 1"):
         _choose(SYNCHRONOUS, Others(rounds={0: 0}), folder)
-    with pytest.raises(Fatal, match="stand at round 40 and 41, and"):
-        _choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 41}), folder)
+    with pytest.raises(Fatal, match="stand at round 39 and 41, and"):
+        _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 41}), folder)
     with pytest.raises(Fatal, match=r"stand at round 40, and stage 1 in .* at round 30: "):
         _choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 40}), folder, round_number=30)
     assert _value(_choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 40}), folder)) == 40
+
+
+def test_a_synchronous_stage_may_be_a_round_late_for_the_others_can_repeat_one(tmp_path: Path) -> None:
+    folder = _write(tmp_path, SYNCHRONOUS, 40)
+    for rounds in ({0: 41, 2: 41}, {0: 40, 2: 41}):
+        beginning = _choose(SYNCHRONOUS, Others(rounds=rounds), folder)
+        assert beginning is not None
+        assert (_value(beginning), beginning.round, beginning.lineage) == (40, 40, "lineage 40")
+    with pytest.raises(Fatal, match="stand at round 39, and"):
+        _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 39}), folder)
 
 
 def test_a_diloco_stage_enters_late_with_the_newest_that_there_is(

@@ -67,11 +67,11 @@ def _run(chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = T
     inputs: dict[str, torch.Tensor] = {TOKENS: _tokens(microbatch)}
     forwards = []
     for backend in chain[:-1]:
-        forwards.append(backend.forward(microbatch, inputs))
+        forwards.append(backend.forward(microbatch, 0, inputs))
         hidden_BTD = forwards[-1].wire_hidden_BTD
         assert hidden_BTD is not None
         inputs = {TOKENS: inputs[TOKENS], HIDDEN: hidden_BTD}
-    loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, inputs, accumulate=accumulate)
+    loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, 0, inputs, accumulate=accumulate)
     accumulated = [last]
     for backend, forward in zip(reversed(chain[:-1]), reversed(forwards), strict=True):
         assert gradient_BTD is not None
@@ -132,11 +132,11 @@ def test_recomputing_gives_the_same_bits() -> None:
 
 def test_microbatches_in_any_order_do_not_mix() -> None:
     backend = _backend(_CONFIG, 1)
-    forwards = [backend.forward(number, {TOKENS: _tokens(number), HIDDEN: _hidden(number)}) for number in range(2)]
+    forwards = [backend.forward(number, 0, {TOKENS: _tokens(number), HIDDEN: _hidden(number)}) for number in range(2)]
     assert backend.budget.num_kept == 2
     mixed = {number: backend.backward(forwards[number], _hidden(9), accumulate=False)[0] for number in (1, 0)}
     for number in range(2):
-        forward = backend.forward(number, {TOKENS: _tokens(number), HIDDEN: _hidden(number)})
+        forward = backend.forward(number, 0, {TOKENS: _tokens(number), HIDDEN: _hidden(number)})
         alone, _ = backend.backward(forward, _hidden(9), accumulate=False)
         assert alone is not None
         mixed_gradient_BTD = mixed[number]
@@ -158,11 +158,11 @@ def test_without_accumulation_the_gradient_passes_through_and_nothing_stays() ->
 def test_a_single_stage_is_the_whole_model() -> None:
     config = dataclasses.replace(_CONFIG, stages=StagesConfig(num_stages=1))
     backend = _backend(config, 0)
-    _, gradient, entry = backend.forward_loss(0, {TOKENS: _tokens(0)}, accumulate=True)
+    _, gradient, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0)}, accumulate=True)
     assert gradient is None
     assert entry is not None
     _assert_close(backend.weights.open_bucket.sums, _reference(config, [0])[1], 1e-5)
-    assert backend.forward_loss(0, {TOKENS: _tokens(0)}, accumulate=False)[1:] == (None, None)
+    assert backend.forward_loss(0, 0, {TOKENS: _tokens(0)}, accumulate=False)[1:] == (None, None)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
@@ -195,7 +195,7 @@ def test_rolling_back_brings_the_sum_back(config: RunConfig) -> None:
 def test_a_settled_gradient_can_still_be_taken_out() -> None:
     """Synchronous: as a double of another member's."""
     backend = _backend(_CONFIG, 2)
-    _, _, entry = backend.forward_loss(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+    _, _, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
     assert entry is not None
     backend.settle(entry)
     backend.settle(entry)
@@ -211,7 +211,7 @@ def test_a_settled_gradient_can_still_be_taken_out() -> None:
 
 def _accumulate_and_settle(backend: StageBackend, microbatch: int) -> None:
     """Enough for an inner step."""
-    forward = backend.forward(microbatch, {TOKENS: _tokens(microbatch), HIDDEN: _hidden(microbatch)})
+    forward = backend.forward(microbatch, 0, {TOKENS: _tokens(microbatch), HIDDEN: _hidden(microbatch)})
     _, entry = backend.backward(forward, _hidden(100 + microbatch), accumulate=True)
     assert entry is not None
     backend.settle(entry)
@@ -230,7 +230,7 @@ def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
     backend = _backend(_DILOCO, 1, limit_bytes)
     _accumulate_and_settle(backend, 0)
     old = {name: value.detach().clone() for name, value in backend.weights.version.parameters.items()}
-    forward = backend.forward(7, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
+    forward = backend.forward(7, 0, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
     _accumulate_and_settle(backend, 1)
     assert backend.weights.version is not forward.version, "an inner step came in between"
     gradient_BTD, entry = backend.backward(forward, _hidden(8), accumulate=True)
@@ -246,7 +246,7 @@ def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
 
 def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
     backend = _backend(_DILOCO, 1)
-    forward = backend.forward(7, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
+    forward = backend.forward(7, 0, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
     _accumulate_and_settle(backend, 1)
     _, entry = backend.backward(forward, _hidden(8), accumulate=True)
     assert entry is not None
@@ -259,7 +259,7 @@ def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
 def test_a_third_version_waits_for_the_first_to_be_done_with() -> None:
     backend = _backend(_DILOCO, 1)
     first = backend.weights.version
-    forward = backend.forward(7, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
+    forward = backend.forward(7, 0, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
     _accumulate_and_settle(backend, 1)
     second = backend.weights.version
     _accumulate_and_settle(backend, 2)
@@ -271,7 +271,7 @@ def test_a_third_version_waits_for_the_first_to_be_done_with() -> None:
 
 def test_a_released_forward_leaves_nothing() -> None:
     backend = _backend(_CONFIG, 1)
-    forward = backend.forward(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)})
+    forward = backend.forward(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)})
     assert (backend.budget.num_kept, backend.weights.version.users) == (1, 1)
     backend.release(forward)
     assert (backend.budget.num_kept, backend.weights.version.users) == (0, 0)
@@ -294,7 +294,7 @@ def test_tokens_outside_the_vocabulary_are_refused(stage: int, token: int) -> No
     tokens[1, 3] = token
     inputs = {TOKENS: tokens, HIDDEN: _hidden(0)}
     with pytest.raises(MalformedMessage, match="outside the vocabulary of 64"):
-        backend.forward_loss(0, inputs, accumulate=True) if backend.is_last else backend.forward(0, inputs)
+        backend.forward_loss(0, 0, inputs, accumulate=True) if backend.is_last else backend.forward(0, 0, inputs)
     assert _unchanged(backend)
 
 
@@ -303,7 +303,7 @@ def test_non_finite_activations_are_refused(stage: int) -> None:
     backend = _backend(_CONFIG, stage)
     inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0).index_fill(1, torch.tensor([3]), float("nan"))}
     with pytest.raises(MalformedMessage, match="'hidden' holds NaN"):
-        backend.forward_loss(0, inputs, accumulate=True) if backend.is_last else backend.forward(0, inputs)
+        backend.forward_loss(0, 0, inputs, accumulate=True) if backend.is_last else backend.forward(0, 0, inputs)
     assert _unchanged(backend)
 
 
@@ -312,7 +312,7 @@ def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:
     with torch.no_grad():
         next(iter(backend.weights.version.parameters.values())).fill_(float("nan"))
     with pytest.raises(MalformedMessage, match="'loss'"):
-        backend.forward_loss(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+        backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
     assert _unchanged(backend)
 
 
@@ -350,12 +350,12 @@ def test_evaluation_refuses_what_training_refuses() -> None:
 def test_graphs_are_kept_as_far_as_the_budget_goes() -> None:
     backend = _backend(_CONFIG, 1)
     inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0)}
-    forwards: list[Forward] = [backend.forward(0, inputs)]
+    forwards: list[Forward] = [backend.forward(0, 0, inputs)]
     graph_bytes = backend.budget.graph_bytes
     # At least the activations of one layer, and no weights.
     assert 10 * inputs[HIDDEN].nbytes < graph_bytes < 200 * inputs[HIDDEN].nbytes
     backend.budget.limit_bytes = 2 * graph_bytes + 1
-    forwards += [backend.forward(number, inputs) for number in (1, 2, 3)]
+    forwards += [backend.forward(number, 0, inputs) for number in (1, 2, 3)]
     assert backend.budget.num_kept == 2
     for forward in forwards:
         backend.backward(forward, _hidden(9), accumulate=False)
@@ -376,7 +376,7 @@ def test_specs_follow_the_configuration() -> None:
 
 def test_the_answer_has_the_shapes_of_the_specs() -> None:
     backend = _backend(_CONFIG, 2)
-    _, gradient, entry = backend.forward_loss(0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+    _, gradient, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
     assert gradient is not None
     assert tuple(gradient.shape) == reply_specs(_CONFIG, 2)[GRADIENT].shape
     assert isinstance(entry, Accumulated)

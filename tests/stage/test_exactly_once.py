@@ -5,12 +5,23 @@ import dataclasses
 from contextlib import suppress
 
 import pytest
+import torch
 
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
 from swarm.stage.ledger import EntryState
-from tests.support.chain import DILOCO, ORPHAN_SECONDS, SYNCHRONOUS, Chain, Peer, eventually, running_chain
+from tests.support.chain import (
+    DILOCO,
+    ORPHAN_SECONDS,
+    SYNCHRONOUS,
+    Chain,
+    Peer,
+    assert_close,
+    eventually,
+    reference,
+    running_chain,
+)
 from tests.support.proxy import Proxy
 
 _BOTH = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
@@ -276,15 +287,49 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
         chain.assert_accumulated([0])
 
 
-async def test_a_committed_rounds_microbatches_are_stale() -> None:
+async def _commit(peer: Peer) -> None:
+    """End its round, with a gradient of ones."""
+
+    def commit() -> None:
+        ones = {name: torch.ones_like(value) for name, value in peer.weights.close().tensors.items()}
+        peer.weights.commit(ones, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+
+    await peer.runtime.control(commit)
+    peer.stage.round_began()
+
+
+async def test_microbatches_of_the_round_before_the_last_are_stale() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
-        first = chain.peers[0]
-        average = first.weights.close().tensors
-        first.weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
-        first.stage.round_began()
+        await _commit(chain.peers[0])
+        await _commit(chain.peers[0])
         with pytest.raises(StaleMicrobatch, match="round 0 has committed"):
             await chain.train(0)
         assert chain.counts("forwards") == [0, 0, 0]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weights(late: int) -> None:
+    """It lost all its peers and came back from a checkpoint, when the others had committed already."""
+    async with running_chain(SYNCHRONOUS, max_in_flight=(2, 2, 2)) as chain:
+        for peer in chain.peers:
+            if peer.backend.stage != late:
+                await _commit(peer)
+        # What waits for the late stage takes no place from what it waits for.
+        ahead = [asyncio.create_task(chain.train(index, round_number=1)) for index in (8, 9)]
+        if late > 0:
+            await eventually(lambda: chain.peers[late].stage.num_admitted == 2)
+        await chain.train_all([0, 1], accumulate_only_at=late)
+        # A microbatch of the late stage's own round counts there as well, and nowhere else.
+        await chain.train_all([2])
+        expected = reference(SYNCHRONOUS, [0, 1, 2])[1]
+        sums = chain.peers[late].weights.open_bucket.sums
+        assert_close(sums, {name: expected[name] for name in sums}, 1e-5)
+        assert chain.num_samples() == [6 if stage == late else 0 for stage in range(3)]
+        await _commit(chain.peers[late])
+        for reply in await asyncio.gather(*ahead):
+            await chain.ack(reply)
+        assert chain.num_samples() == [4, 4, 4]
+        await eventually(lambda: _is_idle(chain))
 
 
 @_BOTH
