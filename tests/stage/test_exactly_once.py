@@ -166,6 +166,7 @@ async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunC
             training.cancel()
             await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
         await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
+        await eventually(lambda: _is_idle(chain))
         chain.assert_accumulated([])
         await eventually(lambda: _is_idle(chain))
 
@@ -185,7 +186,7 @@ async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
         await eventually(
             lambda: _states(chain, 0) == [EntryState.COMMITTED, None, None], meanwhile=lambda: clock.advance(0.5)
         )
-        assert chain.num_samples() == [2, 0, 0]
+        await eventually(lambda: chain.num_samples() == [2, 0, 0])
         await chain.train_all([0], accumulate_only_at=1)
         await chain.train_all([0], accumulate_only_at=2)
         chain.assert_accumulated([0])
