@@ -113,11 +113,11 @@ class StageServicer(StageServiceServicer):
             computation = await self._stage.begin(microbatch, tensors, hints, context)
             try:
                 await self._stream_news(context, computation)
+                self._stage.counters.rerouted_backwards += opening.rerouted_backward
                 await self._answer(context, computation)
             except BaseException:
                 self._stage.abandon(computation, context)
                 raise
-            self._stage.counters.rerouted_backwards += opening.rerouted_backward
             return computation
         finally:
             self._stage.leave(microbatch)
