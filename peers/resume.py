@@ -85,6 +85,8 @@ class Beginning:
     run_samples: int
     lineage: str
     highest_microbatch: int
+    parent: str | None = None
+    """The lineage that the state had, if it has a new one."""
 
 
 def genesis(config: RunConfig, stage: int) -> str:
@@ -268,7 +270,7 @@ def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Ot
     highest = restored.highest_microbatch if restored else -1
     return Beginning(
         restored=restored, round=others.latest, run_samples=others.samples,
-        lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(),
+        lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(), parent=lineage,
         # Nobody knows how many were trained on since: rather leave some out than repeat one.
         highest_microbatch=highest + 2 * max(0, num_rounds) * config.microbatches_per_round,
     )  # fmt: skip

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from peers import cli, process
+from peers.event_file import open_events, start_of
 from peers.identity_file import claim_identity
 from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
 from peers.resume import ResumeOptions
@@ -34,6 +35,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError, WrongStage
+from swarm.events import Events
 from swarm.identity import Identity
 from swarm.routing.router import Router
 
@@ -91,6 +93,8 @@ class PeerOptions:
     """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
     resume_round: int | None = None
     """Go on from the checkpoint of this round instead."""
+    events: Path | None = None
+    """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
     ready_file: Path | None = None
     """Write a JSON object with this peer's addresses here once it serves."""
     log_level: process.LogLevel = "info"
@@ -133,12 +137,13 @@ def main(argv: Sequence[str]) -> int:
     own = own_config(options)
     identity = claim_identity(options.identity, CACHE / "identities", options.stage)
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
+    events = open_events(options.events, SystemClock())
     node = dht_node.start(
         clock=SystemClock(), initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
         announce_host=options.announce, identity_path=identity.path.with_suffix(".p2p"),
     )  # fmt: skip
     try:
-        asyncio.run(run(options, own, identity.identity, node, device, checkpoints))
+        asyncio.run(run(options, own, identity.identity, node, device, checkpoints, events))
     finally:
         node.shutdown()
     return 0
@@ -195,25 +200,27 @@ def require_stage(config: RunConfig, stage: int) -> None:
 
 async def run(
     options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
-    checkpoints: CheckpointWriter | None,
+    checkpoints: CheckpointWriter | None, events: Events,
 ) -> None:  # fmt: skip
     """Join, serve and leave."""
     clock = SystemClock()
     config = await agree_on_config(node, own, options.initial_peers, clock)
     require_stage(config, options.stage)
+    name = options.name or default_name()
+    events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=options.stage))
     directory = Directory(node, identity, config.run_id, clock)
     router = Router(clock, random.Random(identity.peer_id))
     known = KnownPeers(router, own_id=identity.peer_id)
     stages = range(config.stages.num_stages)
     stop = process.stop_event()
     local = ServerOptions(
-        name=options.name or default_name(), device=device, insecure=options.insecure,
+        name=name, device=device, insecure=options.insecure,
         max_in_flight=options.max_in_flight, graph_bytes=options.graph_memory_mib << 20,
         resume=ResumeOptions(
             folder=options.resume, round_number=options.resume_round, joins=bool(options.initial_peers),
             had_checkpoints=checkpoints is not None and checkpoints.had_any,
         ),
-        checkpoints=checkpoints,
+        checkpoints=checkpoints, events=events,
     )  # fmt: skip
     async with asyncio.TaskGroup() as tasks:
         await known.look(directory, stages)

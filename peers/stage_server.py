@@ -31,6 +31,7 @@ from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
+from swarm.events import Events, Join, Leave
 from swarm.hop import Hop
 from swarm.identity import Identity
 from swarm.model.stages import build_stage
@@ -74,6 +75,7 @@ class ServerOptions:
     graph_bytes: int
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
+    events: Events
 
 
 class StageServer:
@@ -92,6 +94,7 @@ class StageServer:
         self._tasks = tasks
         self._options = options
         self._checkpoints = options.checkpoints
+        self._events = options.events
         self._state = PeerState.JOINING
         self._endpoint = ""
         self._dht_address = ""
@@ -100,23 +103,25 @@ class StageServer:
         module = build_stage(config, stage, device=options.device)
         backend = StageBackend(
             config=config, stage=stage, module=module, device=options.device,
-            weights=StageWeights(config, module, lineage=resume.genesis(config, stage)),
-            budget=GraphBudget(limit_bytes=options.graph_bytes),
+            weights=StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events),
+            budget=GraphBudget(limit_bytes=options.graph_bytes), events=self._events,
         )  # fmt: skip
         hop = None
         if not backend.is_last:
             hop = Hop(
                 run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
-                channels=self._channels, clock=clock,
+                channels=self._channels, clock=clock, events=self._events,
             )  # fmt: skip
         self._stage = Stage(
             config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
             limits=StageLimits(max_in_flight=options.max_in_flight or config.stages.num_stages + 2),
+            events=self._events,
         )  # fmt: skip
         self._hop = hop
         self._member = StageMember(
-            self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._checkpoint_if_due
-        )
+            self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._checkpoint_if_due,
+            events=self._events,
+        )  # fmt: skip
         self._averager: Averager
         self._health = HealthServicer()
 
@@ -137,7 +142,7 @@ class StageServer:
             await self._begin()
             self._averager = Averager(
                 config=self._config, own=self._record(), member=self._member, peers=self._known.peers,
-                transport=GrpcTransport(self._channels), clock=self._clock,
+                transport=GrpcTransport(self._channels), clock=self._clock, events=self._events,
             )  # fmt: skip
             self._stage.on_change = self._averager.notify
             self._add_services(server)
@@ -148,6 +153,7 @@ class StageServer:
                 await self._averager.join()
                 self._stage.serving = True
                 self._state = PeerState.SERVING
+                self._events.write(Join())
                 announcing = tasks.create_task(self._keep_announced())
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
                 yield self._endpoint
@@ -160,7 +166,9 @@ class StageServer:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(config=self._config, stage=self._stage, hop=self._hop, describe=self._describe)
-        lease_servicer = LeaseServicer(config=self._config, stage=self._number, clock=self._clock, lead=self._lead)
+        lease_servicer = LeaseServicer(
+            config=self._config, stage=self._number, clock=self._clock, lead=self._lead, events=self._events
+        )
         averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
         add_StageServiceServicer_to_server(stage_servicer, server)
         add_LeaseServiceServicer_to_server(lease_servicer, server)
@@ -182,6 +190,7 @@ class StageServer:
             await self._directory.withdraw()
         except PeerUnavailable as error:
             logger.debug("not withdrawn: %s", error)
+        self._events.write(Leave())
 
     def _is_busy(self) -> bool:
         return self._stage.num_admitted > 0 or self._stage.num_settling > 0
@@ -209,6 +218,7 @@ class StageServer:
         shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
         beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)
         if beginning is None:
+            await self._member.begin()
             return
         restored = beginning.restored
         tensors = restored.tensors if restored is not None else (await self._member.snapshot()).tensors
@@ -216,7 +226,10 @@ class StageServer:
             round=beginning.round, run_samples=beginning.run_samples, lineage=beginning.lineage, tensors=tensors,
             digest=(restored and restored.state_digest) or digest_of(tensors),
         )  # fmt: skip
-        await self._member.begin_with(snapshot, beginning.highest_microbatch)
+        source = "initial" if restored is None else "checkpoint"
+        await self._member.begin_with(
+            snapshot, beginning.highest_microbatch, source=source, parent=beginning.parent
+        )  # fmt: skip
         if restored is not None:
             logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
             if self._checkpoints is not None:

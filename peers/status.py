@@ -1,22 +1,27 @@
 """swarm-status: who is in a swarm and what everybody is doing.
 
     swarm-status --initial-peers ADDRESS... [--watch] [--json]
+    swarm-status --audit FILES... [--json]
 
-Enters the DHT as a client, reads the announcements and asks every peer. Changes nothing.
+Enters the DHT as a client, reads the announcements and asks every peer; or reads event logs and proves from them that
+every microbatch counted as it should. Changes nothing.
 """
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
-from peers import cli, process
+from peers import audit_report, cli, process
 from peers.live_table import LiveTable, render
 from peers.network import agree_on_config
 from peers.observe import observe
 from peers.view import SwarmView
+from swarm.audit.audit import audit
 from swarm.clock import SystemClock
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
@@ -31,8 +36,10 @@ PROG = "swarm-status"
 class StatusOptions:
     """Show the stages, peers and trainers of a swarm."""
 
-    initial_peers: tuple[str, ...]
+    initial_peers: tuple[str, ...] = ()
     """DHT addresses of the swarm's peers."""
+    audit: tuple[Path, ...] = ()
+    """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it."""
     watch: bool = False
     """Go on until Ctrl-C."""
     json: bool = False
@@ -45,7 +52,9 @@ class StatusOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if not self.initial_peers:
+        if self.audit and (self.initial_peers or self.watch):
+            raise ValueError("--audit reads files: it goes with neither --initial-peers nor --watch")
+        if not self.initial_peers and not self.audit:
             raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
         if self.interval <= 0:
             raise ValueError(f"--interval must be positive, not {self.interval}")
@@ -55,12 +64,24 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(StatusOptions, prog=PROG, argv=argv)
     process.setup_logging("status", options.log_level)
+    if options.audit:
+        return audit_files(options)
     node = dht_node.start(clock=SystemClock(), initial_peers=options.initial_peers, client_mode=True)
     try:
         asyncio.run(run(options, node))
     finally:
         node.shutdown()
     return 0
+
+
+def audit_files(options: StatusOptions) -> int:
+    """Audit event logs; gives the exit code."""
+    report = audit(options.audit)
+    if options.json:
+        print(json.dumps(report.to_json()))
+    else:
+        Console(soft_wrap=True).print(audit_report.render(report))
+    return 0 if report.proven else process.EXIT_FAILURE
 
 
 async def run(options: StatusOptions, node: DhtNode) -> None:

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 
 from peers import cli, process
+from peers.event_file import open_events, start_of
 from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
 from peers.report import Report
 from peers.stage_peer import CACHE
@@ -30,6 +31,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, PeerUnavailable
+from swarm.events import Events, Leave
 from swarm.hop import Hop
 from swarm.identity import Identity, generate
 from swarm.metrics.log import MetricsLog
@@ -42,7 +44,7 @@ from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.types import TrainerRecord
+from swarm.types import TRAINER_STAGE, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,8 @@ class TrainerOptions:
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
+    events: Path | None = None
+    """Append what this trainer does with each microbatch to this file, for swarm-status --audit."""
     name: str = ""
     """What others see; by default host name and process id."""
     insecure: bool = False
@@ -101,26 +105,31 @@ def main(argv: Sequence[str]) -> int:
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
     process.setup_logging(options.name or "trainer", options.log_level)
     torch.set_num_threads(1)
+    events = open_events(options.events, SystemClock())
     node = dht_node.start(clock=SystemClock(), initial_peers=options.initial_peers, client_mode=True)
     try:
-        return asyncio.run(run(options, node))
+        return asyncio.run(run(options, node, events))
     finally:
         node.shutdown()
 
 
-async def run(options: TrainerOptions, node: DhtNode) -> int:
+async def run(options: TrainerOptions, node: DhtNode, events: Events) -> int:
     """Join, train, and leave; gives the exit code."""
     clock = SystemClock()
     config = await agree_on_config(node, None, options.initial_peers, clock)
     corpus, data = await asyncio.to_thread(open_corpus, config, options.dataset)
     identity = generate()
+    name = options.name or default_name()
+    events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))
     router = Router(clock, random.Random(identity.peer_id))
     directory = Directory(node, identity, config.run_id, clock)
     known = KnownPeers(router)
     stages = range(config.stages.num_stages)
     await known.look(directory, stages)
     channels = ChannelPool(insecure=options.insecure)
-    hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+    hop = Hop(
+        run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock, events=events
+    )
     watcher = RoundWatcher(
         run_id=config.run_id, num_stages=len(stages), synchronous=config.rounds.synchronous, peers=known.peers,
         channels=channels,
@@ -137,7 +146,7 @@ async def run(options: TrainerOptions, node: DhtNode) -> int:
     with metrics, report:
         loop = TrainLoop(
             config=config, data=data, hop=hop, leases=leases, watcher=watcher, clock=clock,
-            max_in_flight=options.max_in_flight, on_waiting=report.waiting,
+            max_in_flight=options.max_in_flight, on_waiting=report.waiting, events=events,
         )  # fmt: skip
         session = Session(options, config, data, hop, watcher, directory, identity, loop, report)
         stop = process.stop_event()
@@ -153,6 +162,7 @@ async def run(options: TrainerOptions, node: DhtNode) -> int:
             for task in [*background, training, stopped]:
                 task.cancel()
         await channels.close()
+    events.write(Leave())
     report.goodbye(interrupted=interrupted)
     if not interrupted:
         report.write_summary(corpus)

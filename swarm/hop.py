@@ -28,6 +28,8 @@ from swarm.errors import (
     SwarmError,
     WrongStage,
 )
+from swarm.events import Events, NoEvents
+from swarm.events import Hop as HopEvent
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -132,7 +134,7 @@ class Hop:
 
     def __init__(
         self, *, run_id: str, stage: int, reply_specs: Mapping[str, TensorSpec], router: Router,
-        channels: ChannelPool, clock: Clock, limits: HopLimits | None = None,
+        channels: ChannelPool, clock: Clock, limits: HopLimits | None = None, events: Events | None = None,
     ) -> None:  # fmt: skip
         self.stage = stage
         self._run_id = run_id
@@ -141,6 +143,7 @@ class Hop:
         self._channels = channels
         self._clock = clock
         self._limits = limits or HopLimits()
+        self._events = events or NoEvents()
         self._credits: dict[PeerId, int] = {}
 
     async def train(
@@ -158,6 +161,12 @@ class Hop:
         attempt = _Attempt(route=dict(hints))
 
         async def once(record: PeerRecord) -> HopReply:
+            self._events.write(
+                HopEvent(
+                    microbatch=microbatch.index, round=microbatch.round, stage=self.stage, peer=record.peer_id,
+                    attempt=attempt.num_failures + attempt.num_busy + 1,
+                )
+            )  # fmt: skip
             return await self._train_once(record, microbatch, tensors, listener, attempt)
 
         return await self._until_answered(once, microbatch.num_samples, listener, attempt)

@@ -35,6 +35,7 @@ from swarm.errors import (
     NotReady,
     PeerUnavailable,
 )
+from swarm.events import Events, NoEvents
 from swarm.rounds import RoundMember
 from swarm.rpc.address import check_address
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -50,6 +51,7 @@ class Averager:
     def __init__(
         self, *, config: RunConfig, own: PeerRecord, member: RoundMember,
         peers: Callable[[int], Sequence[PeerRecord]], transport: Transport, clock: Clock, timing: Timing | None = None,
+        events: Events | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -87,6 +89,7 @@ class Averager:
         self._participant = Participant(
             own_id=self._own_id, address=self._address, member=member, config=config.averaging, shared=self._shared,
             transport=transport, clock=clock, donor=self._donor, spawn=self._spawn, moved=self._moved,
+            events=events or NoEvents(),
         )  # fmt: skip
         self._catch_up = CatchUp(
             participant=self._participant,

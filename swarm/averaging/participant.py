@@ -29,6 +29,7 @@ from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, SwarmError
+from swarm.events import Abort, Begin, Events, Prepare
 from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors, next_lineage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -59,6 +60,7 @@ class Participant:
     def __init__(
         self, *, own_id: PeerId, address: Address, member: RoundMember, config: AveragingConfig,
         shared: SharedBlocks, transport: Transport, clock: Clock, donor: Donor, spawn: Spawn, moved: Callable[[], None],
+        events: Events,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -76,6 +78,7 @@ class Participant:
         self._donor = donor
         self._spawn = spawn
         self._moved = moved
+        self._events = events
         self._lock = asyncio.Lock()
         """Held by whatever calls the stage."""
         self._attempt: Attempt | None = None
@@ -109,6 +112,12 @@ class Participant:
             began_at = self._clock.monotonic()
             contribution = await self._member.close(self.group.round, drop=messages.unpack_indices(request.drop_gaps))
             closed = await self._exchanges.close(contribution)
+            self._events.write(
+                Begin(
+                    round=self.group.round, lineage=self.standing.lineage, attempt=ballot.attempt,
+                    leader=ballot.leader_id,
+                )
+            )  # fmt: skip
             self._attempt = Attempt(ballot=ballot, closed=closed, began_at=began_at, exchanges=self._exchanges)
             return pb.BeginReply(
                 num_samples=contribution.num_samples, round_samples=contribution.round_samples,
@@ -130,6 +139,13 @@ class Participant:
             async with self._lock:
                 self.group.prepare(request.round, ballot, average.digest)
                 self._result = result
+                self._events.write(
+                    Prepare(
+                        round=request.round, lineage=self.standing.lineage, attempt=ballot.attempt,
+                        leader=ballot.leader_id, digest=average.digest, samples=average.num_samples,
+                        members=result.round_result.members,
+                    )
+                )  # fmt: skip
                 await self._shared.offer(request.round, average.digest, result.round_result.tensors)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
@@ -260,15 +276,15 @@ class Participant:
             except Refused as refused:
                 return pb.AbortReply(refusal=self._refusal(refused))
             if was_active == ballot:
-                await self._reopen(request.reason)
+                await self._reopen(request.reason, ballot)
         return pb.AbortReply()
 
     async def step_back(self, reason: str) -> None:
         """In doubt about the leader: go on training, but keep what is prepared for the next leader to find."""
         async with self._lock:
-            if self.group.active is not None:
+            if (active := self.group.active) is not None:
                 self.group.step_back()
-                await self._reopen(reason)
+                await self._reopen(reason, active)
 
     async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
         """Become a downloaded state. Runs to its end even if the caller is cancelled.
@@ -350,8 +366,12 @@ class Participant:
         self.standing = messages.standing_of(self._member.progress())
         self._moved()
 
-    async def _reopen(self, reason: str) -> None:
+    async def _reopen(self, reason: str, ballot: Ballot | None = None) -> None:
         self._end_exchange(reason)
+        if ballot is not None:
+            self._events.write(
+                Abort(round=self.group.round, attempt=ballot.attempt, leader=ballot.leader_id, reason=reason)
+            )
         self._attempt = None
         if self.group.prepared is None:
             self._result = None

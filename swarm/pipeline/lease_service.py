@@ -14,6 +14,8 @@ import grpc
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import Retryable, SwarmError
+from swarm.events import Events, NoEvents
+from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.rpc.address import check_address
 from swarm.rpc.channels import ChannelPool, abort, translate
@@ -40,11 +42,15 @@ class GroupLead:
 class LeaseServicer(LeaseServiceServicer):
     """Answers trainers at one stage peer."""
 
-    def __init__(self, *, config: RunConfig, stage: int, clock: Clock, lead: Callable[[], GroupLead]) -> None:
+    def __init__(
+        self, *, config: RunConfig, stage: int, clock: Clock, lead: Callable[[], GroupLead],
+        events: Events | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._stage = stage
         self._clock = clock
         self._lead = lead
+        self._events = events or NoEvents()
         self._table: LeaseTable | None = None
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
@@ -70,10 +76,13 @@ class LeaseServicer(LeaseServiceServicer):
     def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
         if self._table is None:
             self._table = LeaseTable(self._config, self._stage, self._clock)
-        return self._table.acquire(
+        grant = self._table.acquire(
             view, request.trainer_id, min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released),
         )  # fmt: skip
+        if grant.accumulate_only_at is not None:
+            self._events.write(GrantEvent(microbatches=tuple(grant.microbatches), trainer=request.trainer_id))
+        return grant
 
     def _check(self, address: Address) -> None:
         check_address(address, run_id=self._config.run_id, stage=self._stage)

@@ -18,6 +18,7 @@ from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
+from swarm.events import Ack, Events, NoEvents
 from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
@@ -72,7 +73,7 @@ class TrainLoop(HopListener):
 
     def __init__(
         self, *, config: RunConfig, data: Microbatches, hop: Hop, leases: LeaseClient, watcher: RoundWatcher,
-        clock: Clock, max_in_flight: int, on_waiting: Callable[[int], None],
+        clock: Clock, max_in_flight: int, on_waiting: Callable[[int], None], events: Events | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._data = data
@@ -81,6 +82,7 @@ class TrainLoop(HopListener):
         self._watcher = watcher
         self._clock = clock
         self._on_waiting = on_waiting
+        self._events = events or NoEvents()
         self._window = Window(start=2 * config.stages.num_stages, largest=max_in_flight)
         self._queue: deque[_Work] = deque()
         self._in_flight: dict[int, tuple[_Work, asyncio.Task[None]]] = {}
@@ -183,6 +185,7 @@ class TrainLoop(HopListener):
             answered = True
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
             self._answered(work.microbatch, reply)
+            self._events.write(Ack(microbatch=index))
             await reply.ack()
         except asyncio.CancelledError:
             # Once an ack may be under way it may count, and nobody else is to run it.

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
+from swarm.events import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss
 from swarm.rpc.wire import DTYPES, TensorSpec, require_finite
@@ -106,6 +107,7 @@ class StageBackend:
     weights: StageWeights
     device: torch.device
     budget: GraphBudget
+    events: Events = field(default_factory=NoEvents)
     _is_first: bool = field(init=False)
     _is_last: bool = field(init=False)
 
@@ -143,10 +145,11 @@ class StageBackend:
         return forward
 
     def backward(
-        self, forward: Forward, wire_gradient_BTD: torch.Tensor, *, accumulate: bool
+        self, forward: Forward, wire_gradient_BTD: torch.Tensor, *, accumulate: bool, only_at: int | None = None
     ) -> tuple[torch.Tensor | None, Accumulated | None]:
         """Gradient of the stage's input (None at stage 0) and, if wanted, of the weights into the open bucket.
 
+        `only_at`, here and below, is for the record: for a replay, the stage that lacks the microbatch.
         The forward is released, whatever happens.
         """
         try:
@@ -156,12 +159,15 @@ class StageBackend:
                 self.budget.num_kept += 1
             assert forward._inputs is not None
             gradient_BTD = wire_gradient_BTD.to(self.device, torch.float32)
-            return self._collect(forward, forward._outputs, gradient_BTD, wire_gradient_BTD, accumulate=accumulate)
+            return self._collect(
+                forward, forward._outputs, gradient_BTD, wire_gradient_BTD, accumulate=accumulate, only_at=only_at
+            )
         finally:
             self.release(forward)
 
     def forward_loss(
-        self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor], *, accumulate: bool
+        self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor], *, accumulate: bool,
+        only_at: int | None = None,
     ) -> tuple[float, torch.Tensor | None, Accumulated | None]:
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
@@ -180,7 +186,7 @@ class StageBackend:
             forward._outputs = outputs
             self.budget.num_kept += 1
             require_finite("loss", loss.detach())
-            gradient, accumulated = self._collect(forward, loss, None, None, accumulate=accumulate)
+            gradient, accumulated = self._collect(forward, loss, None, None, accumulate=accumulate, only_at=only_at)
             return float(loss.detach()), gradient, accumulated
         finally:
             self.release(forward)
@@ -213,6 +219,11 @@ class StageBackend:
         parameters = list(accumulated.version.parameters.values())
         gradients = torch.autograd.grad(root, parameters, root_gradient, allow_unused=True, materialize_grads=True)
         accumulated.bucket.add(gradients, -accumulated.num_samples)
+        self.events.write(
+            RollBack(
+                microbatch=accumulated.microbatch, samples=accumulated.num_samples, bucket=accumulated.bucket.number
+            )
+        )  # fmt: skip
         self.settle(accumulated)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -266,7 +277,7 @@ class StageBackend:
 
     def _collect(
         self, forward: Forward, root: torch.Tensor, root_gradient: torch.Tensor | None,
-        wire_gradient_BTD: torch.Tensor | None, *, accumulate: bool,
+        wire_gradient_BTD: torch.Tensor | None, *, accumulate: bool, only_at: int | None,
     ) -> tuple[torch.Tensor | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
@@ -282,6 +293,9 @@ class StageBackend:
         bucket = self.weights.open_bucket
         bucket.add(gradients[len(inputs) :], num_samples)
         bucket.num_tentative += 1
+        self.events.write(
+            Accumulate(microbatch=forward.microbatch, samples=num_samples, bucket=bucket.number, only_at=only_at)
+        )
         forward.version.users += 1
         accumulated = Accumulated(
             microbatch=forward.microbatch, num_samples=num_samples, wire_inputs=forward.wire_inputs,

@@ -171,8 +171,9 @@ class Computation(HopListener):
     async def _run_last(self) -> Result:
         def work() -> tuple[float, torch.Tensor | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
-                self.microbatch.index, self.microbatch.round, self._wire_inputs, accumulate=self.accumulate
-            )
+                self.microbatch.index, self.microbatch.round, self._wire_inputs, accumulate=self.accumulate,
+                only_at=self.microbatch.accumulate_only_at,
+            )  # fmt: skip
             return loss, gradient
 
         (loss, gradient), seconds = await self._runtime.run(work, priority=Priority.FORWARD, age=self._age)
@@ -192,7 +193,9 @@ class Computation(HopListener):
         def backward(wire_gradient: torch.Tensor) -> torch.Tensor | None:
             assert self._forward is not None
             pending, self._forward = self._forward, None
-            gradient, self._accumulated = self._backend.backward(pending, wire_gradient, accumulate=self.accumulate)
+            gradient, self._accumulated = self._backend.backward(
+                pending, wire_gradient, accumulate=self.accumulate, only_at=self.microbatch.accumulate_only_at
+            )
             return gradient
 
         assert self._hop is not None

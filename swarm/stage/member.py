@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
+from swarm.events import Close, Commit, Events, Install, NoEvents, ranges
 from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
-from swarm.stage.weights import Round
+from swarm.stage.weights import Closing, Round
 
 _KEPT_REPORTS = 16
 
@@ -21,8 +22,9 @@ class StageMember:
     """Adapts a stage to what averaging needs of it."""
 
     def __init__(
-        self, stage: Stage, *, num_alive: Callable[[], int], on_commit: Callable[[], None] = lambda: None
-    ) -> None:
+        self, stage: Stage, *, num_alive: Callable[[], int], on_commit: Callable[[], None] = lambda: None,
+        events: Events | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             on_commit: called whenever a round has been committed; what it starts may copy the state, for the next
@@ -31,6 +33,7 @@ class StageMember:
         self._stage = stage
         self._num_alive = num_alive
         self._on_commit = on_commit
+        self._events = events or NoEvents()
         self._weights = stage.backend.weights
         self._closed: tuple[frozenset[int], Contribution] | None = None
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
@@ -68,13 +71,25 @@ class StageMember:
             # Closed first: what arrives from now on must not be accumulated behind our back.
             await self._stage.runtime.control(self._weights.close)
             await self._stage.settle_round(round_number, dropped)
-        closing = await self._stage.runtime.control(self._weights.close)
+        committed = self._committed()
+        closing = await self._stage.runtime.control(lambda: self._close(committed))
         contribution = Contribution(
             tensors=closing.tensors, num_samples=closing.num_samples, round_samples=closing.round_samples,
-            committed=self._committed(), fragment=closing.fragment,
+            committed=committed, fragment=closing.fragment,
         )  # fmt: skip
         self._closed = (dropped, contribution)
         return contribution
+
+    def _close(self, committed: frozenset[int]) -> Closing:
+        """On the compute thread, so that on record it comes right after what is in it."""
+        closing, synchronous = self._weights.close(), self._stage.config.rounds.synchronous
+        self._events.write(
+            Close(
+                round=self._stage.round, samples=closing.num_samples, round_samples=closing.round_samples,
+                fragment=closing.fragment, microbatches=ranges(committed) if synchronous else "",
+            )
+        )  # fmt: skip
+        return closing
 
     async def reopen(self, round_number: int) -> None:
         """The attempt was aborted: go on in the same round."""
@@ -89,11 +104,21 @@ class StageMember:
         start = time.perf_counter()
 
         def commit() -> float:
+            parent = self._weights.round.lineage
             rate = self._weights.commit(
                 result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
                 num_members=len(result.members), lineage=result.lineage,
             )  # fmt: skip
             self.state_digest = self._weights.state_digest()
+            self._events.write(
+                Commit(
+                    round=result.round, parent=parent, lineage=result.lineage, digest=result.digest,
+                    attempt=result.attempts, samples=result.num_samples, members=result.members,
+                    state=self.state_digest, carried=self._weights.round.stepped_samples,
+                )
+            )  # fmt: skip
+            # Only now: what it steps with belongs to the round that has begun.
+            self._weights.step_if_due()
             return rate
 
         rate = await self._stage.runtime.control(commit)
@@ -134,6 +159,9 @@ class StageMember:
         Raises:
             IntegrityError: it is of another model, or its digest does not fit. Nothing has changed then.
         """
+        await self._install(snapshot, source="download")
+
+    async def _install(self, snapshot: Snapshot, *, source: str, parent: str | None = None) -> None:
         await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest)
         self._closed = None
         await self._stage.forget_all()
@@ -142,18 +170,37 @@ class StageMember:
             new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
             self._weights.install(snapshot.tensors, new_round)
             self.state_digest = snapshot.digest
+            self._events.write(
+                Install(
+                    round=snapshot.round, lineage=snapshot.lineage, state=snapshot.digest, source=source, parent=parent
+                )
+            )
 
         await self._stage.runtime.control(install)
         self._stage.round_began()
 
-    async def begin_with(self, snapshot: Snapshot, highest_microbatch: int) -> None:
-        """Enter a run with a state that no peer has given: a checkpoint's, or the initial one at a later round.
+    async def begin(self) -> None:
+        """Enter a run with the initial state, as everybody does whom nobody can give a better one."""
+
+        def record() -> None:
+            now = self._weights.round
+            state = self.state_digest = self._weights.state_digest()
+            self._events.write(Install(round=now.number, lineage=now.lineage, state=state, source="initial"))
+
+        await self._stage.runtime.control(record)
+
+    async def begin_with(
+        self, snapshot: Snapshot, highest_microbatch: int, *, source: str, parent: str | None = None
+    ) -> None:
+        """Enter a run with a state that no peer has given: the initial one, or a checkpoint's.
 
         Args:
+            source: `initial` or `checkpoint`, for the record.
+            parent: for the record, the lineage that the state had, if it has a new one.
             highest_microbatch: new microbatches are to have higher ids.
 
         Raises:
             IntegrityError: it is of another model, or its digest does not fit.
         """
-        await self.install(snapshot)
+        await self._install(snapshot, source=source, parent=parent)
         self._stage.ledger.highest_microbatch = highest_microbatch

@@ -15,6 +15,7 @@ import torch
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import NotReady, Overloaded, StaleMicrobatch
+from swarm.events import Ack, Events, NoEvents, Repeat
 from swarm.hop import Hop, Microbatch
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.backend import StageBackend
@@ -59,6 +60,7 @@ class Stage:
     def __init__(
         self, *, config: RunConfig, backend: StageBackend, runtime: Runtime, hop: Hop | None, clock: Clock,
         tasks: asyncio.TaskGroup, limits: StageLimits, on_change: Callable[[], None] = lambda: None,
+        events: Events | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.backend = backend
@@ -69,6 +71,7 @@ class Stage:
         """Whether microbatches are admitted: not while joining or leaving."""
         self.on_change = on_change
         """Called when what counts towards the round has changed."""
+        self._events = events or NoEvents()
         self._hop = hop
         self._clock = clock
         self._tasks = tasks
@@ -193,6 +196,7 @@ class Stage:
         if entry is None:
             return self._start(microbatch, tensors, hints, subscriber, accumulate=contributes)
         self.counters.repeated += 1
+        self._events.write(Repeat(microbatch=microbatch.index, state=entry.state))
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
             return self._start(microbatch, tensors, hints, subscriber, accumulate=False)
@@ -243,6 +247,7 @@ class Stage:
             counts_for = computation.microbatch.round if synchronous else self.round
             self.ledger.commit(computation.microbatch.index, counts_for, keep_computation=synchronous)
             self.counters.committed += 1
+            self._events.write(Ack(microbatch=computation.microbatch.index))
             self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
             self._pass_on(self._settle(holder))
         if computation.adopts is not None:

@@ -19,6 +19,7 @@ from torch import nn
 from swarm import optim
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError, NotReady
+from swarm.events import Events, NoEvents, Step
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,12 +41,14 @@ class GradientBucket:
     """A sum of per-sample gradients, waiting for a step.
 
     Attributes:
+        number: counted from 0 at each peer.
         sums: by parameter, sum over the samples.
         num_samples: samples in the sum.
         num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
     """
 
     sums: Tensors
+    number: int = 0
     num_samples: int = 0
     num_tentative: int = 0
 
@@ -99,8 +102,10 @@ class Closing:
 class StageWeights:
     """Weights, gradients and optimizers of one stage."""
 
-    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str) -> None:
+    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
         self._config = config
+        self._events = events or NoEvents()
+        self._num_buckets = 0
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.round = Round(lineage=lineage)
         self._adamw = optim.build_adamw(self.masters, config.optimizer)
@@ -161,6 +166,7 @@ class StageWeights:
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(self._adamw, self.masters, gradients, self.learning_rate)
+        self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
         self.round.stepped_samples += bucket.num_samples
         self._unaveraged_samples = [samples + bucket.num_samples for samples in self._unaveraged_samples]
         self._num_overlapped += self.round.closed
@@ -218,7 +224,10 @@ class StageWeights:
         self, average: Mapping[str, torch.Tensor], *, total_squared_norm: float, num_samples: int, num_members: int,
         lineage: str,
     ) -> float:  # fmt: skip
-        """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used."""
+        """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used.
+
+        An inner step may be due then.
+        """
         rate = self.learning_rate
         carried: Tensors = {}
         gradients = {name: value.to(self.masters[name].device) for name, value in average.items()}
@@ -245,7 +254,6 @@ class StageWeights:
             lineage=lineage,
         )
         self._begin(new_round, {**self._anchors[self.round.number], **moved})
-        self.step_if_due()
         return rate
 
     def _outer_step(self, gradients: Tensors) -> tuple[int, Tensors]:
@@ -311,7 +319,9 @@ class StageWeights:
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def _new_bucket(self) -> GradientBucket:
-        return GradientBucket(sums={name: torch.zeros_like(p.detach()) for name, p in self.masters.items()})
+        self._num_buckets += 1
+        sums = {name: torch.zeros_like(p.detach()) for name, p in self.masters.items()}
+        return GradientBucket(sums=sums, number=self._num_buckets - 1)
 
     def _publish(self) -> Version:
         return Version(parameters={name: p.detach().clone().requires_grad_() for name, p in self.masters.items()})

@@ -136,6 +136,17 @@ def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path
     assert {peer["state"] for row in swarm.status()["stages"] for peer in row["peers"]} >= {"serving"}
 
 
+def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> None:
+    report = swarm.audit()
+    assert report["violations"] == []
+    assert (report["duplicates"], report["digests_differing"]) == (0, 0)
+    assert report["rounds_committed"] > 100
+    assert report["digests_compared"] > report["rounds_committed"]
+    # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had.
+    assert 0 < report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
+    assert report["stages"][1]["lost"] > report["stages"][1]["microbatches"]
+
+
 def test_nothing_was_said_in_tracebacks(swarm: RealSwarm) -> None:
     for log in (swarm.folder / "logs").iterdir():
         assert "Traceback" not in log.read_text(), log

@@ -45,11 +45,13 @@ async def test_a_checkpoint_s_state_enters_with_its_position() -> None:
         initial = await member.snapshot()
         tensors = {name: value + 1 for name, value in initial.tensors.items()}
         snapshot = Snapshot(round=40, run_samples=640, lineage="forty", tensors=tensors, digest=digest_of(tensors))
-        await member.begin_with(snapshot, highest_microbatch=321)
+        await member.begin_with(snapshot, highest_microbatch=321, source="checkpoint")
         progress = member.progress()
         assert (progress.round, progress.run_samples, progress.lineage) == (40, 640, "forty")
         assert progress.highest_microbatch == 321
         assert peer.weights.state_digest() == snapshot.digest
         assert (await member.snapshot()).digest == snapshot.digest
         with pytest.raises(IntegrityError):
-            await member.begin_with(dataclasses.replace(snapshot, digest="0"), highest_microbatch=-1)
+            await member.begin_with(
+                dataclasses.replace(snapshot, digest="0"), highest_microbatch=-1, source="checkpoint"
+            )

@@ -292,6 +292,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     # A closing again gives what was learnt meanwhile as well; its own result is what is committed here.
     average = {name: 0.5 * value for name, value in closing.tensors.items()}
     weights.commit(average, total_squared_norm=0.0, num_samples=8, num_members=2, lineage="")
+    weights.step_if_due()
     moved = {name: anchor[name] - 0.7 * 1.9 * average[name] for name in anchor}
     new_anchor = weights.anchor(1)
     assert new_anchor is not None
@@ -368,6 +369,7 @@ def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
     for number in range(2, 4):
         _accumulate(weights, number)
     weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    weights.step_if_due()
     assert (weights.round.number, weights.round_samples, weights.backlog_samples) == (1, 4, 0)
 
 

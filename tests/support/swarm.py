@@ -93,6 +93,8 @@ class RealSwarm:
     def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
         self.folder = folder
         self.children = children
+        self.events = folder / "events"
+        """One log for each process ever started."""
         self.peers: list[RealPeer] = []
         self.text = write_text(folder / "text.txt")
         self.config = folder / "run.toml"
@@ -122,7 +124,8 @@ class RealSwarm:
         joining = ["--initial-peers", self.address] if self.peers else ["--config", str(self.config)]
         arguments = [
             "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--threads", "1", *joining,
-            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file), *options,
+            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
+            "--events", str(self.events / f"{name}.jsonl"), *options,
         ]  # fmt: skip
         return self.children.start(name, command("peer", *arguments)), ready_file
 
@@ -136,6 +139,7 @@ class RealSwarm:
         arguments = [
             "--initial-peers", self.address, "--steps", str(steps), "--output", str(self.folder / name),
             "--name", name, "--evaluate-every", "0", "--evaluation-samples", "16",
+            "--events", str(self.events / f"{name}.jsonl"),
         ]  # fmt: skip
         return self.children.start(name, command("trainer", *arguments))
 
@@ -159,6 +163,14 @@ class RealSwarm:
 
         codes: list[int] = wait_until(ended, timeout_seconds, f"{trainer.name} to end")
         return codes[0]
+
+    def audit(self) -> dict[str, Any]:
+        """What swarm-status --audit finds in the logs of all processes."""
+        result = run("status", "--json", "--audit", *map(str, sorted(self.events.iterdir())))
+        assert result.stdout, result.stderr
+        report: dict[str, Any] = json.loads(result.stdout)
+        assert result.returncode == (0 if report["proven"] else 1)
+        return report
 
     def status(self) -> dict[str, Any]:
         """What swarm-status --json prints."""

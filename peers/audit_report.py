@@ -1,0 +1,30 @@
+"""An audit's result for people: a table of figures, and a line for each thing that is refuted.
+
+Made by swarm-status --audit. Computes nothing.
+"""
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from swarm.audit.verdict import Report
+
+_FIGURES = (
+    "rounds_committed", "rounds_aborted", "duplicates", "missing", "replayed", "rolled_back", "digests_compared",
+    "digests_differing",
+)  # fmt: skip
+
+
+def render(report: Report) -> RenderableType:
+    """The table, and what was found below it."""
+    table = Table("figure", "value", title=f"{report.setting} run {report.run}, {report.files} files")
+    for name in _FIGURES:
+        table.add_row(name, str(getattr(report, name)))
+    table.add_row("lost_share", f"{report.lost_share:.4f}")
+    for stage in report.stages:
+        counts = f"{stage.rounds} rounds, {stage.first_attempt} at the first attempt, {stage.microbatches} microbatches"
+        table.add_row(f"stage {stage.stage}", counts + (f", {stage.lost} lost" if stage.lost else ""))
+    lines = [escape(violation) for violation in report.violations]
+    if (more := report.num_violations - len(lines)) > 0:
+        lines.append(f"and {more} more")
+    return Group(table, *lines, "proven" if report.proven else f"refuted: {report.num_violations} violations")

@@ -1,0 +1,30 @@
+"""A process's event log: opened before it joins anything, begun once it knows in which run it is.
+
+Used by swarm-peer and swarm-trainer for `--events FILE`.
+"""
+
+import os
+from pathlib import Path
+
+import swarm
+from swarm.clock import Clock
+from swarm.config import RunConfig
+from swarm.events import EventLog, Events, NoEvents, Start, boot_id
+
+
+def open_events(path: Path | None, clock: Clock) -> Events:
+    """The log, or nothing if none is wanted. Raises OSError if the file can neither be opened nor made."""
+    if path is None:
+        return NoEvents()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return EventLog(path, clock)
+
+
+def start_of(config: RunConfig, *, peer_id: str, name: str, stage: int) -> Start:
+    """A process's first event; `stage` is -1 for a trainer."""
+    return Start(
+        run=config.run_id, peer=peer_id, name=name, stage=stage, setting=config.rounds.setting,
+        num_stages=config.stages.num_stages,
+        num_fragments=1 if config.rounds.synchronous else config.averaging.num_fragments,
+        round_microbatches=config.microbatches_per_round, software=swarm.__version__, pid=os.getpid(), boot=boot_id(),
+    )  # fmt: skip

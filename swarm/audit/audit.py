@@ -1,0 +1,66 @@
+"""Proves from the event logs of a run that its microbatches counted as DESIGN promises, or says what refutes it.
+
+    files -> audit/log_file (lines) -> audit/history (one each) -> audit/rounds (all together) -> audit/verdict
+
+Called by swarm-status. Trusts no figure that it can recompute. Files are read side by side, always the one that has
+come least far in the run, so that no more than the rounds between the slowest and the fastest are held at once; what
+stays of a committed round are ranges of ids.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.audit import log_file, verdict
+from swarm.audit.findings import Findings
+from swarm.audit.history import History
+from swarm.audit.log_file import Line
+from swarm.audit.rounds import Rounds
+from swarm.audit.verdict import Report
+from swarm.events import Start
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    path: Path
+    lines: Iterator[Line]
+    history: History
+
+
+def audit(paths: Sequence[Path]) -> Report:
+    """Read the event logs of all processes of a run, trainers' and dead peers' as well, and judge.
+
+    Raises:
+        ValueError: a file is no event log, is damaged, or is of another run; or there is nothing to judge.
+        OSError: a file cannot be read.
+    """
+    findings = Findings()
+    rounds = Rounds(findings)
+    first: tuple[Path, Start] | None = None
+    readings = [_Reading(path, log_file.read(path), History(path.name, findings, rounds)) for path in paths]
+    order = [(0, number) for number in range(len(readings))]
+    has_trainers = False
+    while order:
+        _, number = heapq.heappop(order)
+        reading = readings[number]
+        position = reading.history.round
+        for line in reading.lines:
+            if isinstance(line.event, Start):
+                first = first or (reading.path, line.event)
+                _check_same_run(reading.path, line.event, *first)
+                has_trainers |= line.event.stage < 0
+            reading.history.feed(line)
+            if reading.history.round > position:
+                heapq.heappush(order, (reading.history.round, number))
+                break
+        else:
+            reading.history.finish()
+    if first is None:
+        raise ValueError("the files hold no events")
+    return verdict.judge(first[1], rounds, findings, files=len(paths), has_trainers=has_trainers)
+
+
+def _check_same_run(path: Path, start: Start, first_path: Path, first: Start) -> None:
+    if start.run != first.run:
+        raise ValueError(f"{path} is of run {start.run}, and {first_path} of run {first.run}")

@@ -1,0 +1,47 @@
+"""What an audit has found so far: figures, and one line for everything that must not be.
+
+Written to by audit/history and audit/rounds. Decides nothing.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+MAX_LINES = 1000
+"""Violations that are kept word for word; of a file that is missing there would be one for every round."""
+_NAMED = 8
+
+
+@dataclass(eq=False)
+class Findings:
+    """Counters, and violations in the order in which they were found."""
+
+    duplicates: int = 0
+    """Microbatches that count once more than they should, added up over stages and fragments."""
+    missing: int = 0
+    """Synchronous: microbatches that a committed round lacks, added up over the stages."""
+    replayed: int = 0
+    """Microbatches of committed rounds that were accumulated at one stage alone."""
+    rolled_back: int = 0
+    digests_compared: int = 0
+    digests_differing: int = 0
+    num_events: int = 0
+    num_violations: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    def violation(
+        self, what: str, *, microbatches: Collection[int] = (), stage: int, round: int | None = None,
+        files: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Something that refutes the run, or leaves it unproven."""
+        self.num_violations += 1
+        if len(self.violations) >= MAX_LINES:
+            return
+        place = [f"stage {stage}"] if stage >= 0 else ["trainer"]
+        if round is not None:
+            place.append(f"round {round}")
+        if microbatches:
+            named = sorted(microbatches)
+            some = ", ".join(map(str, named[:_NAMED])) + (f" and {len(named) - _NAMED} more" if named[_NAMED:] else "")
+            place.append(f"microbatch {some}")
+        behind = f" ({', '.join(sorted(files))})" if files else ""
+        self.violations.append(f"{', '.join(place)}: {what}{behind}")

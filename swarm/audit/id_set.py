@@ -1,0 +1,99 @@
+"""A set of microbatch ids that are nearly consecutive, kept as ranges: its size goes with the gaps, not with the ids.
+
+Used by the audit, where a set may hold all microbatches of a run of weeks.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+
+
+class IdSet:
+    """Sorted, disjoint ranges that do not touch."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        """One past the last."""
+        for start, end in _runs(ids):
+            self.add_range(start, end)
+
+    def __len__(self) -> int:
+        return sum(end - start for start, end in self.ranges())
+
+    def __contains__(self, index: int) -> bool:
+        place = bisect_right(self._starts, index)
+        return place > 0 and index < self._ends[place - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self.ranges():
+            yield from range(start, end)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """First, and one past the last, of each range."""
+        return zip(self._starts, self._ends, strict=True)
+
+    def copy(self) -> "IdSet":
+        """Another set of the same ids."""
+        same = IdSet()
+        same._starts, same._ends = self._starts.copy(), self._ends.copy()
+        return same
+
+    def add(self, index: int) -> None:
+        """One more id."""
+        self.add_range(index, index + 1)
+
+    def add_range(self, start: int, end: int) -> None:
+        """All ids from `start` to just before `end`."""
+        low = bisect_right(self._ends, start - 1)
+        high = bisect_right(self._starts, end)
+        if low < high:
+            start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])
+        self._starts[low:high], self._ends[low:high] = [start], [end]
+
+    def update(self, other: "IdSet") -> None:
+        """All ids of another set."""
+        for start, end in other.ranges():
+            self.add_range(start, end)
+
+    def common(self, other: "IdSet") -> "IdSet":
+        """The ids in both."""
+        found = IdSet()
+        for start, end in other.ranges():
+            place = max(0, bisect_right(self._starts, start) - 1)
+            while place < len(self._starts) and self._starts[place] < end:
+                first, last = max(start, self._starts[place]), min(end, self._ends[place])
+                if first < last:
+                    found.add_range(first, last)
+                place += 1
+        return found
+
+    def without(self, other: "IdSet") -> "IdSet":
+        """The ids that are not in the other one."""
+        left = IdSet()
+        for start, end in self.ranges():
+            at = start
+            for first, last in other.common(_range(start, end)).ranges():
+                if at < first:
+                    left.add_range(at, first)
+                at = last
+            if at < end:
+                left.add_range(at, end)
+        return left
+
+
+def _range(start: int, end: int) -> IdSet:
+    ids = IdSet()
+    ids.add_range(start, end)
+    return ids
+
+
+def _runs(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
+    start, end = 0, 0
+    for index in sorted(ids):
+        if index > end or start == end:
+            if start < end:
+                yield start, end
+            start = index
+        end = index + 1
+    if start < end:
+        yield start, end

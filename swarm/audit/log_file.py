@@ -1,0 +1,77 @@
+"""Reading one process's event log, line by line.
+
+Used by audit/audit. A last line that a kill or a full disk cut short is passed over, wherever a later process went on
+behind it; anything else that is no event is an error with the line's number. Keeps nothing in memory.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from swarm.events import FORMAT, NAMES, Event, Gap, Start
+
+_ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, event in NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One event and where it stands.
+
+    Attributes:
+        monotonic: time in seconds; comparable among processes of one boot of one machine.
+    """
+
+    event: Event
+    number: int
+    monotonic: float
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The events of a file; none if it holds nothing but one unfinished line.
+
+    Raises:
+        ValueError: the file is no event log, or is broken; the message is one line.
+        OSError: it cannot be read.
+    """
+    broken: str | None = None
+    started, text = False, b""
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                line = _parse(text, number)
+            except ValueError as error:
+                if broken is not None:
+                    break
+                broken = f"{path}: line {number} is no event ({error})"
+                continue
+            if broken is not None and not isinstance(line.event, Start | Gap):
+                break
+            broken = None
+            if not started and not isinstance(line.event, Start):
+                raise ValueError(f"{path}: no start before line {number}: this is not the whole log of a process")
+            started = True
+            if isinstance(line.event, Start) and line.event.format != FORMAT:
+                raise ValueError(f"{path}: written by swarm {line.event.software}, which this version cannot read")
+            yield line
+        else:
+            if not text.endswith(b"\n"):
+                return  # The last line was cut short.
+    if broken is not None:
+        raise ValueError(broken)
+
+
+def _parse(text: bytes, number: int) -> Line:
+    try:
+        values: dict[str, Any] = json.loads(text)
+        name, monotonic = values.pop("event"), values.pop("monotonic")
+        values.pop("time")
+        event = _ADAPTERS[name].validate_python(values)
+    except ValidationError as error:
+        raise ValueError(f"{error.errors()[0]['msg']}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(type(error).__name__ if not isinstance(error, ValueError) else "not JSON") from None
+    return Line(event=event, number=number, monotonic=float(monotonic))

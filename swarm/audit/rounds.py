@@ -1,0 +1,223 @@
+"""The committed rounds of all stages: what each counts, from its members' files, and what must be true of them.
+
+Written to by the histories of audit/history, in any order; judged once all files are read. A round's microbatches are
+merged as soon as the contributions of all its members are there, and are ranges of ids from then on.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from swarm.audit.findings import Findings
+from swarm.audit.id_set import IdSet
+from swarm.events import Commit
+
+Ballot = tuple[int, str]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contribution:
+    """What one member gave to one exchange, as its own events have it.
+
+    Attributes:
+        counts: microbatches, each as often as it was accumulated.
+        replays: of these, the ones that were accumulated at this stage alone.
+        monotonic: when it had the result.
+    """
+
+    stage: int
+    round: int
+    parent: str
+    digest: str
+    peer: str
+    ballot: Ballot
+    members: tuple[str, ...]
+    fragment: int
+    counts: Counter[int]
+    replays: frozenset[int]
+    round_samples: int
+    file: str
+    boot: str
+    monotonic: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Round:
+    """A committed round of one stage on one branch. `microbatches` is None until all contributions are there."""
+
+    stage: int
+    event: Commit
+    files: set[str] = field(default_factory=set)
+    microbatches: IdSet | None = None
+    num_replayed: int = 0
+    ballot: Ballot | None = None
+    committed_at: dict[str, float] = field(default_factory=dict)
+    """By boot, the first commit."""
+    prepared_at: dict[str, float] = field(default_factory=dict)
+    """By boot, when the last member had the result."""
+
+
+class Rounds:
+    """Those of a whole run."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self.rounds: dict[tuple[int, str], Round] = {}
+        """By stage and the lineage that they led to."""
+        self._waiting: dict[tuple[int, str, str], dict[str, Contribution]] = defaultdict(dict)
+        """By stage, lineage before and result: contributions to what is not committed, as far as is known."""
+        self._unmerged: dict[tuple[int, str, str], Round] = {}
+        self._states: dict[tuple[int, str], tuple[str, str]] = {}
+        """By stage and lineage: digest, and the file that told it first."""
+        self._ballots: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
+        self._given_up: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
+        self.renamed: dict[tuple[int, str], str] = {}
+        """By stage and lineage, the one that a checkpoint went on from."""
+        self._held: list[tuple[int, int, int, IdSet]] = []
+        self.acknowledged_by_trainers = IdSet()
+        self.acknowledged_by_stages = IdSet()
+
+    # -- what the files tell -------------------------------------------------------------------------------------------
+
+    def acknowledged(self, microbatch: int, *, by_trainer: bool) -> None:
+        """Somebody acknowledged a microbatch."""
+        (self.acknowledged_by_trainers if by_trainer else self.acknowledged_by_stages).add(microbatch)
+
+    def begun(self, stage: int, parent: str, ballot: Ballot) -> None:
+        """A member promised an attempt."""
+        self._ballots[stage, parent].add(ballot)
+
+    def given_up(self, stage: int, parent: str, ballot: Ballot) -> None:
+        """A member gave an attempt up."""
+        self._given_up[stage, parent].add(ballot)
+
+    def contributed(self, contribution: Contribution) -> None:
+        """A member prepared a result that holds its contribution."""
+        key = contribution.stage, contribution.parent, contribution.digest
+        self._waiting[key][contribution.peer] = contribution
+        self._merge(key)
+
+    def committed(
+        self, stage: int, event: Commit, *, file: str, boot: str, monotonic: float, synchronous: bool
+    ) -> None:  # fmt: skip
+        """A peer applied a result."""
+        known = self.rounds.get((stage, event.lineage))
+        if known is None:
+            known = self.rounds[stage, event.lineage] = Round(stage=stage, event=event)
+            key = stage, event.parent, event.digest
+            self._unmerged[key] = known
+            self._merge(key)
+        if (known.event.parent, known.event.round, known.event.samples) != (event.parent, event.round, event.samples):
+            self._findings.violation(
+                "two peers tell different stories of one lineage", stage=stage, round=event.round,
+                files=[file, *known.files],
+            )  # fmt: skip
+        known.files.add(file)
+        if synchronous and boot:
+            known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
+
+    def stood(self, stage: int, round_number: int, lineage: str, digest: str, file: str) -> None:
+        """A peer reached a state."""
+        first, first_file = self._states.setdefault((stage, lineage), (digest, file))
+        if first_file == file:
+            return
+        self._findings.digests_compared += 1
+        if first != digest:
+            self._findings.digests_differing += 1
+            self._findings.violation(
+                f"the state of lineage {lineage[:12]} has the digest {digest[:12]} at one peer and {first[:12]} at "
+                "another", stage=stage, round=round_number, files=[file, first_file],
+            )  # fmt: skip
+
+    def held(self, stage: int, fragment: int, round_number: int, microbatches: Collection[int]) -> None:
+        """A process ended at this round with microbatches that no round had taken yet."""
+        if microbatches:
+            self._held.append((stage, fragment, round_number, IdSet(microbatches)))
+
+    # -- merging -------------------------------------------------------------------------------------------------------
+
+    def _merge(self, key: tuple[int, str, str]) -> None:
+        round_, given = self._unmerged.get(key), self._waiting.get(key, {})
+        if round_ is None or not given.keys() >= set(round_.event.members):
+            return
+        del self._unmerged[key], self._waiting[key]
+        members = [given[peer] for peer in round_.event.members]
+        self._check_members(round_, members)
+        count: Counter[int] = Counter()
+        for member in members:
+            count.update(member.counts)
+        twice = [index for index, times in count.items() if times > 1]
+        if twice:
+            self._findings.duplicates += sum(count[index] - 1 for index in twice)
+            files = [member.file for member in members if any(index in member.counts for index in twice)]
+            self._violation(round_, "counts more than once in the round", microbatches=twice, files=files)
+        round_.microbatches = IdSet(count)
+        round_.num_replayed = len(frozenset[int]().union(*(member.replays for member in members)))
+        round_.ballot = min(member.ballot for member in members)
+        round_.prepared_at = _latest(members)
+
+    def _check_members(self, round_: Round, members: Collection[Contribution]) -> None:
+        event = round_.event
+        samples = sum(member.round_samples for member in members)
+        if samples != event.samples:
+            self._violation(round_, f"is said to be of {event.samples} samples, and its members gave {samples}")
+        for member in members:
+            if member.members != event.members or member.round != event.round:
+                self._violation(round_, "a member prepared it for another round or group", files=[member.file])
+        if len({member.fragment for member in members}) > 1:
+            self._violation(round_, "its members gave different fragments", files=[m.file for m in members])
+
+    def _violation(
+        self, round_: Round, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
+    ) -> None:  # fmt: skip
+        self._findings.violation(
+            what, microbatches=microbatches, stage=round_.stage, round=round_.event.round, files=files or round_.files
+        )
+
+    # -- readings, once all is read ------------------------------------------------------------------------------------
+
+    def unmerged(self) -> Iterator[tuple[Round, list[str]]]:
+        """Rounds with members of whose contribution no file tells, and these members."""
+        for key, round_ in self._unmerged.items():
+            given = self._waiting.get(key, {})
+            yield round_, [peer for peer in round_.event.members if peer not in given]
+
+    def decided(self) -> Iterator[tuple[int, int, dict[str, float]]]:
+        """Stage, round, and when it was so, of every result that all its members held, committed or not."""
+        for round_ in self.rounds.values():
+            yield round_.stage, round_.event.round, round_.prepared_at
+        for given in self._waiting.values():
+            first = next(iter(given.values()))
+            if given.keys() >= set(first.members):
+                yield first.stage, first.round, _latest(given.values())
+
+    def held_back(self, stage: int, fragment: int, since_round: int) -> IdSet:
+        """What processes held in the end of rounds that were not over."""
+        ids = IdSet()
+        for held_stage, held_fragment, round_number, microbatches in self._held:
+            if (held_stage, held_fragment) == (stage, fragment) and round_number >= since_round:
+                ids.update(microbatches)
+        return ids
+
+    def num_aborted(self) -> int:
+        """Attempts that came to nothing: those before the one that a round was committed with, or given up since."""
+        committed = {(r.stage, r.event.parent): r.ballot for r in self.rounds.values()}
+        total = 0
+        for key, ballots in self._ballots.items():
+            if key not in committed:
+                total += len(ballots & self._given_up[key])
+            elif (ballot := committed[key]) is not None:
+                total += sum(other < ballot for other in ballots)
+        return total
+
+    def is_first_attempt(self, round_: Round) -> bool:
+        """Whether no attempt at it came to nothing."""
+        ballots = self._ballots[round_.stage, round_.event.parent]
+        return round_.ballot is not None and round_.ballot == min(ballots, default=round_.ballot)
+
+
+def _latest(members: Iterable[Contribution]) -> dict[str, float]:
+    latest: dict[str, float] = {}
+    for member in members:
+        latest[member.boot] = max(member.monotonic, latest.get(member.boot, member.monotonic))
+    return latest

@@ -1,0 +1,226 @@
+"""What a run's committed rounds prove or refute, taken together: the last step of an audit.
+
+    exactly once    synchronous: a committed round holds all its microbatches, at every stage, and no stage is ahead
+    at most once    no microbatch is in two rounds of one branch; with DiLoCo, which share is in none
+
+Called by audit/audit once all files are read.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from swarm.audit.findings import Findings
+from swarm.audit.id_set import IdSet
+from swarm.audit.rounds import Round, Rounds
+from swarm.events import Start
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """One stage's committed rounds, on the branch that has come farthest."""
+
+    stage: int
+    rounds: int
+    first_attempt: int
+    """Of these, the ones whose first attempt succeeded."""
+    microbatches: int
+    """In them; with fragments, in each on average."""
+    lost: int
+    """DiLoCo: acknowledged somewhere, and in no round here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The result of an audit. What the counters mean is in audit/findings."""
+
+    run: str
+    setting: str
+    files: int
+    events: int
+    rounds_committed: int
+    """By all stages, on whatever branches."""
+    rounds_aborted: int
+    """Attempts that came to nothing, at all stages."""
+    duplicates: int
+    missing: int
+    replayed: int
+    rolled_back: int
+    lost_share: float
+    """Of what was acknowledged, mean over the stages; what living peers held in the end is not lost."""
+    digests_compared: int
+    digests_differing: int
+    stages: tuple[StageReport, ...]
+    num_violations: int
+    violations: tuple[str, ...]
+
+    @property
+    def proven(self) -> bool:
+        """Whether everything that was promised is proven."""
+        return not self.num_violations
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self) | {"proven": self.proven}
+
+
+def judge(start: Start, rounds: Rounds, findings: Findings, *, files: int, has_trainers: bool) -> Report:
+    """Check what can only be checked on the whole.
+
+    Args:
+        has_trainers: the files of all trainers are there.
+    """
+    for round_, silent in rounds.unmerged():
+        findings.violation(
+            f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed", stage=round_.stage,
+            round=round_.event.round, files=round_.files,
+        )  # fmt: skip
+    for round_ in rounds.rounds.values():
+        if round_.microbatches is not None and has_trainers:
+            _check_acknowledged(round_, rounds, findings)
+        if round_.microbatches is not None and start.setting == "synchronous":
+            _check_complete(round_, start, findings)
+    if start.setting == "synchronous":
+        _check_together(start, rounds, findings)
+    branches = [_main_branch(stage, start, rounds, findings) for stage in range(start.num_stages)]
+    reports = [_stage_report(stage, branch, start, rounds) for stage, branch in enumerate(branches)]
+    acknowledged = _acknowledged(rounds)
+    committed: list[set[int]] = [set() for _ in branches]
+    for (stage, _), round_ in rounds.rounds.items():
+        committed[stage].add(round_.event.round)
+    return Report(
+        run=start.run, setting=start.setting, files=files, events=findings.num_events,
+        rounds_committed=len(set.intersection(*committed)), rounds_aborted=rounds.num_aborted(),
+        duplicates=findings.duplicates, missing=findings.missing,
+        replayed=sum(r.num_replayed for branch in branches for r in branch), rolled_back=findings.rolled_back,
+        lost_share=sum(report.lost for report in reports) / max(1, len(reports) * len(acknowledged)),
+        digests_compared=findings.digests_compared, digests_differing=findings.digests_differing,
+        stages=tuple(reports), num_violations=findings.num_violations, violations=tuple(findings.violations),
+    )  # fmt: skip
+
+
+def _acknowledged(rounds: Rounds) -> IdSet:
+    ids = rounds.acknowledged_by_stages.copy()
+    ids.update(rounds.acknowledged_by_trainers)
+    return ids
+
+
+# -- each round --------------------------------------------------------------------------------------------------------
+
+
+def _check_acknowledged(round_: Round, rounds: Rounds, findings: Findings) -> None:
+    assert round_.microbatches is not None
+    if unknown := round_.microbatches.without(rounds.acknowledged_by_trainers):
+        findings.violation(
+            "counts, and no trainer acknowledged it", microbatches=list(unknown), stage=round_.stage,
+            round=round_.event.round, files=round_.files,
+        )  # fmt: skip
+
+
+def _check_complete(round_: Round, start: Start, findings: Findings) -> None:
+    assert round_.microbatches is not None
+    size, number = start.round_microbatches, round_.event.round
+    wanted = IdSet(range(number * size, (number + 1) * size))
+    if missing := wanted.without(round_.microbatches):
+        findings.missing += len(missing)
+        findings.violation(
+            "missing in a committed round", microbatches=list(missing), stage=round_.stage, round=number,
+            files=round_.files,
+        )  # fmt: skip
+    if others := round_.microbatches.without(wanted):
+        findings.violation(
+            "counts in a round that is not its own", microbatches=list(others), stage=round_.stage, round=number,
+            files=round_.files,
+        )  # fmt: skip
+
+
+def _check_together(start: Start, rounds: Rounds, findings: Findings) -> None:
+    """No stage stepped before all stages held their results of the round."""
+    decided: dict[tuple[int, int], list[Mapping[str, float]]] = defaultdict(list)
+    for stage, number, at in rounds.decided():
+        decided[stage, number].append(at)
+    for round_ in rounds.rounds.values():
+        for other in range(start.num_stages):
+            results = decided.get((other, round_.event.round), [])
+            # Without times of one machine there is no telling what came first.
+            if not any(
+                all(at.get(boot, seconds) <= seconds for boot, seconds in round_.committed_at.items()) for at in results
+            ):
+                findings.violation(
+                    f"committed before stage {other} held its result", stage=round_.stage, round=round_.event.round,
+                    files=round_.files,
+                )  # fmt: skip
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+def _main_branch(stage: int, start: Start, rounds: Rounds, findings: Findings) -> list[Round]:
+    """The branch of a stage that has come farthest; on the way, what counts twice on any."""
+    children: dict[str, list[Round]] = defaultdict(list)
+    for (at, _), round_ in rounds.rounds.items():
+        if at == stage:
+            parent = round_.event.parent
+            children[rounds.renamed.get((stage, parent), parent)].append(round_)
+    reached = {round_.event.lineage for led_to in children.values() for round_ in led_to}
+    best: list[Round] = []
+    most = (0, 0)
+    for root in [parent for parent in children if parent not in reached]:
+        for samples, branch in _branches(root, children, start, findings):
+            # A stage of which nobody was left begins again at the present round, with fewer samples.
+            if (reached_round := (branch[-1].event.round + 1, samples)) > most:
+                most, best = reached_round, branch
+    return best
+
+
+def _branches(
+    root: str, children: Mapping[str, list[Round]], start: Start, findings: Findings
+) -> Iterator[tuple[int, list[Round]]]:
+    """Every way from a beginning to an end, with its samples."""
+    open_: list[tuple[str, int, list[Round], list[IdSet]]] = [
+        (root, 0, [], [IdSet() for _ in range(start.num_fragments)])
+    ]
+    while open_:
+        lineage, samples, branch, counted = open_.pop()
+        while len(following := children.get(lineage, [])) == 1:
+            lineage, samples = following[0].event.lineage, samples + following[0].event.samples
+            branch.append(following[0])
+            _count(following[0], counted, findings)
+        if not following:
+            yield samples, branch
+        for round_ in following:
+            copies = [ids.copy() for ids in counted]
+            _count(round_, copies, findings)
+            open_.append((round_.event.lineage, samples + round_.event.samples, [*branch, round_], copies))
+
+
+def _count(round_: Round, counted: list[IdSet], findings: Findings) -> None:
+    if round_.microbatches is None:
+        return
+    before = counted[round_.event.round % len(counted)]
+    if again := before.common(round_.microbatches):
+        findings.duplicates += len(again)
+        findings.violation(
+            "counts in an earlier round of the branch as well", microbatches=list(again), stage=round_.stage,
+            round=round_.event.round, files=round_.files,
+        )  # fmt: skip
+    before.update(round_.microbatches)
+
+
+def _stage_report(stage: int, branch: list[Round], start: Start, rounds: Rounds) -> StageReport:
+    counted = [IdSet() for _ in range(start.num_fragments)]
+    for round_ in branch:
+        if round_.microbatches is not None:
+            counted[round_.event.round % len(counted)].update(round_.microbatches)
+    lost = 0
+    if start.setting != "synchronous":
+        newest = max((round_.event.round + 1 for round_ in branch), default=0)
+        for fragment, ids in enumerate(counted):
+            ids_or_held = ids.copy()
+            ids_or_held.update(rounds.held_back(stage, fragment, newest))
+            lost += len(_acknowledged(rounds).without(ids_or_held))
+    return StageReport(
+        stage=stage, rounds=len(branch), first_attempt=sum(map(rounds.is_first_attempt, branch)),
+        microbatches=sum(map(len, counted)) // len(counted), lost=lost // len(counted),
+    )  # fmt: skip

@@ -1,0 +1,337 @@
+"""The event log: what a process did, one line of JSON each, in the order in which it did it.
+
+Peers and trainers append to a file of their own (`--events FILE`); swarm/audit reads the files of a run and proves from
+them, or refutes, that no microbatch was lost or counted twice. Each event is one write to a descriptor opened for
+appending, so a process that is killed loses nothing that it wrote. A log never stops a process: while its disk is full,
+events are counted, and the log says so later.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from swarm.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the lines; an audit refuses others."""
+
+
+# -- the vocabulary ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A process begins, or goes on in the file of one that ended. Always a process's first line."""
+
+    run: str
+    """The run's id: a digest of its configuration."""
+    peer: str
+    """Peer id of a stage peer or of a trainer."""
+    name: str
+    stage: int
+    """-1 for a trainer."""
+    setting: str
+    """synchronous or diloco."""
+    num_stages: int
+    num_fragments: int
+    """Parts of a stage that are averaged in turn, a round each."""
+    round_microbatches: int
+    """Microbatches of a synchronous round."""
+    software: str
+    """Version of swarm."""
+    pid: int
+    boot: str
+    """Of the machine: monotonic times of one boot can be compared."""
+    format: int = FORMAT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """The disk was full: so many events before this one were not written."""
+
+    lost: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """A microbatch is offered to a peer of the next stage."""
+
+    microbatch: int
+    round: int
+    stage: int
+    peer: str
+    attempt: int
+    """1 for the first peer that this hop asks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulate:
+    """A microbatch's gradient was added to a bucket."""
+
+    microbatch: int
+    samples: int
+    bucket: int
+    only_at: int | None = None
+    """For a replay, the stage that lacks it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollBack:
+    """It was subtracted from that bucket again."""
+
+    microbatch: int
+    samples: int
+    bucket: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ack:
+    """A stage peer: an answer was acknowledged, and its microbatch counts. A trainer: it is about to acknowledge."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """A microbatch came that is known already."""
+
+    microbatch: int
+    state: str
+    """running, tentative (the new call adopts it) or committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """A stage's leader let a trainer run again what the stage has lost."""
+
+    microbatches: tuple[int, ...]
+    trainer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An inner step was taken with a bucket, which is empty since."""
+
+    bucket: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """The contribution to a round was frozen as it is now; later ones take its place."""
+
+    round: int
+    samples: int
+    round_samples: int
+    """Of these, the ones that count towards the round."""
+    fragment: int
+    microbatches: str = ""
+    """Synchronous: what the ledger counts, as `ranges` writes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin:
+    """An attempt was promised, with the contribution closed last."""
+
+    round: int
+    lineage: str
+    attempt: int
+    leader: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """An attempt's exchange came to a result here, which holds that contribution."""
+
+    round: int
+    lineage: str
+    attempt: int
+    leader: str
+    digest: str
+    """Over the members and the averaged bytes."""
+    samples: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    """An attempt was given up here."""
+
+    round: int
+    attempt: int
+    leader: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A result was applied: the next round began."""
+
+    round: int
+    """The one that ended."""
+    parent: str
+    """Lineage before."""
+    lineage: str
+    """And after."""
+    digest: str
+    """Of the result."""
+    attempt: int
+    samples: int
+    members: tuple[str, ...]
+    state: str
+    """Digest of anchor and outer state after it."""
+    carried: int = 0
+    """Samples learnt since the closing that count towards the next round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Install:
+    """A state became this peer's as a whole; all that it had accumulated is gone."""
+
+    round: int
+    """The one that begins with it."""
+    lineage: str
+    state: str
+    source: str
+    """initial, checkpoint or download."""
+    parent: str | None = None
+    """The lineage that this one goes on from under another name: a checkpoint's that entered at a later round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """It serves from now on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """It ends of its own accord."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """It gives its stage up and goes to another: what follows is about that one, from an Install on."""
+
+    stage: int
+
+
+Event = (
+    Start | Gap | Hop | Accumulate | RollBack | Ack | Repeat | Grant | Step | Close | Begin | Prepare | Abort | Commit
+    | Install | Join | Leave | Move
+)  # fmt: skip
+
+NAMES: dict[str, type[Event]] = {
+    "start": Start, "gap": Gap, "hop": Hop, "accumulate": Accumulate, "roll_back": RollBack, "ack": Ack,
+    "repeat": Repeat, "grant": Grant, "step": Step, "close": Close, "begin": Begin, "prepare": Prepare, "abort": Abort,
+    "commit": Commit, "install": Install, "join": Join, "leave": Leave, "move": Move,
+}  # fmt: skip
+"""As the lines have them."""
+
+_NAME_OF = {event: name for name, event in NAMES.items()}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class Events(Protocol):
+    """Where events go. May be written to from any thread."""
+
+    def write(self, event: Event) -> None:
+        """Put an event on record. Never raises."""
+        ...
+
+
+class NoEvents:
+    """Keeps no record."""
+
+    def write(self, event: Event) -> None:
+        pass
+
+
+class EventLog:
+    """Appends to one file."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        """Raises OSError if the file can neither be opened nor made."""
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_lost = 0
+        # What its last writer left unfinished stays a line of its own.
+        self._is_torn = path.exists() and not _ends_with_newline(path)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, event: Event) -> None:
+        with self._lock:
+            if self._num_lost and not self._append(Gap(lost=self._num_lost)):
+                self._num_lost += 1
+                return
+            self._num_lost = 0
+            if not self._append(event):
+                self._num_lost = 1
+
+    def close(self) -> None:
+        """Write nothing more."""
+        os.close(self._file)
+
+    def _append(self, event: Event) -> bool:
+        fields = _encode({name: value for name, value in vars(event).items() if value is not None})
+        times = f'"time":{self._clock.time():.6f},"monotonic":{self._clock.monotonic():.6f}'
+        comma = "," if len(fields) > 2 else ""
+        text = f'{{"event":"{_NAME_OF[type(event)]}",{times}{comma}{fields[1:]}\n'
+        line = (("\n" if self._is_torn else "") + text).encode()
+        try:
+            num_written = os.write(self._file, line)
+        except OSError as error:
+            if not self._num_lost:
+                logger.error("events are not written to %s: %s", self._path, error)
+            return False
+        self._is_torn = num_written < len(line)
+        if self._is_torn and not self._num_lost:
+            logger.error("events are not written to %s: the disk is full", self._path)
+        return not self._is_torn
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def ranges(microbatches: Iterable[int]) -> str:
+    """A set of ids in short: 0-7 9 12-15."""
+    text, first, last = [], None, -1
+    for index in sorted(microbatches):
+        if first is not None and index == last + 1:
+            last = index
+            continue
+        if first is not None:
+            text.append(_range(first, last))
+        first = last = index
+    if first is not None:
+        text.append(_range(first, last))
+    return " ".join(text)
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def boot_id() -> str:
+    """Of this machine, another one after every boot; empty where it cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"

@@ -1,0 +1,147 @@
+"""Event logs of a run in which all went well, written line by line; tests change them and have them audited.
+
+Two stages with two peers each and one trainer. Stage 0's first peer is the leader of its stage, and so on.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm.clock import ManualClock
+from swarm.events import (
+    Accumulate,
+    Ack,
+    Begin,
+    Close,
+    Commit,
+    Event,
+    EventLog,
+    Install,
+    Prepare,
+    RollBack,
+    Start,
+    Step,
+    ranges,
+)
+from swarm.rounds import next_lineage
+
+SAMPLES = 2
+ROUND_MICROBATCHES = 8
+NUM_STAGES = 2
+
+Lines = list[dict[str, Any]]
+
+
+def start(peer: str, stage: int, setting: str) -> Start:
+    """A process's first event."""
+    return Start(
+        run="run.1", peer=peer, name=peer, stage=stage, setting=setting, num_stages=NUM_STAGES, num_fragments=1,
+        round_microbatches=ROUND_MICROBATCHES, software="0", pid=1, boot="boot",
+    )  # fmt: skip
+
+
+class HonestRun:
+    """Writes the files of a run to a folder: peer-0a, peer-0b, peer-1a, peer-1b and trainer, with `.jsonl`."""
+
+    def __init__(self, folder: Path, setting: str = "synchronous") -> None:
+        self.folder = folder
+        self.setting = setting
+        self.clock = ManualClock(start=100.0)
+        self.lineages = [f"genesis {stage}" for stage in range(NUM_STAGES)]
+        self._logs: dict[str, EventLog] = {}
+        self.bucket = 0
+        self.write("trainer", start("trainer", -1, setting))
+        for stage in range(NUM_STAGES):
+            for peer in self.members(stage):
+                self.write(peer, start(peer, stage, setting))
+                self.write(peer, Install(round=0, lineage=self.lineages[stage], state="initial", source="initial"))
+
+    @staticmethod
+    def members(stage: int) -> tuple[str, str]:
+        """The peers of a stage."""
+        return f"peer-{stage}a", f"peer-{stage}b"
+
+    @property
+    def files(self) -> list[Path]:
+        """All logs."""
+        return sorted(self.folder.iterdir())
+
+    def write(self, name: str, event: Event) -> None:
+        """One event of one process."""
+        if name not in self._logs:
+            self._logs[name] = EventLog(self.folder / f"{name}.jsonl", self.clock)
+        self.clock.advance(0.001)
+        self._logs[name].write(event)
+
+    def reopen(self, name: str) -> None:
+        """What is written next is another process's, in the same file."""
+        self._logs.pop(name).close()
+
+    def train(self, peer: str, microbatch: int, *, only_at: int | None = None) -> None:
+        """A microbatch is accumulated and acknowledged."""
+        self.accumulate(peer, microbatch, only_at=only_at)
+        self.write(peer, Ack(microbatch=microbatch))
+
+    def accumulate(self, peer: str, microbatch: int, *, only_at: int | None = None) -> None:
+        """A microbatch is accumulated."""
+        self.write(peer, Accumulate(microbatch=microbatch, samples=SAMPLES, bucket=self.bucket, only_at=only_at))
+
+    def roll_back(self, peer: str, microbatch: int) -> None:
+        """And subtracted again."""
+        self.write(peer, RollBack(microbatch=microbatch, samples=SAMPLES, bucket=self.bucket))
+
+    def round(self, number: int, *, replayed: Sequence[tuple[int, int]] = ()) -> None:
+        """A whole round: each member has every other microbatch; some, with their stage, after a replay."""
+        ids = range(number * ROUND_MICROBATCHES, (number + 1) * ROUND_MICROBATCHES)
+        for microbatch in ids:
+            self.write("trainer", Ack(microbatch=microbatch))
+            for stage in range(NUM_STAGES):
+                only_at = stage if (stage, microbatch) in replayed else None
+                self.train(self.members(stage)[microbatch % 2], microbatch, only_at=only_at)
+        self.average(number, {peer: ids[nth::2] for s in range(NUM_STAGES) for nth, peer in enumerate(self.members(s))})
+
+    def average(self, number: int, contributions: dict[str, Sequence[int]]) -> None:
+        """Every stage averages what its members say they have, and commits."""
+        if self.setting == "diloco":
+            for peer, ids in contributions.items():
+                self.write(peer, Step(bucket=self.bucket, samples=SAMPLES * len(ids)))
+        stages = [[peer for peer in self.members(s) if peer in contributions] for s in range(NUM_STAGES)]
+        for stage, members in enumerate(stages):
+            for peer in members:
+                ids, samples = contributions[peer], SAMPLES * len(contributions[peer])
+                named = ranges(ids) if self.setting == "synchronous" else ""
+                self.write(
+                    peer, Close(round=number, samples=samples, round_samples=samples, fragment=0, microbatches=named)
+                )
+                lineage = self.lineages[stage]
+                self.write(peer, Begin(round=number, lineage=lineage, attempt=1, leader=members[0]))
+        totals = [SAMPLES * sum(len(contributions[peer]) for peer in members) for members in stages]
+        for stage, members in enumerate(stages):
+            for peer in members:
+                self.write(
+                    peer,
+                    Prepare(
+                        round=number, lineage=self.lineages[stage], attempt=1, leader=members[0],
+                        digest=f"digest {number}", samples=totals[stage], members=tuple(members),
+                    ),
+                )  # fmt: skip
+        for stage, members in enumerate(stages):
+            parent, digest = self.lineages[stage], f"digest {number}"
+            self.lineages[stage] = next_lineage(parent, number, digest, members)
+            for peer in members:
+                self.write(
+                    peer,
+                    Commit(
+                        round=number, parent=parent, lineage=self.lineages[stage], digest=digest, attempt=1,
+                        samples=totals[stage], members=tuple(members), state=f"state {stage} {number + 1}",
+                    ),
+                )  # fmt: skip
+        self.bucket += 1
+
+
+def edit(path: Path, change: Callable[[Lines], Lines | None]) -> None:
+    """Rewrite a file's lines; `change` may do so in place."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    changed = change(lines) or lines
+    path.write_text("".join(json.dumps(line) + "\n" for line in changed))

@@ -1,0 +1,360 @@
+"""What the audit proves of honest logs, and finds in those that were tampered with."""
+
+from pathlib import Path
+
+import pytest
+
+from swarm.audit.audit import audit
+from swarm.audit.verdict import Report
+from swarm.events import Abort, Ack, Begin, Close, Gap, Install, Leave, Move
+from swarm.rounds import next_lineage
+from tests.audit.honest import HonestRun, Lines, edit, start
+
+BOTH = pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+ROUNDS = 3
+
+
+def honest(folder: Path, setting: str = "synchronous") -> HonestRun:
+    """Three rounds, without a fault."""
+    run = HonestRun(folder, setting)
+    for number in range(ROUNDS):
+        run.round(number)
+    return run
+
+
+def one_violation(report: Report, text: str) -> str:
+    """The only one that says so."""
+    (found,) = [violation for violation in report.violations if text in violation]
+    assert not report.proven
+    return found
+
+
+# -- honest logs -------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_an_honest_run_is_proven(tmp_path: Path, setting: str) -> None:
+    run = honest(tmp_path, setting)
+    report = audit(run.files)
+    assert report.proven
+    assert report.violations == ()
+    assert (report.run, report.setting, report.files) == ("run.1", setting, 5)
+    assert (report.rounds_committed, report.rounds_aborted) == (ROUNDS, 0)
+    assert (report.duplicates, report.missing, report.replayed, report.rolled_back) == (0, 0, 0, 0)
+    # Two peers of each stage, at the beginning and after every round.
+    assert (report.digests_compared, report.digests_differing) == (2 * (ROUNDS + 1), 0)
+    assert report.lost_share == 0.0
+    assert [stage.first_attempt for stage in report.stages] == [ROUNDS] * 2
+
+
+def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    assert audit(run.files[::-1]) == audit(run.files)
+
+
+@BOTH
+def test_what_was_rolled_back_does_not_count(tmp_path: Path, setting: str) -> None:
+    run = HonestRun(tmp_path, setting)
+    run.accumulate("peer-1b", 4)
+    run.roll_back("peer-1b", 4)
+    run.round(0)
+    report = audit(run.files)
+    assert report.violations == ()
+    assert report.rolled_back == 1
+
+
+def test_replays_are_counted(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path)
+    run.round(0, replayed=[(1, 3), (0, 7)])
+    report = audit(run.files)
+    assert report.violations == ()
+    assert report.replayed == 2
+
+
+def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path)
+    for number, leader in enumerate(["peer-0", "peer-1"]):
+        run.write("peer-0b", Close(round=number, samples=0, round_samples=0, fragment=0))
+        run.write("peer-0b", Begin(round=number, lineage=run.lineages[0], attempt=1, leader=leader))
+        run.write("peer-0b", Abort(round=number, attempt=1, leader=leader, reason="a member is slow"))
+        run.round(number)
+    report = audit(run.files)
+    assert report.violations == ()
+    assert report.rounds_aborted == 1, "the second one has a higher ballot than the one that succeeded: it came later"
+    assert [stage.first_attempt for stage in report.stages] == [1, 2]
+
+
+def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
+    """What it had accumulated is gone: others count it."""
+    run = HonestRun(tmp_path)
+    run.round(0)
+    run.train("peer-1b", 9)
+    with (tmp_path / "peer-1b.jsonl").open("a") as file:
+        file.write('{"event":"ack","time":1.0,"mono')
+    run.reopen("peer-1b")
+    run.write("peer-1b", start("peer-1b", 1, "synchronous"))
+    run.write("peer-1b", Install(round=0, lineage="genesis 1", state="initial", source="initial"))
+    run.write("peer-1b", Install(round=1, lineage=run.lineages[1], state="state 1 1", source="download"))
+    run.round(1)
+    report = audit(run.files)
+    assert report.violations == ()
+    assert (report.duplicates, report.rounds_committed) == (0, 2)
+
+
+def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path)
+    run.round(0)
+    run.write("peer-1b", Move(stage=0))
+    run.write("peer-1b", Install(round=0, lineage="genesis 0", state="initial", source="initial"))
+    run.write("peer-1b", Install(round=1, lineage=run.lineages[0], state="state 0 1", source="download"))
+    run.write("peer-1b", Leave())
+    assert audit(run.files).violations == ()
+
+
+# -- what counts twice, or not at all ----------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
+    """The other member accumulates and contributes it as well, and everybody's figures fit."""
+    run = HonestRun(tmp_path, setting)
+    run.train("peer-1a", 3)
+    run.round(0)
+    found = audit(run.files)
+    assert found.duplicates == 1
+    violation = next(line for line in found.violations if "counts more than once" in line)
+    assert violation.startswith("stage 1, round 0, microbatch 3: ")
+    assert violation.endswith("(peer-1a.jsonl, peer-1b.jsonl)")
+    assert one_violation(found, "said to hold") if setting == "synchronous" else True
+    # Now as if the program had counted it, too: every figure fits, and it is found all the same.
+    edit(tmp_path / "peer-1a.jsonl", lambda lines: claim(lines, close={"samples": 10, "microbatches": "0 2-4 6"}))
+    for peer in run.members(1):
+        edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
+    found = audit(run.files)
+    assert found.duplicates == 1
+    assert len(found.violations) == 1
+
+
+def claim(lines: Lines, **figures: dict[str, object]) -> None:
+    """Change what lines of these names say."""
+    for line in lines:
+        line |= figures.get(line["event"], {})
+        if "samples" in figures.get(line["event"], {}) and "round_samples" in line:
+            line["round_samples"] = line["samples"]
+        if line["event"] == "step" and "close" in figures:
+            line["samples"] = figures["close"]["samples"]
+
+
+@BOTH
+def test_what_is_accumulated_twice_at_one_peer_is_found(tmp_path: Path, setting: str) -> None:
+    run = HonestRun(tmp_path, setting)
+    run.accumulate("peer-0a", 2)
+    run.round(0)
+    report = audit(run.files)
+    assert report.duplicates == 1
+    assert any("microbatch 2" in line and "counts more than once" in line for line in report.violations)
+
+
+def test_a_planted_loss_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    edit(tmp_path / "peer-1b.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 11])
+    report = audit(run.files)
+    assert report.missing == 1
+    assert one_violation(report, "missing").startswith("stage 1, round 1, microbatch 11: missing in a committed round")
+    one_violation(report, "said to hold 9 11 13 15, not 9 13 15")
+
+
+def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.write("trainer", Ack(microbatch=100))
+    run.train("peer-0a", 100)
+    run.accumulate("peer-1b", 100)
+    run.roll_back("peer-1b", 100)
+    run.round(0)
+    edit(tmp_path / "peer-0a.jsonl", lambda lines: claim(lines, close={"samples": 10}))
+    for peer in run.members(0):
+        edit(tmp_path / f"{peer}.jsonl", lambda lines: claim(lines, commit={"samples": 18}))
+    report = audit(run.files)
+    assert report.violations == ()
+    assert [stage.lost for stage in report.stages] == [0, 1]
+    assert report.lost_share == pytest.approx(0.5 / 9)
+
+
+def test_what_a_living_peer_still_holds_is_not_lost(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    run.write("trainer", Ack(microbatch=8))
+    for stage in range(2):
+        run.train(run.members(stage)[0], 8)
+    assert audit(run.files).lost_share == 0.0
+
+
+def test_with_diloco_a_microbatch_of_an_earlier_round_is_found(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    run.train("peer-0b", 4)
+    run.average(1, {"peer-0b": [4]})
+    report = audit(run.files)
+    assert report.duplicates == 1
+    assert one_violation(report, "earlier round").startswith("stage 0, round 1, microbatch 4: ")
+
+
+def test_what_no_trainer_acknowledged_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    edit(tmp_path / "trainer.jsonl", lambda lines: [line for line in lines if line.get("microbatch") != 5])
+    assert len([line for line in audit(run.files).violations if "no trainer acknowledged" in line]) == 2
+
+
+@BOTH
+def test_what_enters_a_step_unacknowledged_is_found(tmp_path: Path, setting: str) -> None:
+    run = honest(tmp_path, setting)
+    edit(
+        tmp_path / "peer-0a.jsonl",
+        lambda lines: [line for line in lines if (line["event"], line.get("microbatch")) != ("ack", 2)],
+    )
+    assert "microbatch 2" in one_violation(audit(run.files), "before it was acknowledged")
+
+
+# -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_planted_difference_of_digests_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(state="another") or lines)
+    report = audit(run.files)
+    assert (report.digests_compared, report.digests_differing) == (2 * (ROUNDS + 1), 1)
+    assert one_violation(report, "digest").startswith("stage 0, round 3: the state of lineage")
+
+
+def test_a_lineage_that_does_not_follow_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(members=["peer-0b"]) or lines)
+    one_violation(audit(run.files), "does not follow")
+
+
+def test_a_member_of_another_branch_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+
+    def stray(lines: Lines) -> None:
+        next(line for line in lines if line["event"] == "begin")["lineage"] = "elsewhere"
+
+    edit(tmp_path / "peer-1a.jsonl", stray)
+    one_violation(audit(run.files), "on another branch than it stood")
+
+
+def test_a_commit_before_another_stage_holds_its_result_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+
+    def hurry(lines: Lines) -> None:
+        next(line for line in lines if line["event"] == "commit")["monotonic"] = 0.0
+
+    edit(tmp_path / "peer-0a.jsonl", hurry)
+    assert one_violation(audit(run.files), "before stage 1 held").startswith("stage 0, round 0: committed before")
+
+
+def test_a_stage_that_goes_on_alone_is_found(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    for peer in run.members(1):
+        edit(tmp_path / f"{peer}.jsonl", lambda lines: [line for line in lines if line.get("round") != 2])
+    one_violation(audit(run.files), "committed before stage 1 held its result")
+
+
+def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    report = audit([path for path in run.files if path.name != "peer-1a.jsonl"])
+    unproven = [line for line in report.violations if "no file tells what peer-1a contributed" in line]
+    assert len(unproven) == ROUNDS
+
+
+def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
+    """The same microbatches on both: that is no duplicate."""
+    run = HonestRun(tmp_path)
+    run.round(0)
+    ids = range(8, 16)
+    for microbatch in ids:
+        run.write("trainer", Ack(microbatch=microbatch))
+        for stage in range(2):
+            for peer in run.members(stage):
+                run.train(peer, microbatch)
+    before = list(run.lineages)
+    run.average(1, {"peer-0a": ids, "peer-1a": ids})
+    run.lineages = before
+    run.bucket -= 1
+    run.average(1, {"peer-0b": ids, "peer-1b": ids})
+    report = audit(run.files)
+    assert report.violations == ()
+    assert (report.rounds_committed, report.duplicates) == (2, 0)
+
+
+def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_path: Path) -> None:
+    run = honest(tmp_path, "diloco")
+    first = next_lineage("genesis 1", 0, "digest 0", run.members(1))
+    run.lineages[1] = "again"
+    for peer in run.members(1):
+        run.write(peer, start(peer, 1, "diloco"))
+        install = Install(round=ROUNDS, lineage="again", state="state 1 1", source="checkpoint", parent=first)
+        run.write(peer, install)
+    run.round(ROUNDS)
+    report = audit(run.files)
+    assert report.violations == ()
+    assert [stage.lost for stage in report.stages] == [0, 8 * (ROUNDS - 1)]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    before = audit(run.files)
+    with (tmp_path / "peer-0a.jsonl").open("a") as file:
+        file.write('{"event":"accumulate","ti')
+    assert audit(run.files) == before
+
+
+def test_a_file_with_nothing_but_a_torn_line_says_nothing(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    (tmp_path / "killed.jsonl").write_text('{"event":"sta')
+    (tmp_path / "killed-sooner.jsonl").touch()
+    assert audit(run.files).proven
+
+
+def test_a_gap_leaves_the_run_unproven(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    run.write("peer-0a", Gap(lost=12))
+    assert "peer-0a.jsonl" in one_violation(audit(run.files), "12 events were not written")
+
+
+def test_a_broken_middle_is_named(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    path = tmp_path / "peer-0a.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    for broken in (
+        "[1, 2]\n",
+        "{\n",
+        lines[4].replace("event", "tneve"),
+        lines[4].replace('"samples":2', '"samples":"x"'),
+    ):
+        path.write_text("".join([*lines[:4], broken, *lines[5:]]))
+        with pytest.raises(ValueError, match=r"peer-0a.jsonl: line 5 is no event .*") as error:
+            audit(run.files)
+        assert "\n" not in str(error.value)
+
+
+def test_a_file_without_a_start_is_named(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[1:])
+    with pytest.raises(ValueError, match=r"peer-1a.jsonl: no start before line 1"):
+        audit(run.files)
+
+
+def test_a_file_of_another_run_is_named(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    edit(tmp_path / "peer-1a.jsonl", lambda lines: lines[0].update(run="run.2") or lines)
+    with pytest.raises(ValueError, match=r"peer-1a.jsonl is of run run.2, and .*peer-0a.jsonl of run run.1"):
+        audit(run.files)
+
+
+def test_nothing_to_audit(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="no events"):
+        audit([tmp_path / "empty.jsonl"])

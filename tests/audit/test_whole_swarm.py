@@ -1,0 +1,63 @@
+"""The audit over what real stage peers and trainers did, and over copies of their logs that were tampered with."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swarm.audit.audit import audit
+from swarm.audit.verdict import Report
+from swarm.config import RunConfig
+from tests.audit.honest import Lines, edit
+from tests.support.chain import DILOCO, SYNCHRONOUS
+from tests.support.whole_swarm import whole_swarm
+
+STEPS = 5
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config: RunConfig, tmp_path: Path) -> None:
+    async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2, 1)) as swarm:
+        training = asyncio.create_task(swarm.train(STEPS))
+        await asyncio.sleep(0.5)
+        await next(peer for peer in swarm.peers if peer.stage == 1).kill()
+        await swarm.start(1)
+        await training
+    report = audit(swarm.logs)
+    assert report.violations == ()
+    assert report.rounds_committed >= STEPS
+    assert (report.duplicates, report.missing, report.digests_differing) == (0, 0, 0)
+    assert report.digests_compared > STEPS
+    synchronous = config.rounds.synchronous
+    if synchronous:
+        assert report.lost_share == 0.0
+
+    def tampered(change: Callable[[Lines], Lines | None]) -> Report:
+        """The audit of copies, of which that of the last stage's peer was changed."""
+        copies = tmp_path / "copies"
+        shutil.rmtree(copies, ignore_errors=True)
+        shutil.copytree(tmp_path / "events", copies)
+        (path,) = copies.glob("*-peer-2.jsonl")
+        edit(path, change)
+        return audit(sorted(copies.iterdir()))
+
+    def index_of(lines: Lines, name: str) -> int:
+        return next(number for number, line in enumerate(lines) if line["event"] == name)
+
+    def twice(lines: Lines) -> Lines:
+        return [lines[0], lines[1], lines[index_of(lines, "accumulate")], *lines[2:]]
+
+    def less(lines: Lines) -> Lines:
+        lost = lines[index_of(lines, "accumulate")]["microbatch"]
+        return [line for line in lines if line.get("microbatch") != lost]
+
+    found = tampered(twice)
+    assert found.duplicates == 1
+    assert any("counts more than once" in line and "stage 2" in line for line in found.violations)
+    found = tampered(less)
+    assert any("samples" in line and "stage 2" in line for line in found.violations)
+    assert found.missing == synchronous
+    found = tampered(lambda lines: lines[index_of(lines, "commit")].update(lineage="another") or lines)
+    assert not found.proven

@@ -1,0 +1,164 @@
+"""A whole swarm in one process: real stage peers and trainers on the loopback, with a DHT in memory.
+
+For tests of what microbatches and rounds do together. What a peer does is what swarm-peer does; only the DHT, the
+corpus and the process around it are missing. Peers and trainers log their events, as the programs do.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from peers.event_file import start_of
+from peers.network import KnownPeers
+from peers.resume import ResumeOptions
+from peers.stage_server import ServerOptions, StageServer
+from swarm import identity as identities
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.events import EventLog
+from swarm.hop import Hop
+from swarm.pipeline.lease_service import LeaseClient
+from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.types import TRAINER_STAGE
+from tests.support.chain import tokens
+
+LOOK_SECONDS = 0.2
+CLOCK = SystemClock()
+
+
+@dataclass(eq=False)
+class WholePeer:
+    """One stage peer, running in a task."""
+
+    stage: int
+    peer_id: str
+    log: EventLog
+    task: asyncio.Task[None] | None = None
+    server: StageServer | None = None
+
+    async def kill(self) -> None:
+        """Without a farewell. As near to kill -9 as one comes within a process: calls under way end a second later."""
+        assert self.task is not None
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+@dataclass(eq=False)
+class WholeSwarm:
+    """Peers and trainers of one run. `folder` takes their event logs."""
+
+    config: RunConfig
+    folder: Path
+    peers: list[WholePeer] = field(default_factory=list)
+    _store: MemoryStore = field(default_factory=lambda: MemoryStore(CLOCK))
+    _num_logs: int = 0
+
+    @property
+    def logs(self) -> list[Path]:
+        """Of every process there ever was."""
+        return sorted(self.folder.iterdir())
+
+    async def start(self, stage: int) -> WholePeer:
+        """Start a peer; returns when it serves."""
+        own = identities.generate()
+        peer = WholePeer(stage=stage, peer_id=own.peer_id, log=self._log(f"peer-{stage}"))
+        serving = asyncio.get_running_loop().create_future()
+        peer.task = asyncio.create_task(self._run(peer, own, serving))
+        await asyncio.wait([peer.task, serving], return_when=asyncio.FIRST_COMPLETED)
+        if peer.task.done():
+            peer.task.result()
+        self.peers.append(peer)
+        return peer
+
+    async def _run(self, peer: WholePeer, own: identities.Identity, serving: "asyncio.Future[None]") -> None:
+        config, stages = self.config, range(self.config.stages.num_stages)
+        peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
+        directory = Directory(self._store, own, config.run_id, CLOCK)
+        router = Router(CLOCK, random.Random(own.peer_id))
+        known = KnownPeers(router, own_id=own.peer_id)
+        options = ServerOptions(
+            name="", device=torch.device("cpu"), insecure=True, max_in_flight=0, graph_bytes=1 << 30,
+            resume=ResumeOptions(), checkpoints=None, events=peer.log,
+        )  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            await known.look(directory, stages)
+            tasks.create_task(directory.watch(stages, known.update, LOOK_SECONDS))
+            peer.server = StageServer(
+                config=config, stage=peer.stage, identity=own, known=known, router=router, directory=directory,
+                clock=CLOCK, tasks=tasks, options=options,
+            )  # fmt: skip
+            async with peer.server.serving("127.0.0.1", 0, "127.0.0.1", ""):
+                serving.set_result(None)
+                await asyncio.Event().wait()
+
+    async def train(self, steps: int, *, first: int = 0) -> list[Step]:
+        """Have a new trainer train so many steps; gives them."""
+        config, stages = self.config, range(self.config.stages.num_stages)
+        own, log, done = identities.generate(), self._log("trainer"), list[Step]()
+        log.write(start_of(config, peer_id=own.peer_id, name="", stage=TRAINER_STAGE))
+        router, channels = Router(CLOCK, random.Random(own.peer_id)), ChannelPool(insecure=True)
+        directory, known = Directory(self._store, own, config.run_id, CLOCK), KnownPeers(router)
+        await known.look(directory, stages)
+        hop = Hop(
+            run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=CLOCK, events=log
+        )
+        watcher = RoundWatcher(
+            run_id=config.run_id, num_stages=len(stages), synchronous=config.rounds.synchronous, peers=known.peers,
+            channels=channels,
+        )  # fmt: skip
+        loop = TrainLoop(
+            config=config, data=cast(Microbatches, _Data(config)), hop=hop,
+            leases=LeaseClient(
+                config=config, trainer_id=own.peer_id, peers=known.peers, channels=channels, clock=CLOCK
+            ),
+            watcher=watcher, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage: None, events=log,
+        )  # fmt: skip
+
+        async def take(step: Step) -> None:
+            done.append(step)
+
+        looking = asyncio.create_task(directory.watch(stages, known.update, LOOK_SECONDS))
+        try:
+            await loop.run(first, steps, take)
+        finally:
+            looking.cancel()
+            await channels.close()
+        return done
+
+    def _log(self, name: str) -> EventLog:
+        self.folder.mkdir(exist_ok=True)
+        self._num_logs += 1
+        return EventLog(self.folder / f"{self._num_logs:02}-{name}.jsonl", CLOCK)
+
+
+@dataclass(frozen=True)
+class _Data:
+    config: RunConfig
+
+    def tokens(self, index: int) -> Any:
+        return tokens(self.config, index).numpy()
+
+
+@asynccontextmanager
+async def whole_swarm(config: RunConfig, folder: Path, *, num_peers: tuple[int, ...]) -> AsyncIterator[WholeSwarm]:
+    """A swarm with so many peers at each stage; all end with the block."""
+    swarm = WholeSwarm(config, folder)
+    try:
+        for stage, count in enumerate(num_peers):
+            for _ in range(count):
+                await swarm.start(stage)
+        yield swarm
+    finally:
+        await asyncio.gather(*(peer.kill() for peer in swarm.peers))

@@ -1,0 +1,120 @@
+"""The event log: what is on disk after writes, kills and full disks."""
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.clock import ManualClock
+from swarm.events import NAMES, Accumulate, Ack, EventLog, Gap, Grant, Leave, NoEvents, ranges
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """What can be read of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def test_an_event_is_a_line(path: Path) -> None:
+    clock = ManualClock(start=12.5)
+    log = EventLog(path, clock)
+    log.write(Accumulate(microbatch=3, samples=4, bucket=0))
+    clock.advance(1.0)
+    log.write(Grant(microbatches=(1, 2), trainer='"quoted"'))
+    log.write(Leave())
+    assert lines(path) == [
+        {"event": "accumulate", "time": 12.5, "monotonic": 12.5, "microbatch": 3, "samples": 4, "bucket": 0},
+        {"event": "grant", "time": 13.5, "monotonic": 13.5, "microbatches": [1, 2], "trainer": '"quoted"'},
+        {"event": "leave", "time": 13.5, "monotonic": 13.5},
+    ]
+
+
+def test_every_event_has_a_name_and_cannot_change() -> None:
+    for event in NAMES.values():
+        assert event.__dataclass_params__.frozen, event  # type: ignore[union-attr]  # a dataclass has them
+        assert not {"event", "time", "monotonic"} & {field.name for field in dataclasses.fields(event)}
+
+
+def test_a_later_process_appends(path: Path) -> None:
+    EventLog(path, ManualClock()).write(Ack(microbatch=1))
+    EventLog(path, ManualClock()).write(Ack(microbatch=2))
+    assert [line["microbatch"] for line in lines(path)] == [1, 2]
+
+
+def test_a_line_that_its_writer_left_unfinished_is_left_alone(path: Path) -> None:
+    path.write_text('{"event":"ack"')
+    log = EventLog(path, ManualClock())
+    log.write(Ack(microbatch=1))
+    log.write(Ack(microbatch=2))
+    torn, *whole = path.read_text().splitlines()
+    assert torn == '{"event":"ack"'
+    assert [json.loads(line)["microbatch"] for line in whole] == [1, 2]
+
+
+def test_a_full_disk_is_one_line_in_the_log_and_a_gap_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = 120
+
+    def write(file: int, data: bytes, real: Any = os.write) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written: int = real(file, data[:room])
+        room -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write)
+    log = EventLog(path, ManualClock())
+    with caplog.at_level(logging.ERROR):
+        for index in range(5):
+            log.write(Ack(microbatch=index))
+    assert len(caplog.records) == 1
+    assert str(path) in caplog.text
+    room = 10_000
+    log.write(Ack(microbatch=5))
+    log.write(Ack(microbatch=6))
+    first, torn, gap, *others = path.read_text().splitlines()
+    assert json.loads(first)["microbatch"] == 0
+    assert not torn.endswith("}")
+    assert json.loads(gap)["event"] == "gap"
+    assert json.loads(gap)["lost"] == 4
+    assert [json.loads(line)["microbatch"] for line in others] == [5, 6]
+
+
+def test_threads_do_not_mix_their_lines(path: Path) -> None:
+    log = EventLog(path, ManualClock())
+    threads = [
+        threading.Thread(target=lambda: [log.write(Ack(microbatch=index)) for index in range(200)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(line["microbatch"] for line in lines(path)) == sorted(4 * list(range(200)))
+
+
+def test_a_file_that_cannot_be_made_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Is a directory"):
+        EventLog(tmp_path, ManualClock())
+
+
+def test_no_events() -> None:
+    NoEvents().write(Gap(lost=1))
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"), [([], ""), ([3], "3"), ([5, 4, 9, 6, 0], "0 4-6 9"), ([1, 2], "1-2"), (range(100), "0-99")]
+)
+def test_ranges(ids: list[int], text: str) -> None:
+    assert ranges(ids) == text
