@@ -94,9 +94,12 @@ def test_a_full_disk_is_one_line_in_the_log_and_a_gap_later(
 
 def test_threads_do_not_mix_their_lines(path: Path) -> None:
     log = EventLog(path, ManualClock())
-    threads = [
-        threading.Thread(target=lambda: [log.write(Ack(microbatch=index)) for index in range(200)]) for _ in range(4)
-    ]
+
+    def work() -> None:
+        for index in range(200):
+            log.write(Ack(microbatch=index))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
