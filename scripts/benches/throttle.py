@@ -105,6 +105,11 @@ class Throttle:
         self._obstacles.pop((source, target), None)
         self.loop.loop.call_soon_threadsafe(self._wake)
 
+    @property
+    def num_obstacles(self) -> int:
+        """Pairs of machines, one way each, between which something is held back."""
+        return len(self._obstacles)
+
     def break_connections(self, one: Machine, other: Machine) -> None:
         """Break those between two machines; what waited for its turn is lost."""
         self.loop.loop.call_soon_threadsafe(self._break, one, other)

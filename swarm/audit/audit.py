@@ -8,6 +8,7 @@ stays of a committed round are ranges of ids.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,10 @@ def audit(paths: Sequence[Path]) -> Report:
     findings = Findings()
     rounds = Rounds(findings)
     first: tuple[Path, Start] | None = None
-    readings = [_Reading(path, log_file.read(path), History(path.name, findings, rounds)) for path in paths]
+    num_named = Counter(path.name for path in paths)
+    # Peers' files are told apart by what they are called here.
+    called = {path: path.name if num_named[path.name] == 1 else str(path) for path in paths}
+    readings = [_Reading(path, log_file.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
     has_trainers = False
     while order:

@@ -166,7 +166,12 @@ class StageBackend:
             self.release(forward)
 
     def forward_loss(
-        self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor], *, accumulate: bool,
+        self,
+        microbatch: int,
+        round_number: int,
+        wire_inputs: Mapping[str, torch.Tensor],
+        *,
+        accumulate: bool,
         only_at: int | None = None,
     ) -> tuple[float, torch.Tensor | None, Accumulated | None]:
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.

@@ -52,6 +52,16 @@ def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
     assert audit(run.files[::-1]) == audit(run.files)
 
 
+def test_files_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
+    files = [path.rename(_made(tmp_path / path.stem) / "events.jsonl") for path in honest(tmp_path).files]
+    assert audit(files).digests_compared == 2 * (ROUNDS + 1)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
 @BOTH
 def test_what_was_rolled_back_does_not_count(tmp_path: Path, setting: str) -> None:
     run = HonestRun(tmp_path, setting)

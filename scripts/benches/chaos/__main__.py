@@ -1,0 +1,223 @@
+"""scripts/chaos: a real swarm under a storm of faults, and what it kept of its promises.
+
+    scripts/chaos --setting synchronous --minutes 15 --faults-per-hour 400 --seed 0 --json
+
+Starts a swarm of real processes whose calls go through a proxy (../throttle.py), lets it train undisturbed for a
+while, and then has faults of all kinds (faults.py) come as a Poisson process, each to somebody drawn by the seed. What
+died is started again after seconds, with the same command line. At the end the audit goes through everybody's event
+log, and figures.py says how much was committed, how fast and how soon again.
+
+Computing is mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
+"""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from peers import cli, process
+from peers.supervisor import Supervisor
+from scripts.benches.chaos import figures
+from scripts.benches.chaos.cast import Cast
+from scripts.benches.chaos.faults import KINDS, fault
+from scripts.benches.chaos.figures import Struck
+from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_config
+from scripts.benches.paced_stage import PACE
+from scripts.benches.throttle import Throttle
+from swarm.config import (
+    AveragingConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+)
+
+LINE_BYTES_PER_SECOND = 1e9
+DISK_MIB = 64
+SECONDS_PER_SAMPLE = 0.1
+"""Of a peer's compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Train a local swarm under faults of all kinds."""
+
+    setting: Literal["synchronous", "diloco"] = "synchronous"
+    """Which of the two ways to train."""
+    minutes: float = 15.0
+    """Length of the storm."""
+    faults_per_hour: float = 400.0
+    """Mean rate of faults, all kinds together."""
+    seed: int = 0
+    """Which faults, when, and to whom."""
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """Which kinds of fault to have."""
+    stages: int = 3
+    """Stages of the model."""
+    peers_per_stage: int = 3
+    """Peers that each stage begins with."""
+    trainers: int = 2
+    """Trainers that feed them."""
+    calibration_seconds: float = 60.0
+    """Undisturbed training before the storm, whose rate is the yardstick."""
+    warm_up_seconds: float = 30.0
+    """Training before that."""
+    settling_seconds: float = 30.0
+    """After the storm, until everything is ended."""
+    round_samples: int = 128
+    """Samples of a round."""
+    bound_seconds: float = 60.0
+    """A round that is not committed by all of its stages after so long counts as not committed."""
+    keep: Path | None = None
+    """Keep logs and event files in this new folder."""
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.kinds if name not in KINDS]:
+            raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
+        for name in ("minutes", "faults_per_hour", "stages", "trainers", "calibration_seconds", "round_samples"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        if self.peers_per_stage < 2:
+            raise ValueError("--peers-per-stage must be at least 2: a stage's last peer is spared")
+        if self.keep is not None and self.keep.exists():
+            raise ValueError(f"--keep {self.keep}: is there already; name a new folder")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Let the storm pass over a swarm; gives the figures."""
+    with ExitStack() as stack:
+        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = stack.enter_context(_small_disk(folder / "disk"))
+        throttle = stack.enter_context(Throttle(LINE_BYTES_PER_SECOND))
+        children = stack.enter_context(Supervisor(folder / "logs", grace_seconds=20.0))
+        kinds = [name for name in options.kinds if disk is not None or name != "full-disk"]
+        config, _ = with_corpus(_config(options))
+        write_config(config, folder / "run.toml")
+        (folder / "checkpoints").mkdir()
+        cast = Cast(
+            folder=folder, config=folder / "run.toml", children=children, throttle=throttle,
+            environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
+            checkpoint_every=1 if options.setting == "synchronous" else 5,
+        )  # fmt: skip
+        cast.add(options.stages, options.peers_per_stage, options.trainers)
+        say(f"{options.stages} x {options.peers_per_stage} peers and {options.trainers} trainers start")
+        cast.begin()
+        _wait(cast, options.warm_up_seconds)
+        calm = _wait(cast, options.calibration_seconds)
+        say("the storm begins")
+        began_at = time.monotonic()
+        struck = _storm(cast, options, kinds)
+        storm = (began_at, time.monotonic())
+        say("the storm is over")
+        _wait(cast, options.settling_seconds)
+        unexpected = [dataclasses.asdict(end) for end in cast.unexpected]
+        children.terminate_all(20.0)
+        return {
+            **figures.of(cast, options.setting, calm=calm, storm=storm, struck=struck, bound=options.bound_seconds),
+            "unexpected_exits": unexpected,
+            "trainer_exits": sum(end["name"].startswith("trainer") for end in unexpected),
+            "left_out": sorted(set(options.kinds) - set(kinds)),
+            "bound_seconds": options.bound_seconds,
+            "setting": options.setting,
+            "minutes": options.minutes,
+            "faults_per_hour": options.faults_per_hour,
+            "seed": options.seed,
+        }
+
+
+def _config(options: Options) -> RunConfig:
+    synchronous = options.setting == "synchronous"
+    return RunConfig(
+        run=f"chaos-{options.setting}",
+        model=ModelConfig(
+            num_layers=options.stages, d_model=32, num_heads=2,
+            custom_class="scripts.benches.paced_stage:PacedTransformer",
+        ),
+        stages=StagesConfig(num_stages=options.stages),
+        data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=4, max_tokens=1_000_000),
+        rounds=RoundsConfig(
+            setting=options.setting, round_samples=options.round_samples, inner_batch_samples=8
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        outer=OuterConfig(learning_rate=0.7, momentum=0.0 if synchronous else 0.6),
+        averaging=AveragingConfig(codec="fp32" if synchronous else "int8"),
+    )  # fmt: skip
+
+
+def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
+    """Let the swarm be for a while; gives when that began and ended."""
+    began_at = time.monotonic()
+    while time.monotonic() < began_at + seconds:
+        cast.tick()
+        time.sleep(POLL_SECONDS)
+    return began_at, time.monotonic()
+
+
+def _storm(cast: Cast, options: Options, kinds: list[str]) -> list[Struck]:
+    """Faults, until the time is over; all of them have ended then."""
+    draws = random.Random(options.seed)
+    weights = [KINDS[name].weight for name in kinds]
+    struck: list[Struck] = []
+    lasting: list[tuple[float, ExitStack]] = []
+    mean_gap = 3600.0 / options.faults_per_hour
+    now = time.monotonic()
+    end, next_at = now + 60.0 * options.minutes, now + draws.expovariate(1.0 / mean_gap)
+    while now < end:
+        if now >= next_at:
+            next_at += draws.expovariate(1.0 / mean_gap)
+            name = draws.choices(kinds, weights)[0]
+            undo = ExitStack()
+            victims = undo.enter_context(fault(KINDS[name], cast, draws))
+            seconds = draws.uniform(*KINDS[name].seconds)
+            lasting.append((now + seconds, undo))
+            struck.append(Struck(kind=name, at=now, seconds=seconds, names=tuple(v.name for v in victims)))
+            say(f"{end - now:.0f} s left: {name} for {seconds:.0f} s: {', '.join(struck[-1].names[:2]) or 'nobody'}")
+        for over in [one for one in lasting if now >= one[0]]:
+            lasting.remove(over)
+            over[1].close()
+        cast.tick()
+        time.sleep(POLL_SECONDS)
+        now = time.monotonic()
+    for _, undo in lasting:
+        undo.close()
+    return struck
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[Path | None]:
+    """A file system that can be filled without harm; None where this user may not mount one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        say("no full disks: only root may mount a small one")
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+def main() -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(Options, prog="scripts/chaos", argv=sys.argv[1:])
+    found = run(options)
+    print(json.dumps(found) if options.json else json.dumps(found, indent=2))
+    return 0 if figures.passed(found) else 1
+
+
+if __name__ == "__main__":
+    process.prepare_environment()
+    sys.exit(process.run_program("scripts/chaos", main))

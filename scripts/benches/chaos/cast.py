@@ -1,0 +1,285 @@
+"""The processes of a swarm under chaos: each a peer or trainer that somebody starts again when it has died.
+
+Used by chaos. A role keeps its folder, key, ports and line for all its lives, as a user's machine does, and its
+checkpoints and event log. Knows nothing about faults; `tick` has to be called all the time.
+"""
+
+import json
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers.supervisor import Child, Exit, Supervisor
+from scripts.benches.chaos.program import set_clock
+from scripts.benches.common import POLL_SECONDS, START_SECONDS, program, say
+from scripts.benches.throttle import Machine, Throttle
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+
+USAGE_SECONDS = 5.0
+NEVER = 10**9
+"""Steps of a trainer that does not end by itself."""
+
+
+@dataclass(eq=False)
+class Role:
+    """A machine of the swarm, and the process that it runs at the moment.
+
+    Attributes:
+        stage: None for a trainer.
+        child: None while it is dead.
+        address: where others enter the DHT; it stays the same.
+        restart_at: monotonic time at which it is started again.
+        ready: it serves; a trainer does at once.
+        frozen: it has been sent SIGSTOP.
+        ended_by_us: its end was asked for.
+    """
+
+    name: str
+    stage: int | None
+    folder: Path
+    machine: Machine
+    endpoint: str = ""
+    dht_port: int = 0
+    address: str = ""
+    child: Child | None = None
+    restart_at: float = math.inf
+    ready: bool = False
+    frozen: bool = False
+    ended_by_us: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it could work."""
+        return self.child is not None and self.ready and not self.frozen
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    @property
+    def clock(self) -> Path:
+        return self.folder / "clock"
+
+    @property
+    def ready_file(self) -> Path:
+        return self.folder / "ready.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a process held at a time (monotonic seconds)."""
+
+    at: float
+    name: str
+    pid: int
+    resident_bytes: int
+    num_descriptors: int
+    num_threads: int
+
+
+@dataclass(eq=False)
+class Cast:
+    """All roles."""
+
+    folder: Path
+    config: Path
+    children: Supervisor
+    throttle: Throttle
+    checkpoint_every: int
+    disk: Path
+    """Where all checkpoints are written."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    roles: list[Role] = field(default_factory=list)
+    unexpected: list[Exit] = field(default_factory=list)
+    """Who ended without having been told to, and why."""
+    capacity: list[tuple[float, float]] = field(default_factory=list)
+    """By monotonic time, the share of its peers that the stage with the fewest has alive."""
+    alive_share: list[tuple[float, float]] = field(default_factory=list)
+    """Likewise, the share of all peers that are alive."""
+
+    usage: list[Usage] = field(default_factory=list)
+    """Of all living processes, every few seconds."""
+    _looked_at: float = 0.0
+
+    def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
+        """Make the roles; nothing is started yet."""
+        for number in range(stages * peers_per_stage):
+            stage = number % stages
+            self._add(f"peer-{number}", stage)
+        for number in range(trainers):
+            self._add(f"trainer-{number}", None)
+
+    def peers(self, stage: int | None = None) -> list[Role]:
+        """The roles that are peers, or those of one stage."""
+        return [role for role in self.roles if role.stage is not None and stage in (None, role.stage)]
+
+    def trainers(self) -> list[Role]:
+        """The roles that are trainers."""
+        return [role for role in self.roles if role.stage is None]
+
+    def begin(self) -> None:
+        """Start all of them: the first peer, the others, and then the trainers.
+
+        Raises:
+            DeadlineExceeded: a peer does not serve in time.
+            PeerUnavailable: one ended.
+        """
+        peers = self.peers()
+        for batch in (peers[:1], peers[1:]):
+            deadline = time.monotonic() + START_SECONDS
+            for role in batch:
+                self.start(role)
+            while not all(role.ready for role in batch):
+                self.tick()
+                if self.unexpected:
+                    raise PeerUnavailable(f"{self.unexpected[0].name} ended early: {self.unexpected[0].reason}")
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"the peers do not serve after {START_SECONDS:.0f} s: is the machine busy?")
+                time.sleep(POLL_SECONDS)
+        for role in self.trainers():
+            self.start(role)
+
+    def tick(self) -> None:
+        """See who has ended and who serves, start again whose time has come, and write down who is alive."""
+        now = time.monotonic()
+        for end in self.children.exits():
+            role = next(role for role in self.roles if role.name == end.name)
+            role.child, role.ready, role.frozen = None, False, False
+            if not role.ended_by_us:
+                say(f"{role.name} ended by itself: {end.reason}")
+                self.unexpected.append(end)
+                role.restart_at = now + 2.0
+        for role in self.roles:
+            if role.child is None and now >= role.restart_at:
+                self.start(role)
+            if role.child is not None and not role.ready and role.ready_file.exists():
+                role.ready = True
+                role.address = json.loads(role.ready_file.read_text())["dht_addresses"][0]
+        stages = {role.stage for role in self.peers()}
+        shares = [sum(role.alive for role in self.peers(s)) / len(self.peers(s)) for s in stages]
+        if now - self._looked_at > USAGE_SECONDS:
+            self._looked_at = now
+            self.usage += [used for role in self.roles if role.alive and (used := _usage(role, now))]
+        self.capacity.append((now, min(shares)))
+        self.alive_share.append((now, sum(shares) / len(shares)))
+
+    def start(self, role: Role) -> None:
+        """Start a role's process."""
+        role.ready_file.unlink(missing_ok=True)
+        role.ended_by_us = False
+        set_clock(role.clock, 0.0)
+        arguments = self._trainer(role) if role.stage is None else self._peer(role)
+        name = "trainer" if role.stage is None else "peer"
+        command = program(name, arguments)
+        command[1:3] = ["-m", "scripts.benches.chaos.program", name, str(role.clock)]
+        environment = {**self.environment, **role.machine.environment}
+        role.child = self.children.start(role.name, command, environment=environment)
+        role.ready = role.stage is None
+
+    def kill9(self, role: Role, down_seconds: float) -> None:
+        """Kill a role's process with all that it started; it comes back after a while."""
+        assert role.child is not None
+        self.children.kill9(role.child)
+        role.child, role.ready, role.frozen = None, False, False
+        role.restart_at = time.monotonic() + down_seconds
+
+    def restart(self, role: Role) -> None:
+        """Ask a role's process to end, and start it again when it has."""
+        assert role.child is not None
+        role.ended_by_us, role.restart_at = True, 0.0
+        os.kill(role.child.pid, signal.SIGTERM)
+
+    def freeze(self, role: Role) -> None:
+        """Stop a role's process where it is."""
+        assert role.child is not None
+        os.kill(role.child.pid, signal.SIGSTOP)
+        role.frozen = True
+
+    def thaw(self, role: Role) -> None:
+        """Let it go on, unless it has died meanwhile."""
+        if role.child is not None and role.frozen:
+            os.kill(role.child.pid, signal.SIGCONT)
+            role.frozen = False
+
+    def fill_disk(self) -> Callable[[], None]:
+        """Leave no room for checkpoints; gives what makes room again."""
+        filler = self.disk / "filler"
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(65536))
+        return lambda: filler.unlink(missing_ok=True)
+
+    def _add(self, name: str, stage: int | None) -> None:
+        folder = self.folder / name
+        folder.mkdir(parents=True)
+        role = Role(name=name, stage=stage, folder=folder, machine=self.throttle.machine())
+        if stage is not None:
+            port, role.dht_port = _free_ports(2)
+            role.endpoint = f"127.0.0.1:{port}"
+            self.throttle.serve(role.endpoint, role.machine)
+        self.roles.append(role)
+
+    def _peer(self, role: Role) -> list[str]:
+        arguments = [
+            "--stage", str(role.stage), "--host", "127.0.0.1", "--port", role.endpoint.rsplit(":", 1)[1],
+            "--dht-port", str(role.dht_port), "--threads", "1", "--device", "cpu", "--ready-file", str(role.ready_file),
+            "--identity", str(role.folder / "identity.pem"), "--checkpoint", str(self.disk / role.name),
+            "--checkpoint-every", str(self.checkpoint_every), "--resume", str(self.disk / role.name),
+        ]  # fmt: skip
+        (self.disk / role.name).mkdir(exist_ok=True)
+        addresses = self._addresses(role)
+        joining = ["--initial-peers", *addresses] if addresses else ["--config", str(self.config)]
+        return [*arguments, *joining, *self._common(role)]
+
+    def _trainer(self, role: Role) -> list[str]:
+        return [
+            "--steps", str(NEVER), "--output", str(role.folder / "output"), "--evaluate-every", "0",
+            "--initial-peers", *self._addresses(role), *self._common(role),
+        ]  # fmt: skip
+
+    def _common(self, role: Role) -> list[str]:
+        return ["--name", role.name, "--events", str(role.events)]
+
+    def _addresses(self, role: Role) -> list[str]:
+        """Of the others that have ever served."""
+        return [other.address for other in self.peers() if other is not role and other.address]
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """The names of a process's children."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    numbers = path.read_text().split() if path.exists() else []
+    return {int(number): Path(f"/proc/{number}/comm").read_text().strip() for number in numbers}
+
+
+def _usage(role: Role, now: float) -> Usage | None:
+    """None if it has just died."""
+    assert role.child is not None
+    process = Path("/proc") / str(role.child.pid)
+    try:
+        lines = (process / "status").read_text().splitlines()
+        num_descriptors = len(os.listdir(process / "fd"))
+    except OSError:
+        return None
+    status = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    return Usage(
+        at=now, name=role.name, pid=role.child.pid, resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
+        num_descriptors=num_descriptors, num_threads=int(status["Threads"]),
+    )  # fmt: skip
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,190 @@
+"""What chaos does to a swarm: every kind of fault, who is hit, and how it ends.
+
+Used by chaos, which draws the times. A fault is a context: it begins when it is entered and is over when it is left.
+No fault takes a stage's last living peer, which is a case of its own (docs/fault-model.md).
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from random import Random
+
+from scripts.benches.chaos.cast import Cast, Role, children_of
+from scripts.benches.chaos.program import set_clock
+
+DOWN_SECONDS = (1.0, 5.0)
+"""Until what was killed is started again, as systemd or a user in a loop would."""
+SLOW_BYTES_PER_SECOND = 20_000.0
+MAX_CLOCK_JUMP_SECONDS = 30.0
+LOST_SECONDS = 1.0
+"""How long an answer is held back before its connection breaks: the work was done meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        weight: how often it is drawn, relative to others.
+        seconds: shortest and longest time that it lasts.
+        begin: does it to somebody; gives the names of those hit (none if there was nobody) and what ends it.
+    """
+
+    weight: float
+    seconds: tuple[float, float]
+    begin: Callable[[Cast, Random, ExitStack], list[Role]]
+
+
+@contextmanager
+def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
+    """One fault, from its beginning to its end; gives those who were hit."""
+    with ExitStack() as undo:
+        yield kind.begin(cast, random, undo)
+
+
+def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
+    """Somebody alive whom the swarm can do without."""
+    candidates = [role for role in cast.roles if role.alive and peers == (role.stage is not None)]
+    if peers:
+        candidates = [role for role in candidates if sum(other.alive for other in cast.peers(role.stage)) > 1]
+    return [random.choice(candidates)] if candidates else []
+
+
+def _kill_peer(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    victims = _one(cast, random)
+    for role in victims:
+        cast.kill9(role, random.uniform(*DOWN_SECONDS))
+    return victims
+
+
+def _kill_trainer(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    victims = _one(cast, random, peers=False)
+    for role in victims:
+        cast.kill9(role, random.uniform(*DOWN_SECONDS))
+    return victims
+
+
+def _kill_dht(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    victims = _one(cast, random)
+    for role in victims:
+        assert role.child is not None
+        for pid, name in children_of(role.child.pid).items():
+            if name == "p2pd":
+                os.kill(pid, signal.SIGKILL)
+    return victims
+
+
+def _freeze(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    victims = _one(cast, random)
+    for role in victims:
+        cast.freeze(role)
+        undo.callback(cast.thaw, role)
+    return victims
+
+
+def _restart(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    victims = _one(cast, random)
+    for role in victims:
+        cast.restart(role)
+    return victims
+
+
+def _jump(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    victims = [random.choice(cast.roles)]
+    for role in victims:
+        set_clock(role.clock, random.uniform(-MAX_CLOCK_JUMP_SECONDS, MAX_CLOCK_JUMP_SECONDS))
+        undo.callback(set_clock, role.clock, 0.0)
+    return victims
+
+
+def _fill_disk(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    undo.callback(cast.fill_disk())
+    return cast.peers()
+
+
+def _hinder(
+    cast: Cast, sources: list[Role], targets: list[Role], undo: ExitStack, bytes_per_second: float = 0.0
+) -> None:
+    """Between all of one side and all of the other, in one direction."""
+    for source in sources:
+        for target in targets:
+            if source is not target:
+                cast.throttle.hinder(source.machine, target.machine, bytes_per_second)
+                undo.callback(cast.throttle.clear, source.machine, target.machine)
+
+
+def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    """Cut one machine off from a part of the others, peers and trainers, both ways."""
+    role = random.choice(cast.peers())
+    others = [other for other in cast.roles if other is not role]
+    others = random.sample(others, random.randint(1, len(others)))
+    _hinder(cast, [role], others, undo)
+    _hinder(cast, others, [role], undo)
+    return [role]
+
+
+def _part_one_way(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    """Nothing that one machine sends arrives, or nothing that is sent to it."""
+    role = random.choice(cast.peers())
+    ends = ([role], cast.roles) if random.random() < 0.5 else (cast.roles, [role])
+    _hinder(cast, *ends, undo)
+    return [role]
+
+
+def _slow(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    role = random.choice(cast.peers())
+    _hinder(cast, [role], cast.roles, undo, SLOW_BYTES_PER_SECOND)
+    _hinder(cast, cast.roles, [role], undo, SLOW_BYTES_PER_SECOND)
+    return [role]
+
+
+def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    """One link passes nothing, and then all at once."""
+    one, other = random.sample(cast.roles, 2)
+    _hinder(cast, [one], [other], undo)
+    _hinder(cast, [other], [one], undo)
+    return [one, other]
+
+
+def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    """What a peer answers to one of its callers never arrives, though it has done the work."""
+    callee, caller = _pair(cast, random)
+    undo.callback(cast.throttle.break_connections, caller.machine, callee.machine)
+    _hinder(cast, [callee], [caller], undo)
+    return [callee, caller]
+
+
+def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
+    """What a caller has to say to the answers it got never arrives."""
+    callee, caller = _pair(cast, random)
+    undo.callback(cast.throttle.break_connections, caller.machine, callee.machine)
+    _hinder(cast, [caller], [callee], undo)
+    return [caller, callee]
+
+
+def _pair(cast: Cast, random: Random) -> tuple[Role, Role]:
+    """A peer, and one of those that hand it microbatches."""
+    callee = random.choice(cast.peers())
+    assert callee.stage is not None
+    callers = cast.trainers() if callee.stage == 0 else cast.peers(callee.stage - 1)
+    return callee, random.choice(callers)
+
+
+KINDS: Mapping[str, Kind] = {
+    "kill-peer": Kind(weight=4, seconds=(0.0, 0.0), begin=_kill_peer),
+    "kill-trainer": Kind(weight=1, seconds=(0.0, 0.0), begin=_kill_trainer),
+    "kill-dht": Kind(weight=1, seconds=(0.0, 0.0), begin=_kill_dht),
+    "freeze": Kind(weight=2, seconds=(1.0, 15.0), begin=_freeze),
+    "restart": Kind(weight=2, seconds=(0.0, 0.0), begin=_restart),
+    "partition": Kind(weight=2, seconds=(1.0, 15.0), begin=_part),
+    "one-way": Kind(weight=2, seconds=(1.0, 15.0), begin=_part_one_way),
+    "slow-link": Kind(weight=1, seconds=(5.0, 15.0), begin=_slow),
+    "stalled-link": Kind(weight=2, seconds=(2.0, 10.0), begin=_stall),
+    "lost-replies": Kind(weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_replies),
+    "lost-acks": Kind(weight=2, seconds=(LOST_SECONDS, LOST_SECONDS), begin=_lose_acks),
+    "clock-jump": Kind(weight=1, seconds=(5.0, 20.0), begin=_jump),
+    "full-disk": Kind(weight=1, seconds=(5.0, 20.0), begin=_fill_disk),
+}
+"""Of a DHT child there is nothing to kill: the DHT runs in a thread and in p2pd."""

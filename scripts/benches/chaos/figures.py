@@ -1,0 +1,239 @@
+"""What a storm cost: rounds, throughput, and how soon everybody was back; from the event logs of all processes.
+
+Used by chaos. All times are monotonic ones of this machine, since a fault sets wall clocks. Whether anything was lost
+or counted twice is not decided here but by swarm/audit, from the same files.
+"""
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from scripts.benches.chaos.cast import Cast, Role, Usage
+from swarm.audit.audit import audit
+from swarm.audit.verdict import Report
+
+Window = tuple[float, float]
+
+GOALS = {"rounds_committed_share": 0.97, "throughput_of_live_capacity": 0.85}
+"""The least that passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """A fault that was: when, for how long, and whom it hit."""
+
+    kind: str
+    at: float
+    seconds: float
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """A round of one stage, as its peers committed it.
+
+    Attributes:
+        at: when the first of them did.
+        attempts: how many were begun for it.
+    """
+
+    round: int
+    parent: str
+    lineage: str
+    at: float
+    samples: int
+    num_members: int
+    attempts: int
+
+
+def of(
+    cast: Cast, setting: str, *, calm: Window, storm: Window, struck: Sequence[Struck], bound: float
+) -> dict[str, Any]:
+    """All figures.
+
+    Args:
+        calm: undisturbed training.
+        storm: faults.
+        bound: seconds in which a round has to commit.
+    """
+    events = {role.name: _read(role) for role in cast.peers()}
+    stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
+    chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
+    in_storm = [committed for rounds in chains.values() for committed in rounds if _within(committed.at, storm)]
+    seconds = [d for rounds in chains.values() for d in durations(rounds, storm)]
+    calm_rate, rate = (min(_rate(rounds, window) for rounds in chains.values()) for window in (calm, storm))
+    capacity = _mean(cast.capacity, storm)
+    per_stage = {stage: len(cast.peers(stage)) for stage in stages}
+    taking_part = [
+        committed.num_members / per_stage[stage]
+        for stage, rounds in chains.items()
+        for committed in rounds
+        if _within(committed.at, storm)
+    ]
+    to_commit, to_return = _recoveries(cast, events, chains, struck)
+    audited = audit([role.events for role in cast.roles if role.events.exists()])
+    return {
+        "rounds_committed_share": sum(second <= bound for second in seconds) / max(1, len(seconds)),
+        "first_attempt_share": sum(one.attempts <= 1 for one in in_storm) / max(1, len(in_storm)),
+        "faults_per_round": len(struck) * len(stages) / max(1, len(in_storm)),
+        "throughput_of_live_capacity": rate / (calm_rate * capacity) if calm_rate * capacity else 0.0,
+        "samples_per_second": rate,
+        "fault_free_samples_per_second": calm_rate,
+        "live_capacity_mean": capacity,
+        "alive_mean": _mean(cast.alive_share, storm),
+        "taking_part_mean": statistics.fmean(taking_part) if taking_part else 0.0,
+        "round_seconds": quantiles(seconds),
+        "kill_to_commit_seconds": quantiles(to_commit),
+        "kill_to_back_seconds": quantiles(to_return),
+        "growth": growth(cast.usage, storm),
+        "faults": dict(Counter(one.kind for one in struck if one.names)),
+        "rounds": len(in_storm),
+        **_audit_figures(audited, setting),
+    }
+
+
+def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
+    """What the processes that lived through the second half of a window held at that half's beginning and at its end.
+
+    The first half is left out: caches, channels and buffers fill then. Of each quantity the medians over the
+    processes, and the largest growth of any.
+    """
+    middle = (window[0] + window[1]) / 2
+    by_process: dict[tuple[str, int], list[Usage]] = {}
+    for used in usage:
+        if _within(used.at, (middle, window[1])):
+            by_process.setdefault((used.name, used.pid), []).append(used)
+    span = window[1] - middle
+    lived = [row for row in by_process.values() if row[-1].at - row[0].at > 0.9 * span]
+    if not lived:
+        return {}
+    found: dict[str, Any] = {"processes": len(lived), "minutes": span / 60}
+    for name in ("resident_bytes", "num_descriptors", "num_threads"):
+        # Each end is a median of some samples: a round that is being exchanged holds more for a moment.
+        ends = [[statistics.median(getattr(u, name) for u in part) for part in (row[:12], row[-12:])] for row in lived]
+        found[name] = {
+            "before": statistics.median(before for before, _ in ends),
+            "after": statistics.median(after for _, after in ends),
+            "largest_growth": max(after - before for before, after in ends),
+        }
+    return found
+
+
+def passed(figures: Mapping[str, Any]) -> bool:
+    """Whether every promise was kept and every goal reached."""
+    return (
+        all(figures[name] >= least for name, least in GOALS.items())
+        and not any(figures[name] for name in ("duplicates", "violations", "trainer_exits"))
+        and not figures.get("missing")
+    )
+
+
+def _audit_figures(audited: Report, setting: str) -> dict[str, Any]:
+    lost = {"missing": audited.missing} if setting == "synchronous" else {"lost_share": audited.lost_share}
+    return {
+        "duplicates": audited.duplicates,
+        **lost,
+        "digests_compared": audited.digests_compared,
+        "digests_differing": audited.digests_differing,
+        "violations": list(audited.violations),
+    }
+
+
+def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
+    """The rounds that led to where a stage stands at the end, oldest first; those of abandoned branches are left out.
+
+    Args:
+        peers: the events of each of the stage's peers.
+    """
+    begun: dict[tuple[int, str], set[tuple[int, str]]] = {}
+    commits: dict[str, list[Mapping[str, Any]]] = {}
+    for event in (event for events in peers for event in events):
+        if event["event"] == "begin":
+            begun.setdefault((event["round"], event["lineage"]), set()).add((event["attempt"], event["leader"]))
+        elif event["event"] == "commit":
+            commits.setdefault(event["lineage"], []).append(event)
+    rounds = {}
+    for lineage, same in commits.items():
+        first = min(same, key=lambda event: event["monotonic"])
+        rounds[lineage] = Committed(
+            round=first["round"], parent=first["parent"], lineage=lineage, at=first["monotonic"],
+            samples=first["samples"], num_members=len(first["members"]),
+            attempts=len(begun.get((first["round"], first["parent"]), ())),
+        )  # fmt: skip
+    found: list[Committed] = []
+    newest = max(rounds.values(), key=lambda one: (one.round, one.at), default=None)
+    while newest is not None:
+        found.append(newest)
+        # Where a lost stage came back from a checkpoint, the chain has a gap: before it comes what was committed last.
+        earlier = [one for one in rounds.values() if one.at < found[-1].at and one.round < found[-1].round]
+        newest = rounds.get(newest.parent) or max(earlier, key=lambda one: one.at, default=None)
+    return found[::-1]
+
+
+def durations(rounds: Sequence[Committed], window: Window) -> list[float]:
+    """Seconds that each round took which was under way in a window; the last one's until its end, if it is longer."""
+    pairs = [(before.at, after.at) for before, after in pairwise(rounds)]
+    taken = [end - begin for begin, end in pairs if end > window[0] and begin < window[1]]
+    if rounds and rounds[-1].at < window[1]:
+        taken.append(window[1] - rounds[-1].at)
+    return taken
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """How values are distributed; nothing where there are none."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+    at = {f"p{percent}": ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 90, 99)}
+    return {"count": float(len(ordered)), **at, "max": ordered[-1]}
+
+
+def _read(role: Role) -> list[dict[str, Any]]:
+    """A role's events; a torn line is left out."""
+    found = []
+    for line in role.events.read_bytes().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def _rate(rounds: Sequence[Committed], window: Window) -> float:
+    """Samples per second, from the last commit before the window to the last one in it."""
+    before = [one for one in rounds if one.at <= window[0]]
+    inside = [one for one in rounds if _within(one.at, window)]
+    if not before or not inside:
+        return 0.0
+    return sum(one.samples for one in inside) / (inside[-1].at - before[-1].at)
+
+
+def _recoveries(
+    cast: Cast, events: Mapping[str, Sequence[Mapping[str, Any]]], chains: Mapping[int, Sequence[Committed]],
+    struck: Sequence[Struck],
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """Seconds from each kill of a peer to its stage's next commit, and to the next one that it took part in itself."""
+    to_commit, to_return = [], []
+    by_name = {role.name: role for role in cast.roles}
+    for fault in struck:
+        for role in [by_name[name] for name in fault.names if fault.kind == "kill-peer"]:
+            assert role.stage is not None
+            to_commit += [one.at - fault.at for one in chains[role.stage] if one.at > fault.at][:1]
+            own = (event["monotonic"] for event in events[role.name] if event["event"] == "commit")
+            to_return += [at - fault.at for at in own if at > fault.at][:1]
+    return to_commit, to_return
+
+
+def _within(at: float, window: Window) -> bool:
+    return window[0] < at <= window[1]
+
+
+def _mean(series: Sequence[tuple[float, float]], window: Window) -> float:
+    """Of a step function over time."""
+    inside = [point for point in series if _within(point[0], window)]
+    steps = [(after[0] - before[0], before[1]) for before, after in pairwise(inside)]
+    return sum(seconds * value for seconds, value in steps) / sum(seconds for seconds, _ in steps)

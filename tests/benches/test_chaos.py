@@ -1,0 +1,104 @@
+"""What chaos makes of event logs, and that its faults come to an end."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.supervisor import Supervisor
+from scripts.benches.chaos import figures
+from scripts.benches.chaos.cast import Cast, Usage
+from scripts.benches.chaos.faults import KINDS, fault
+from scripts.benches.chaos.program import read_clock, set_clock
+from scripts.benches.throttle import Throttle
+
+
+def _begin(number: int, lineage: str, attempt: int = 1) -> dict[str, Any]:
+    return {"event": "begin", "round": number, "lineage": lineage, "attempt": attempt, "leader": "a"}
+
+
+def _commit(number: int, parent: str, lineage: str, at: float, *members: str) -> dict[str, Any]:
+    return {
+        "event": "commit", "round": number, "parent": parent, "lineage": lineage, "monotonic": at, "samples": 8,
+        "members": members or ("a", "b"),
+    }  # fmt: skip
+
+
+def test_the_rounds_of_abandoned_branches_are_left_out() -> None:
+    one = [_begin(0, "0"), _commit(0, "0", "1", 10.0), _commit(1, "1", "2", 20.0), _commit(2, "2", "3", 30.0)]
+    other = [_begin(0, "0", 2), _commit(0, "0", "1", 10.5), _commit(1, "1", "lost", 19.0, "b")]
+    chain = figures.chain([one, other])
+    assert [(c.round, c.lineage, c.at, c.num_members, c.attempts) for c in chain] == [
+        (0, "1", 10.0, 2, 2), (1, "2", 20.0, 2, 0), (2, "3", 30.0, 2, 0)
+    ]  # fmt: skip
+
+
+def test_the_rounds_before_a_checkpoint_that_was_gone_back_to_count() -> None:
+    chain = figures.chain([[_commit(0, "0", "1", 10.0), _commit(3, "again at 3", "4", 40.0)]])
+    assert [committed.round for committed in chain] == [0, 3]
+    assert figures.chain([[]]) == []
+
+
+def test_a_round_that_has_not_ended_counts_with_the_time_it_has_taken() -> None:
+    chain = figures.chain([[_commit(0, "0", "1", 10.0), _commit(1, "1", "2", 25.0), _commit(2, "2", "3", 30.0)]])
+    assert figures.durations(chain, (12.0, 31.0)) == [15.0, 5.0, 1.0]
+    assert figures.durations(chain, (26.0, 29.0)) == [5.0]
+
+
+def test_quantiles() -> None:
+    assert figures.quantiles([]) == {}
+    assert figures.quantiles(range(1, 101)) == {"count": 100.0, "p50": 51, "p90": 91, "p99": 100, "max": 100}
+
+
+def test_growth_is_that_of_processes_which_lived_through_the_second_half() -> None:
+    def used(at: float, name: str, resident: int) -> Usage:
+        return Usage(at=at, name=name, pid=1, resident_bytes=resident, num_descriptors=5, num_threads=3)
+
+    usage = [used(float(at), "old", 100 + at // 10) for at in range(0, 1001, 5)]
+    usage += [used(float(at), "young", 10**9) for at in range(900, 1001, 5)]
+    found = figures.growth(usage, (0.0, 1000.0))
+    assert found["processes"] == 1
+    assert found["resident_bytes"]["largest_growth"] == pytest.approx(44, abs=2)
+    assert found["num_threads"] == {"before": 3, "after": 3, "largest_growth": 0}
+    assert figures.growth([], (0.0, 1.0)) == {}
+
+
+NETWORK = ("partition", "one-way", "slow-link", "stalled-link", "lost-replies", "lost-acks")
+
+
+@pytest.fixture
+def cast(tmp_path: Path) -> Iterator[Cast]:
+    """Two stages of two peers each, none of them started."""
+    (tmp_path / "disk").mkdir()
+    with Throttle(1e9) as throttle:
+        cast = Cast(
+            folder=tmp_path, config=tmp_path / "run.toml", children=Supervisor(tmp_path / "logs"), throttle=throttle,
+            checkpoint_every=1, disk=tmp_path / "disk",
+        )  # fmt: skip
+        cast.add(stages=2, peers_per_stage=2, trainers=1)
+        yield cast
+
+
+@pytest.mark.parametrize("name", NETWORK)
+def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: str) -> None:
+    for seed in range(20):
+        with fault(KINDS[name], cast, random.Random(seed)) as victims:
+            assert victims
+            assert cast.throttle.num_obstacles > 0
+        assert cast.throttle.num_obstacles == 0
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - NETWORK - {"clock-jump", "full-disk"}))
+def test_what_nobody_alive_can_suffer_hits_nobody(cast: Cast, name: str) -> None:
+    with fault(KINDS[name], cast, random.Random(0)) as victims:
+        assert victims == []
+
+
+def test_a_clock_that_jumps_is_right_again_later(cast: Cast) -> None:
+    for role in cast.roles:
+        set_clock(role.clock, 0.0)
+    with fault(KINDS["clock-jump"], cast, random.Random(0)) as (victim,):
+        assert read_clock(victim.clock) != 0.0
+    assert read_clock(victim.clock) == 0.0
