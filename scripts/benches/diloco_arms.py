@@ -11,13 +11,13 @@ from typing import Any, Literal
 from swarm import config as configs
 from swarm.config import RunConfig
 
-NUM_WORKERS = 4
-INNER_BATCH_SAMPLES = 8
+NUM_WORKERS = 2
+INNER_BATCH_SAMPLES = 16
 """A microbatch, and what one worker takes an inner step on."""
 LONGEST_ROUND = 200
 """Inner steps a worker and round of the arm with the fewest rounds."""
-LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 4e-3}
-OUTER = {"learning_rate": 0.7, "momentum": 0.6}
+LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 5e-3}
+OUTER = {"learning_rate": 0.7, "momentum": 0.8}
 """With so few rounds, a short search found less momentum than the usual 0.9 to be better."""
 
 
@@ -54,9 +54,9 @@ ARMS: Mapping[str, Arm] = {
     "int4": Arm(changes={"averaging": {"codec": "int4"}}),
     "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
-    "churn": Arm(churn=True),
-    "int8-2": Arm(num_workers=2, changes={"averaging": {"codec": "int8"}}),
-    "sparse-2": Arm(num_workers=2, changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
+    "sparse": Arm(changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
+    "four": Arm(num_workers=4),
+    "churn": Arm(num_workers=4, churn=True),
 }
 
 
