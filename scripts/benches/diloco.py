@@ -27,7 +27,7 @@ COMPARISONS = {
     "int8_h50_vs_synchronous": ("int8", "synchronous", 0.01),
     "churn_cost": ("churn", "four", 0.01),
     "overlap_cost": ("overlap", "h50", 0.01),
-    "sparse_vs_int8": ("sparse", "int8", 0.01),
+    "sparse_vs_int8": ("sparse-h10", "int8-h10", 0.01),
 }
 """Differences in loss: whose, from whose, and the bound below which the goal is reached."""
 H_CURVE = ("h10", "h50", "h200")
@@ -130,8 +130,8 @@ def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
         rises = [math.exp(loss - found["h_curve"]["h10"]) - 1.0 for loss in found["h_curve"].values()]
         found["h_curve"] |= {"h50_perplexity_rise": rises[1], "h200_perplexity_rise": rises[2]}
         found["reached"]["h_curve"] = 0.0 < rises[1] < rises[2] <= REPORTED_RISE
-    if {"sparse", "int8"} <= by_arm.keys():
-        sparse, int8 = ([figures["bytes_per_peer"] for figures in by_arm[name]] for name in ("sparse", "int8"))
+    if {"sparse-h10", "int8-h10"} <= by_arm.keys():
+        sparse, int8 = ([figures["bytes_per_peer"] for figures in by_arm[name]] for name in ("sparse-h10", "int8-h10"))
         found["sparse_bytes_ratio"] = sum(int8) / sum(sparse)
         found["reached"]["sparse_bytes_ratio"] = found["sparse_bytes_ratio"] >= FEWER_BYTES
     return found

@@ -16,7 +16,7 @@ INNER_BATCH_SAMPLES = 16
 """A microbatch, and what one worker takes an inner step on."""
 LONGEST_ROUND = 200
 """Inner steps a worker and round of the arm with the fewest rounds."""
-LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 5e-3}
+LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}
 OUTER = {"learning_rate": 0.7, "momentum": 0.8}
 """With so few rounds, a short search found less momentum than the usual 0.9 to be better."""
 
@@ -39,7 +39,7 @@ class Arm:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-SPARSE = {"codec": "topk", "top_k": 64, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.95}
+SPARSE = {"codec": "topk", "top_k": 104, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.95}
 DCT = {"codec": "dct-topk", "top_k": 64, "values": "lut8", "indices": "12bit", "feedback_decay": 0.95}
 NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}
 """Error feedback takes momentum's place."""
@@ -54,9 +54,10 @@ ARMS: Mapping[str, Arm] = {
     "int4": Arm(changes={"averaging": {"codec": "int4"}}),
     "dct-topk": Arm(changes={"averaging": DCT, "outer": NO_MOMENTUM}),
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
-    "sparse": Arm(changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
     "four": Arm(num_workers=4),
     "churn": Arm(num_workers=4, churn=True),
+    "int8-h10": Arm(inner_steps=10, changes={"averaging": {"codec": "int8"}}),
+    "sparse-h10": Arm(inner_steps=10, changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
 }
 
 

@@ -57,7 +57,7 @@ def test_the_h_curve_rises_and_by_no_more_than_the_report_s(h50: float, h200: fl
 
 
 def test_sparse_is_compared_with_int8_in_bytes_as_well() -> None:
-    found = goals({"sparse": [_figures(2.03, 10)], "int8": [_figures(2.0, 310)]})
+    found = goals({"sparse-h10": [_figures(2.03, 10)], "int8-h10": [_figures(2.0, 310)]})
     assert found["sparse_bytes_ratio"] == 31.0
     assert found["reached"] == {"sparse_vs_int8": False, "sparse_bytes_ratio": True}
 
