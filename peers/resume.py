@@ -48,12 +48,14 @@ class ResumeOptions:
         round_number: resume at no other round.
         had_checkpoints: the folder that will be written to holds some already.
         joins: the run is there, as far as the command line knows.
+        moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
     """
 
     folder: Path | None = None
     round_number: int | None = None
     had_checkpoints: bool = False
     joins: bool = False
+    moves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ def choose(
 
     Raises:
         Fatal: the checkpoints do not fit where the run is; the message says what to do.
+        PeerUnavailable: a moving peer would bring initial weights.
         ValueError: the run would begin anew beside its own checkpoints.
     """
     if others.held_at is not None:
@@ -115,6 +118,8 @@ def choose(
             logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
         return None
     if folder is None or folder.is_empty:
+        if options.moves and others.latest > 0:
+            raise PeerUnavailable(f"nobody holds stage {stage} any more, and there is no checkpoint")
         if options.had_checkpoints:
             raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
         return _start_over(config, stage, others)
@@ -155,7 +160,7 @@ async def find_others(
     deadline = clock.monotonic() + (SETTLE_SECONDS if patient else 0.0)
     stages, warned = range(config.stages.num_stages), False
     while True:
-        if holders := await _describe(config, known.others(stage), channels):
+        if holders := await describe(config, known.others(stage), channels):
             return Others(held_at=max(reply.round for reply in holders))
         if silent := known.others(stage):
             if not warned:
@@ -171,7 +176,7 @@ async def find_others(
             for number in stages
             if number != stage
         }
-        rows = await asyncio.gather(*(_describe(config, records, channels) for records in foremost.values()))
+        rows = await asyncio.gather(*(describe(config, records, channels) for records in foremost.values()))
         replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
         rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
         _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
@@ -187,9 +192,11 @@ async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[
         await known.look(directory, stages)
 
 
-async def _describe(
+async def describe(
     config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
 ) -> list[pb.DescribeReply]:  # fmt: skip
+    """What peers say of themselves, of those that answer."""
+
     async def ask(record: PeerRecord) -> pb.DescribeReply | None:
         call: Any = StageServiceStub(channels.channel(record)).Describe
         try:

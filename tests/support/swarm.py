@@ -72,7 +72,7 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) 
 
 @dataclass(eq=False)
 class RealPeer:
-    """A started swarm-peer."""
+    """A started swarm-peer, and the stage that it served first."""
 
     child: Child
     stage: int
@@ -106,17 +106,18 @@ class RealSwarm:
         """A living peer's."""
         return self.peers[0].address
 
-    def start_peers(self, stages: Sequence[int], *options: str) -> list[RealPeer]:
+    def start_peers(self, stages: Sequence[int | str], *options: str) -> list[RealPeer]:
         """Start peers at once, with more options if wanted, and wait until all of them serve."""
         started = [self.launch(stage, *options) for stage in stages]
         peers = []
-        for (child, ready_file), stage in zip(started, stages, strict=True):
+        for child, ready_file in started:
             wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
-            peers.append(RealPeer(child=child, stage=stage, ready=json.loads(ready_file.read_text())))
+            ready = json.loads(ready_file.read_text())
+            peers.append(RealPeer(child=child, stage=ready["stage"], ready=ready))
         self.peers += peers
         return peers
 
-    def launch(self, stage: int, *options: str) -> tuple[Child, Path]:
+    def launch(self, stage: int | str, *options: str) -> tuple[Child, Path]:
         """Start a peer and do not wait; gives the file that is there once it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
