@@ -146,7 +146,7 @@ def choose(
 
 async def find_others(
     config: RunConfig, stage: int, *, known: KnownPeers, directory: Directory, channels: ChannelPool, clock: Clock,
-    patient: bool,
+    patient: bool, gives_up: bool = False,
 ) -> Others:  # fmt: skip
     """Ask the announced peers where they are.
 
@@ -156,8 +156,13 @@ async def find_others(
 
     Args:
         patient: wait, for a while, until somebody serves and the stages that commit together have done so.
+        gives_up: do not wait for silent holders for longer than that.
+
+    Raises:
+        PeerUnavailable: they stayed silent, and this gave up.
     """
-    deadline = clock.monotonic() + (SETTLE_SECONDS if patient else 0.0)
+    began_at = clock.monotonic()
+    deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
     stages, warned = range(config.stages.num_stages), False
     while True:
         if holders := await describe(config, known.others(stage), channels):
@@ -169,6 +174,8 @@ async def find_others(
                     "longer", stage, ", ".join(record.name or record.peer_id[:8] for record in silent[:3]),
                 )  # fmt: skip
                 warned = True
+            if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
+                raise PeerUnavailable("those who hold it do not answer")
             await _look_again(known, directory, stages, clock)
             continue
         foremost = {

@@ -239,7 +239,7 @@ class StageServer:
         folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
         others = await resume.find_others(
             config, stage, known=self._known, directory=self._directory, channels=self._channels, clock=self._clock,
-            patient=options.joins and folder is not None and not folder.is_empty,
+            patient=options.joins and folder is not None and not folder.is_empty, gives_up=options.moves,
         )  # fmt: skip
         self._held_at = others.held_at or 0
         shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}

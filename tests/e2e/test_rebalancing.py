@@ -24,14 +24,14 @@ from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NUM_STAGES, PEERS_PER_STAGE = 3, 3
-SECONDS_PER_SAMPLE = 0.2
+SECONDS_PER_SAMPLE = 0.4
 PERIOD_SECONDS = 30.0
 MEASURED_SECONDS = 60.0
 LEAST_SHARE = 0.85
 CHANGES = {
     "num_layers = 2": 'num_layers = 3\ncustom_class = "scripts.benches.paced_stage:PacedTransformer"',
     "num_stages = 2": f"num_stages = {NUM_STAGES}",
-    "round_samples = 64": "round_samples = 96",
+    "round_samples = 64": "round_samples = 48",
 }
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
         swarm.start_trainer("trainer", steps=100_000)
         swarm.wait_for_steps("trainer", 4, 120)
         whole = swarm.rate("trainer", MEASURED_SECONDS)
-        assert whole > 0.7 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
+        assert whole > 0.6 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
 
         victims = [peer for peer in watch.living()[1] if _by_id(swarm)[peer] is not swarm.peers[0]][:2]
         killed_at = time.monotonic()
