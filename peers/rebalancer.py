@@ -84,7 +84,7 @@ class Rebalancer:
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
         layout = layout_of(records, without_choosing(claims), self._costs, own=own)
-        stage = self._choice(layout, len(newcomers_before(claims, own)))
+        stage = self._choice(layout, len(newcomers_before(claims, own, layout)))
         await self._claim.confirm(stage)
         logger.info("chose stage %d of 0 to %d", stage, len(self._costs) - 1)
         return stage

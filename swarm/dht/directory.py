@@ -207,11 +207,11 @@ class Directory:
         return compatible
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
-        # The DHT keeps the farthest expiry, so no record may expire before the one it replaces.
+        # The DHT keeps the farthest expiry, so no record may expire before the one it replaces, be it still on its way.
         expiration = max(self._clock.time() + lifetime_seconds, self._expirations.get(key, 0.0) + 0.001)
         value = seal(self._identity, key, record, expiration)
-        stored = await self._store.store(key, self._identity.peer_id, value, expiration)
         self._expirations[key] = expiration
+        stored = await self._store.store(key, self._identity.peer_id, value, expiration)
         if not stored:
             raise PeerUnavailable("the DHT refused this peer's record: is this machine's clock right?")
 

@@ -49,9 +49,14 @@ def layout_of(
     return Layout([*(worker for worker in workers if worker is not None), *newcomers], costs)
 
 
-def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord) -> list[ClaimRecord]:
-    """Newcomers that choose a stage at the same time as this one, and before it."""
-    return [claim for claim in claims if _is_choosing(claim) and comes_before(claim, own)]
+def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: Layout) -> list[ClaimRecord]:
+    """Newcomers that choose a stage at the same time as this one, and before it.
+
+    Args:
+        layout: who counts already; of those that arrived just now the claim may be an old reading.
+    """
+    choosing = (claim for claim in claims if _is_choosing(claim) and claim.peer_id not in layout.workers)
+    return [claim for claim in choosing if comes_before(claim, own)]
 
 
 def without_choosing(claims: Iterable[ClaimRecord]) -> list[ClaimRecord]:

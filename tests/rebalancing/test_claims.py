@@ -118,5 +118,5 @@ def test_newcomers_at_the_same_time_spread() -> None:
     chosen = []
     for own in choosing:
         now = layout_of({}, without_choosing(choosing), costs, own=own)
-        chosen.append(choose_stage(now, num_before=len(newcomers_before(choosing, own))))
+        chosen.append(choose_stage(now, num_before=len(newcomers_before(choosing, own, now))))
     assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]  # type: ignore[type-var]  # None would not sort
