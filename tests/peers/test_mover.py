@@ -1,6 +1,7 @@
 """A peer that moves: with real servers and real weights, in one process."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from swarm.checkpoint import file
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
+from swarm.errors import NotReady
 from swarm.types import ClaimState, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
@@ -127,6 +129,29 @@ async def test_holders_that_are_announced_and_silent_send_it_back(
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
     assert "cannot begin at stage 1: those who hold it do not answer" in caplog.text
+
+
+async def test_it_serves_nothing_that_it_could_not_download(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    async def refuse(_: object) -> AsyncIterator[None]:
+        raise NotReady("not now")
+        yield
+
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1) as holder,
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        assert holder.server is not None
+        monkeypatch.setattr(holder.server._averager, "download", refuse)
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 0
+        number, _ = await peer.state()
+        assert number == ROUND
+        assert await peer.record(1) is None, "it was never announced there"
+    assert "cannot begin at stage 1: the state of stage 1 could not be downloaded" in caplog.text
 
 
 async def test_it_stays_if_nobody_else_serves_its_stage(

@@ -204,10 +204,13 @@ def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
     run(scene())
 
 
-def test_nobody_leaves_peers_that_are_announced_and_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("silent", [0, 1])
+def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    """They are announced: dead, or cut off from here."""
+
     async def scene() -> None:
         world = World()
-        _answers(monkeypatch, world, silent=lambda peer: peer.stage == 0)
+        _answers(monkeypatch, world, silent=lambda peer: peer.stage == silent)
 
         async def then() -> None:
             await world.clock.sleep(5 * PERIOD_SECONDS)
