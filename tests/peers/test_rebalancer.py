@@ -216,7 +216,7 @@ def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.M
             await world.clock.sleep(5 * PERIOD_SECONDS)
             assert world.moves == []
 
-        await _live(world, [0, 0, 0, 1, 2], then)
+        await _live(world, [0, 0, 0, 0, 1, 2, 2], then)
 
     run(scene())
 
