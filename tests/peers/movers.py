@@ -18,6 +18,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory, MemoryStore
+from swarm.events import Event
 from swarm.identity import generate
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -35,6 +36,16 @@ class Ordered(Rebalancer):
         target = await self.orders.get()
         await self.goes(target, from_stage=stage)
         return target
+
+
+class Record:
+    """Keeps events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
 
 
 class LocalPeer:
@@ -57,6 +68,7 @@ class LocalPeer:
             config=config, own_id=self.peer_id, claim=claim, directory=self.directory, known=self.known,
             channels=self._channels, clock=self.clock, rng=rng, every_seconds=1.0, checkpoints=resume,
         )  # fmt: skip
+        self.log = Record()
         self.stop = asyncio.Event()
         self.served: asyncio.Queue[int] = asyncio.Queue()
         """Every stage, when it is served."""
@@ -66,7 +78,8 @@ class LocalPeer:
     async def running(self, stage: int) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, from the first stage on."""
         mover = Mover(
-            make_server=self._make, rebalancer=self.rebalancer, clock=self.clock, stop=self.stop,
+            make_server=self._make, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
+            stop=self.stop,
             listen=Listen(host="127.0.0.1", port=0, announced_host="127.0.0.1", dht_address=""),
             on_serving=lambda stage, _: self.served.put_nowait(stage),
         )  # fmt: skip
@@ -104,7 +117,7 @@ class LocalPeer:
         options = ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
             resume=ResumeOptions(folder=self._resume, joins=comes_from_another, moves=comes_from_another),
-            checkpoints=self.writer, movable=True, moves=moves,
+            checkpoints=self.writer, events=self.log, movable=True, moves=moves,
         )  # fmt: skip
         self.server = StageServer(
             config=self._config, stage=stage, identity=self.identity, known=self.known, router=self._router,

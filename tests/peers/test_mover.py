@@ -14,6 +14,7 @@ from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
 from swarm.errors import NotReady
+from swarm.events import Install, Join, Leave, Move
 from swarm.types import ClaimState, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
@@ -77,6 +78,10 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
         (claim,) = [c for c in await peer.directory.claims() if c.peer_id == peer.peer_id]
         assert claim.state is ClaimState.WITHDRAWN
     assert {name.stage for name in file.names(written)} == {0, 1}, "one on leaving each"
+    kinds = [type(event) for event in peer.log.events]
+    # What the audit needs: what follows a move is about the new stage, from the state that it begins with on.
+    assert kinds == [Install, Install, Join, Move, Install, Install, Join, Leave]
+    assert peer.log.events[3] == Move(stage=1)
 
 
 async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:
