@@ -26,12 +26,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 NUM_STAGES, PEERS_PER_STAGE = 3, 3
 SECONDS_PER_SAMPLE = 0.4
 PERIOD_SECONDS = 30.0
-MEASURED_SECONDS = 60.0
+MEASURED_SECONDS = 90.0
 LEAST_SHARE = 0.85
 CHANGES = {
     "num_layers = 2": 'num_layers = 3\ncustom_class = "scripts.benches.paced_stage:PacedTransformer"',
     "num_stages = 2": f"num_stages = {NUM_STAGES}",
-    "round_samples = 64": "round_samples = 48",
+    "round_samples = 64": "round_samples = 120",
+    "inner_batch_samples = 8": "inner_batch_samples = 20",
 }
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
         del watch.readings[:-1]
 
         swarm.start_trainer("trainer", steps=100_000)
-        swarm.wait_for_steps("trainer", 4, 120)
+        swarm.wait_for_steps("trainer", 3, 180)
         whole = swarm.rate("trainer", MEASURED_SECONDS)
         assert whole > 0.6 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
 
