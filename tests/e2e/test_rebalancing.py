@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -130,7 +132,7 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
         assert counts == [PEERS_PER_STAGE] * NUM_STAGES, "newcomers spread by themselves"
         del watch.readings[:-1]
 
-        swarm.start_trainer("trainer", steps=100_000)
+        trainer = swarm.start_trainer("trainer", steps=100_000)
         swarm.wait_for_steps("trainer", 3, 180)
         whole = swarm.rate("trainer", MEASURED_SECONDS)
         assert whole > 0.6 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
@@ -155,5 +157,9 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
     assert least >= 1, "no stage was ever empty"
     moves: list[dict[str, Any]] = [peer for row in swarm.status()["stages"] for peer in row["peers"] if peer["moves"]]
     assert [peer["moves"] for peer in moves] == [1]
+    os.kill(trainer.pid, signal.SIGINT)
+    assert swarm.wait_for_end(trainer) == 130
+    report = swarm.audit()
+    assert report["violations"] == [], "a move makes nothing count twice"
     for log in (swarm.folder / "logs").iterdir():
         assert "Traceback" not in log.read_text(), log
