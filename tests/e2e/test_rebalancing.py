@@ -23,7 +23,7 @@ from swarm.identity import generate
 from swarm.types import PeerState
 from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 NUM_STAGES, PEERS_PER_STAGE = 3, 3
 SECONDS_PER_SAMPLE = 0.4
@@ -133,7 +133,8 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
         del watch.readings[:-1]
 
         trainer = swarm.start_trainer("trainer", steps=100_000)
-        swarm.wait_for_steps("trainer", 3, 180)
+        # By then the trainer's window has grown to what nine peers can take.
+        swarm.wait_for_steps("trainer", 6, 400)
         whole = swarm.rate("trainer", MEASURED_SECONDS)
         assert whole > 0.6 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
 
