@@ -32,6 +32,7 @@ RECONNECT_SECONDS = 5.0
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
 START_SECONDS = 30.0
+STOP_SECONDS = 2.0
 _RECONNECTS_AT_ONCE = 4
 _MAX_REMEMBERED = 64
 
@@ -120,7 +121,8 @@ class DhtNode:
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
-        await asyncio.wait(self._background)
+        # hivemind may swallow a cancellation: then the thread's end is what ends the task.
+        await asyncio.wait(self._background, timeout=STOP_SECONDS)
         await self._end()
 
     async def _end(self) -> None:

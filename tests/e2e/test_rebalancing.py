@@ -136,7 +136,7 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
         # By then the trainer's window has grown to what nine peers can take.
         swarm.wait_for_steps("trainer", 6, 400)
         whole = swarm.rate("trainer", MEASURED_SECONDS)
-        assert whole > 0.6 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
+        assert whole > 0.5 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
 
         victims = [peer for peer in watch.living()[1] if _by_id(swarm)[peer] is not swarm.peers[0]][:2]
         killed_at = time.monotonic()

@@ -88,7 +88,7 @@ class RealSwarm:
     """Peers and trainers in a folder, ended with their supervisor."""
 
     start_seconds = 60.0
-    """Longest wait for a peer to serve."""
+    """Longest wait for a peer to serve, and for swarm-status."""
 
     def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
         self.folder = folder
@@ -167,7 +167,8 @@ class RealSwarm:
 
     def audit(self) -> dict[str, Any]:
         """What swarm-status --audit finds in the logs of all processes."""
-        result = run("status", "--json", "--audit", *map(str, sorted(self.events.iterdir())))
+        logs = map(str, sorted(self.events.iterdir()))
+        result = run("status", "--json", "--audit", *logs, timeout_seconds=self.start_seconds)
         assert result.stdout, result.stderr
         report: dict[str, Any] = json.loads(result.stdout)
         assert result.returncode == (0 if report["proven"] else 1)
@@ -175,7 +176,7 @@ class RealSwarm:
 
     def status(self) -> dict[str, Any]:
         """What swarm-status --json prints."""
-        result = run("status", "--initial-peers", self.address, "--json")
+        result = run("status", "--initial-peers", self.address, "--json", timeout_seconds=self.start_seconds)
         assert result.returncode == 0, result.stderr
         view: dict[str, Any] = json.loads(result.stdout)
         return view
