@@ -22,8 +22,8 @@ class ClaimedIdentity:
     lock: IO[str]
 
 
-def claim_identity(path: Path | None, folder: Path, stage: int) -> ClaimedIdentity:
-    """Claim the named file, or the first free one of a stage in `folder`; make it if it is missing.
+def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
+    """Claim the named file, or the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
 
     Raises:
         ValueError: the named file is in use by another peer.
@@ -35,7 +35,7 @@ def claim_identity(path: Path | None, folder: Path, stage: int) -> ClaimedIdenti
             raise ValueError(f"--identity {path} is in use by another peer on this machine: give each its own")
         return claimed
     for number in itertools.count():
-        claimed = _try_claim(folder / f"stage-{stage}.{number}.pem")
+        claimed = _try_claim(folder / f"{label}.{number}.pem")
         if claimed is not None:
             return claimed
     raise AssertionError("counting never ends")

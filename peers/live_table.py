@@ -16,7 +16,9 @@ from rich.text import Text
 from peers.view import PeerRow, SwarmView, TrainerRow
 
 _EVENTS_SHOWN = 5
-_STATE_STYLES = {"serving": "green", "joining": "yellow", "leaving": "yellow", "unreachable": "red"}
+_STATE_STYLES = {
+    "serving": "green", "joining": "yellow", "moving": "yellow", "leaving": "yellow", "unreachable": "red",
+}  # fmt: skip
 
 
 class LiveTable:
@@ -89,12 +91,18 @@ def _peers(view: SwarmView) -> Table:
 def _cells(peer: PeerRow) -> list[RenderableType]:
     return [
         escape(peer.name),
-        Text(peer.state, style=_STATE_STYLES.get(peer.state, "")),
+        Text(_state(peer), style=_STATE_STYLES.get(peer.state, "")),
         f"{peer.samples_per_second:.1f}",
         *map(str, (peer.queue_length, peer.round, peer.samples)),
         *map(str, (peer.forwards, peer.backwards, peer.rerouted_backwards)),
         f"{peer.members}/{peer.alive_peers}",
     ]
+
+
+def _state(peer: PeerRow) -> str:
+    if peer.moving_to is not None:
+        return f"moving to {peer.moving_to}"
+    return peer.state if peer.moving_from is None else f"moving from {peer.moving_from}"
 
 
 def _trainers(rows: Sequence[TrainerRow]) -> Table:

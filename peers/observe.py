@@ -4,6 +4,7 @@ Used by swarm-status, which has the announcements from the DHT, and by swarm-loc
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,25 +15,53 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.types import PeerRecord, TrainerRecord
+from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 
 ANSWER_SECONDS = 2.0
 
 
 async def observe(
     run_id: str, stages: Mapping[int, Sequence[PeerRecord]], trainers: Sequence[TrainerRecord], channels: ChannelPool,
-    events: Sequence[str] = (),
+    events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
 ) -> SwarmView:  # fmt: skip
-    """Ask all peers at once; one that does not answer in time is shown as unreachable."""
+    """Ask all peers at once; one that does not answer in time is shown as unreachable, if it is not on its way."""
     rows = await asyncio.gather(
         *(_stage_row(run_id, stage, records, channels) for stage, records in sorted(stages.items()))
     )
     return SwarmView(
-        run=run_id, stages=tuple(rows), events=tuple(events),
+        run=run_id, stages=with_moves(rows, stages, claims), events=tuple(events),
         trainers=tuple(
             TrainerRow(name=t.name, step=t.step, loss=t.loss, tokens_per_second=t.tokens_per_second) for t in trainers
         ),
     )  # fmt: skip
+
+
+def with_moves(
+    rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
+) -> tuple[StageRow, ...]:
+    """Show who is on the way: where it is until it has left there, then where it goes."""
+    records = [record for row in stages.values() for record in row]
+    leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
+    serves_at = {record.peer_id: record.stage for record in records if record.state is PeerState.SERVING}
+    confirmed = [claim for claim in claims if claim.state is ClaimState.CONFIRMED]
+    under_way = {claim.peer_id: claim for claim in confirmed if serves_at.get(claim.peer_id) != claim.stage}
+    shown: dict[int, list[PeerRow]] = {row.stage: [] for row in rows}
+    for row in rows:
+        for peer in row.peers:
+            has_left = peer.state == "unreachable" and (peer.peer_id, row.stage) in leaving
+            if has_left and (peer.peer_id in under_way or peer.peer_id in serves_at):
+                continue
+            claim = under_way.get(peer.peer_id)
+            if claim is not None and claim.from_stage == row.stage:
+                under_way.pop(peer.peer_id)
+                peer = dataclasses.replace(peer, state="moving", moving_to=claim.stage)
+            shown[row.stage].append(peer)
+    for claim in under_way.values():
+        state = "joining" if claim.from_stage is None else "moving"
+        shown.setdefault(claim.stage, []).append(
+            PeerRow(name=claim.name, peer_id=claim.peer_id, state=state, moving_from=claim.from_stage)
+        )
+    return tuple(StageRow(stage=stage, peers=tuple(peers)) for stage, peers in sorted(shown.items()))
 
 
 async def _stage_row(run_id: str, stage: int, records: Sequence[PeerRecord], channels: ChannelPool) -> StageRow:
@@ -46,7 +75,9 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         async with asyncio.timeout(ANSWER_SECONDS):
             reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
     except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable):
-        return PeerRow(name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round)
+        return PeerRow(
+            name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round, moves=record.moves
+        )
     counters = reply.counters
     last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
     return PeerRow(
@@ -57,5 +88,5 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         alive_peers=last.num_alive, members=last.num_members, averaged_fraction=last.averaged_fraction,
         averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,
         exchange_seconds=last.exchange_seconds, wait_seconds=last.wait_seconds,
-        contribution_norm=last.contribution_norm,
+        contribution_norm=last.contribution_norm, moves=record.moves,
     )  # fmt: skip

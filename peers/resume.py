@@ -48,12 +48,14 @@ class ResumeOptions:
         round_number: resume at no other round.
         had_checkpoints: the folder that will be written to holds some already.
         joins: the run is there, as far as the command line knows.
+        moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
     """
 
     folder: Path | None = None
     round_number: int | None = None
     had_checkpoints: bool = False
     joins: bool = False
+    moves: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,7 @@ def choose(
 
     Raises:
         Fatal: the checkpoints do not fit where the run is; the message says what to do.
+        PeerUnavailable: a moving peer would bring initial weights.
         ValueError: the run would begin anew beside its own checkpoints.
     """
     if others.held_at is not None:
@@ -115,6 +118,8 @@ def choose(
             logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
         return None
     if folder is None or folder.is_empty:
+        if options.moves and others.latest > 0:
+            raise PeerUnavailable(f"nobody holds stage {stage} any more, and there is no checkpoint")
         if options.had_checkpoints:
             raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
         return _start_over(config, stage, others)
@@ -141,7 +146,7 @@ def choose(
 
 async def find_others(
     config: RunConfig, stage: int, *, known: KnownPeers, directory: Directory, channels: ChannelPool, clock: Clock,
-    patient: bool,
+    patient: bool, gives_up: bool = False,
 ) -> Others:  # fmt: skip
     """Ask the announced peers where they are.
 
@@ -151,11 +156,16 @@ async def find_others(
 
     Args:
         patient: wait, for a while, until somebody serves and the stages that commit together have done so.
+        gives_up: do not wait for silent holders for longer than that.
+
+    Raises:
+        PeerUnavailable: they stayed silent, and this gave up.
     """
-    deadline = clock.monotonic() + (SETTLE_SECONDS if patient else 0.0)
+    began_at = clock.monotonic()
+    deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
     stages, warned = range(config.stages.num_stages), False
     while True:
-        if holders := await _describe(config, known.others(stage), channels):
+        if holders := await describe(config, known.others(stage), channels):
             return Others(held_at=max(reply.round for reply in holders))
         if silent := known.others(stage):
             if not warned:
@@ -164,6 +174,8 @@ async def find_others(
                     "longer", stage, ", ".join(record.name or record.peer_id[:8] for record in silent[:3]),
                 )  # fmt: skip
                 warned = True
+            if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
+                raise PeerUnavailable("those who hold it do not answer")
             await _look_again(known, directory, stages, clock)
             continue
         foremost = {
@@ -171,7 +183,7 @@ async def find_others(
             for number in stages
             if number != stage
         }
-        rows = await asyncio.gather(*(_describe(config, records, channels) for records in foremost.values()))
+        rows = await asyncio.gather(*(describe(config, records, channels) for records in foremost.values()))
         replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
         rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
         _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
@@ -187,9 +199,11 @@ async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[
         await known.look(directory, stages)
 
 
-async def _describe(
+async def describe(
     config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
 ) -> list[pb.DescribeReply]:  # fmt: skip
+    """What peers say of themselves, of those that answer."""
+
     async def ask(record: PeerRecord) -> pb.DescribeReply | None:
         call: Any = StageServiceStub(channels.channel(record)).Describe
         try:

@@ -2,9 +2,11 @@
 
     swarm-peer --preset tiny                                   the first peer, stage 0, of a new run
     swarm-peer --stage 2 --initial-peers ADDRESS...            everyone else
+    swarm-peer --stage auto --initial-peers ADDRESS...         ... wherever it is needed most
 
-Reads top to bottom: options -> join the DHT -> agree on the configuration -> build -> enter the run -> serve
-until SIGTERM -> leave. The mechanisms are in swarm/; here they are wired together.
+Reads top to bottom: options -> join the DHT -> agree on the configuration -> choose a stage -> have peers/mover
+build, enter the run and serve, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/; here
+they are wired together.
 """
 
 import asyncio
@@ -17,13 +19,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from peers import cli, process
+from peers.claim import Claim
 from peers.event_file import open_events, start_of
 from peers.identity_file import claim_identity
+from peers.mover import Listen, Mover
 from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.rebalancer import Rebalancer
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
 from swarm import config as configs
@@ -38,6 +44,8 @@ from swarm.errors import SwarmError, WrongStage
 from swarm.events import Events
 from swarm.identity import Identity
 from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +57,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarm"
 class PeerOptions:
     """Serve one stage of a run."""
 
-    stage: int = 0
-    """Stage to serve, from 0."""
+    stage: int | Literal["auto"] = 0
+    """Stage to serve, from 0, and to stay at; auto takes the one that needs a peer most, and moves when another one
+    does."""
+    rebalance_every: float = 60.0
+    """Seconds between two looks whether another stage needs this peer more (with --stage auto); 0 never moves."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of peers that are there already; without any, a new run begins."""
     config: Path | None = None
@@ -101,7 +112,9 @@ class PeerOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.stage < 0:
+        if self.rebalance_every < 0:
+            raise ValueError(f"--rebalance-every must not be negative, not {self.rebalance_every}")
+        if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
         if self.stages is not None and self.stages < 1:
             raise ValueError(f"--stages must be at least 1, not {self.stages}")
@@ -130,12 +143,12 @@ class PeerOptions:
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
-    process.setup_logging(options.name or f"stage {options.stage}", options.log_level)
+    process.setup_logging(options.name or _label(options), options.log_level)
     device = choose_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     own = own_config(options)
-    identity = claim_identity(options.identity, CACHE / "identities", options.stage)
+    identity = claim_identity(options.identity, CACHE / "identities", _label(options).replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     node = dht_node.start(
@@ -147,6 +160,10 @@ def main(argv: Sequence[str]) -> int:
     finally:
         node.shutdown()
     return 0
+
+
+def _label(options: PeerOptions) -> str:
+    return "auto" if options.stage == "auto" else f"stage {options.stage}"
 
 
 def choose_device(name: str) -> torch.device:
@@ -184,7 +201,8 @@ def own_config(options: PeerOptions) -> RunConfig | None:
         config = dataclasses.replace(config, stages=stages)
     if options.dataset is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
-    require_stage(config, options.stage)
+    if options.stage != "auto":
+        require_stage(config, options.stage)
     corpus = corpora.prepare(config.data, cache_dir=CACHE / "corpora")
     corpora.check_digest(config.data, corpus)
     tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
@@ -202,46 +220,83 @@ async def run(
     options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
     checkpoints: CheckpointWriter | None, events: Events,
 ) -> None:  # fmt: skip
-    """Join, serve and leave."""
+    """Join, serve and leave. Raises what Mover.run raises."""
     clock = SystemClock()
     config = await agree_on_config(node, own, options.initial_peers, clock)
-    require_stage(config, options.stage)
-    name = options.name or default_name()
-    events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=options.stage))
+    if options.stage != "auto":
+        require_stage(config, options.stage)
     directory = Directory(node, identity, config.run_id, clock)
-    router = Router(clock, random.Random(identity.peer_id))
+    rng = random.Random(identity.peer_id)
+    router = Router(clock, rng)
     known = KnownPeers(router, own_id=identity.peer_id)
     stages = range(config.stages.num_stages)
     stop = process.stop_event()
-    local = ServerOptions(
-        name=name, device=device, insecure=options.insecure,
-        max_in_flight=options.max_in_flight, graph_bytes=options.graph_memory_mib << 20,
-        resume=ResumeOptions(
-            folder=options.resume, round_number=options.resume_round, joins=bool(options.initial_peers),
-            had_checkpoints=checkpoints is not None and checkpoints.had_any,
-        ),
-        checkpoints=checkpoints, events=events,
+    name = options.name or default_name()
+    channels = ChannelPool(insecure=options.insecure)
+    claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
+    rebalancer = Rebalancer(
+        config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
+        channels=channels, clock=clock, rng=rng, checkpoints=options.resume,
+        every_seconds=options.rebalance_every if options.stage == "auto" else 0.0,
     )  # fmt: skip
-    async with asyncio.TaskGroup() as tasks:
-        await known.look(directory, stages)
-        server = StageServer(
-            config=config, stage=options.stage, identity=identity, known=known, router=router, directory=directory,
+
+    def make_server(stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
+        local = ServerOptions(
+            name=name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
+            graph_bytes=options.graph_memory_mib << 20, checkpoints=checkpoints, events=events,
+            resume=ResumeOptions(
+                folder=options.resume, round_number=None if comes_from_another else options.resume_round,
+                joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
+                had_checkpoints=checkpoints is not None and checkpoints.had_any,
+            ),
+            movable=options.stage == "auto" and options.rebalance_every > 0, moves=moves,
+        )  # fmt: skip
+        return StageServer(
+            config=config, stage=stage, identity=identity, known=known, router=router, directory=directory,
             clock=clock, tasks=tasks, options=local,
         )  # fmt: skip
+
+    addresses = outside_addresses(node)
+    has_said = False
+
+    def on_serving(stage: int, endpoint: str) -> None:
+        nonlocal has_said
+        if not has_said:
+            announce_to_people(options, stage, config, node, known)
+            has_said = True
+        write_ready_file(options, stage, identity, endpoint, node)
+
+    async with asyncio.TaskGroup() as tasks:
+        await known.look(directory, stages)
+        keeping = tasks.create_task(claim.keep())
+        stage = await first_stage(options, rebalancer)
+        events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=stage))
         background = [
+            keeping,
             tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
             tasks.create_task(republish(directory, config)),
         ]
-        addresses = outside_addresses(node)
-        host = options.announce or addresses[0].split("/")[2]
-        async with server.serving(options.host, options.port, host, addresses[0]) as endpoint:
-            announce_to_people(options, config, node, known)
-            write_ready_file(options, identity, endpoint, node)
-            await stop.wait()
-            logger.info("leaving: finishing what is in flight")
-            await server.leave()
+        mover = Mover(
+            make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=events, stop=stop,
+            on_serving=on_serving,
+            listen=Listen(
+                host=options.host, port=options.port, announced_host=options.announce or addresses[0].split("/")[2],
+                dht_address=addresses[0],
+            ),
+        )  # fmt: skip
+        await mover.run(stage)
         for task in background:
             task.cancel()
+    await channels.close()
+
+
+async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
+    """The stage to begin with, claimed: the one that was asked for, 0 of a new run, or the neediest."""
+    if options.stage == "auto" and options.initial_peers:
+        return await rebalancer.choose_stage()
+    stage = 0 if options.stage == "auto" else options.stage
+    await rebalancer.goes(stage, from_stage=None)
+    return stage
 
 
 async def republish(directory: Directory, config: RunConfig) -> None:
@@ -261,24 +316,24 @@ def outside_addresses(node: DhtNode) -> list[str]:
     return outside or addresses
 
 
-def announce_to_people(options: PeerOptions, config: RunConfig, node: DhtNode, known: KnownPeers) -> None:
+def announce_to_people(options: PeerOptions, stage: int, config: RunConfig, node: DhtNode, known: KnownPeers) -> None:
     """Say on stdout how others join, with several peers' addresses where there are several."""
     addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
     joined = " ".join(addresses[:5])
     insecure = " --insecure" if options.insecure else ""
     last = config.stages.num_stages - 1
-    print(f"Serving stage {options.stage} (of 0 to {last}) of run {config.run_id}")
+    print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id}")
     print(f"  join:   swarm-peer --stage N --initial-peers {joined}{insecure}")
     print(f"  train:  swarm-trainer --steps 100 --initial-peers {joined}{insecure}")
     print(f"  watch:  swarm-status --watch --initial-peers {joined}{insecure}", flush=True)
 
 
-def write_ready_file(options: PeerOptions, identity: Identity, endpoint: str, node: DhtNode) -> None:
-    """Tell whoever started us that we serve, and where."""
+def write_ready_file(options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode) -> None:
+    """Tell whoever started us that we serve, and where; again after each move."""
     if options.ready_file is None:
         return
     ready = {
-        "peer_id": identity.peer_id, "stage": options.stage, "endpoint": endpoint,
+        "peer_id": identity.peer_id, "stage": stage, "endpoint": endpoint,
         "dht_addresses": outside_addresses(node),
         "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
 
-Used by swarm-peer. Nothing is announced before it is served, and nothing is served before the stage's state is
-here: bind -> get the state -> announce, average, write checkpoints -> leave.
+Used by peers/mover, which runs one after another. Nothing is announced before it is served, and nothing is served
+before the stage's state is here: bind -> get the state -> announce, average, write checkpoints -> drain -> leave.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
-from swarm.errors import PeerUnavailable
-from swarm.events import Events, Join, Leave
+from swarm.errors import NotReady, PeerUnavailable
+from swarm.events import Events, Join
 from swarm.hop import Hop
 from swarm.identity import Identity
 from swarm.model.stages import build_stage
@@ -58,8 +58,6 @@ logger = logging.getLogger(__name__)
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
-LEAVE_SECONDS = 15.0
-"""How long a leaving peer waits for its microbatches, and then for its round."""
 QUIET_SECONDS = 5.0
 """A round in which nothing has happened for this long is not waited for when leaving."""
 
@@ -76,10 +74,14 @@ class ServerOptions:
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
+    movable: bool = False
+    """Whether the peer may be needed elsewhere and go there."""
+    moves: int = 0
+    """How often it has done so."""
 
 
 class StageServer:
-    """One stage peer."""
+    """One stage peer, as long as it stays at its stage."""
 
     def __init__(
         self, *, config: RunConfig, stage: int, identity: Identity, known: KnownPeers, router: Router,
@@ -98,6 +100,8 @@ class StageServer:
         self._state = PeerState.JOINING
         self._endpoint = ""
         self._dht_address = ""
+        self._held_at = 0
+        """Round of the peers that hold the stage, when this one began."""
         self._channels = ChannelPool(insecure=options.insecure)
         self._runtime = Runtime(queue_capacity=1024)
         module = build_stage(config, stage, device=options.device)
@@ -131,6 +135,7 @@ class StageServer:
 
         Raises:
             ValueError: the port is in use.
+            NotReady: a peer that moves could not get the stage's state.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
         credentials = None if self._options.insecure else tls.server_credentials(self._identity)
@@ -151,6 +156,8 @@ class StageServer:
                 averaging = tasks.create_task(self._averager.run())
                 await asyncio.sleep(0)
                 await self._averager.join()
+                if self._options.resume.moves:
+                    self._require_state()
                 self._stage.serving = True
                 self._state = PeerState.SERVING
                 self._events.write(Join())
@@ -175,22 +182,41 @@ class StageServer:
         add_AveragingServiceServicer_to_server(averaging_servicer, server)
         add_HealthServicer_to_server(self._health, server)
 
-    async def leave(self) -> None:
-        """Take no more microbatches, finish those in flight, and wait for the round that needs our gradients."""
+    @property
+    def samples_per_second(self) -> float:
+        """What this peer manages here; 0 before the first microbatch."""
+        return self._stage.samples_per_second
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more microbatches, finish those in flight, and wait for the round that needs our gradients.
+
+        Returns:
+            Whether that was done in so many seconds.
+        """
         self._stage.serving = False
         self._state = PeerState.LEAVING
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._announce()
-        number, deadline = self._stage.round, self._clock.monotonic() + LEAVE_SECONDS
+        number, deadline = self._stage.round, self._clock.monotonic() + seconds
         while self._clock.monotonic() < deadline and (self._is_busy() or self._round_needs_us(number)):
             await self._clock.sleep(0.1)
-        if self._checkpoints is not None and self._stage.round > self._checkpoints.newest_round:
+        return not (self._is_busy() or self._round_needs_us(number))
+
+    async def go_on(self) -> None:
+        """Serve again after a drain."""
+        self._stage.serving = True
+        self._state = PeerState.SERVING
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._announce()
+
+    async def leave(self) -> None:
+        """Be gone for the others, once drained or not; with what a checkpoint lacks written."""
+        if self._checkpoints is not None and self._stage.round > self._checkpoints.newest_round(self._number):
             await self._checkpoint(self._checkpoints)
         try:
             await self._directory.withdraw()
         except PeerUnavailable as error:
             logger.debug("not withdrawn: %s", error)
-        self._events.write(Leave())
 
     def _is_busy(self) -> bool:
         return self._stage.num_admitted > 0 or self._stage.num_settling > 0
@@ -213,8 +239,9 @@ class StageServer:
         folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
         others = await resume.find_others(
             config, stage, known=self._known, directory=self._directory, channels=self._channels, clock=self._clock,
-            patient=options.joins and folder is not None and not folder.is_empty,
+            patient=options.joins and folder is not None and not folder.is_empty, gives_up=options.moves,
         )  # fmt: skip
+        self._held_at = others.held_at or 0
         shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
         beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)
         if beginning is None:
@@ -234,6 +261,10 @@ class StageServer:
             logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
             if self._checkpoints is not None:
                 self._checkpoints.went_back(beginning.round, stage=stage if others.rounds else None)
+
+    def _require_state(self) -> None:
+        if self._stage.round < self._held_at:
+            raise NotReady(f"the state of stage {self._number} could not be downloaded")
 
     def _checkpoint_if_due(self) -> None:
         if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
@@ -268,7 +299,7 @@ class StageServer:
             certificate_pem="" if self._options.insecure else self._identity.certificate_pem, state=self._state,
             samples_per_second=self._stage.samples_per_second, queue_length=self._runtime.queue_length,
             round=self._stage.round, samples=self._member.run_samples, lineage=self._member.progress().lineage,
-            dht_address=self._dht_address,
+            dht_address=self._dht_address, movable=self._options.movable, moves=self._options.moves,
         )  # fmt: skip
 
     async def _announce(self) -> None:

@@ -93,7 +93,8 @@ async def run(options: StatusOptions, node: DhtNode) -> None:
 
     async def look() -> SwarmView:
         stages = {stage: await directory.peers(stage) for stage in range(config.stages.num_stages)}
-        return await observe(config.run_id, stages, await directory.trainers(), channels)
+        trainers, claims = await directory.trainers(), await directory.claims()
+        return await observe(config.run_id, stages, trainers, channels, claims=claims)
 
     stop = process.stop_event()
     with LiveTable() as table:

@@ -16,7 +16,13 @@ class PeerRow:
     name: str
     peer_id: str
     state: str
-    """joining, serving or leaving; unreachable where it announces itself and does not answer."""
+    """joining, serving, moving or leaving; unreachable where it announces itself and does not answer."""
+    moving_from: int | None = None
+    """The stage that it comes from, while it is listed where it goes."""
+    moving_to: int | None = None
+    """The stage that it goes to, while it finishes at the one where it is listed."""
+    moves: int = 0
+    """How often it has moved to another stage since it started."""
     samples_per_second: float = 0.0
     queue_length: int = 0
     round: int = 0
@@ -81,12 +87,16 @@ class SwarmView:
 
     @property
     def empty_stages(self) -> list[int]:
-        """Stages without a peer that serves or joins."""
-        return [row.stage for row in self.stages if not any(peer.state in _ALIVE for peer in row.peers)]
+        """Stages without a peer that serves or is on its way there."""
+        return [row.stage for row in self.stages if not any(map(_stays, row.peers))]
 
     def to_json(self) -> str:
         """One line of JSON with the records' field names, and `empty_stages`."""
         return json.dumps({**dataclasses.asdict(self), "empty_stages": self.empty_stages}, allow_nan=False)
 
 
-_ALIVE = ("joining", "serving")
+def _stays(peer: PeerRow) -> bool:
+    return peer.state in _ALIVE and peer.moving_to is None
+
+
+_ALIVE = ("joining", "moving", "serving")

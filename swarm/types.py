@@ -58,6 +58,32 @@ class PeerRecord(_Announcement):
     """Hash chain over the committed rounds of its blocks."""
     dht_address: Annotated[str, Field(max_length=255)] = ""
     """A multiaddress at which newcomers can enter the DHT."""
+    movable: bool = False
+    """Whether it goes to another stage by itself when that one needs it more."""
+    moves: Annotated[int, Field(ge=0)] = 0
+    """How often it has done so since it started."""
+
+
+class ClaimState(StrEnum):
+    """How far a peer is on its way to a stage."""
+
+    PENDING = "pending"
+    """It looks whether somebody else wants the same."""
+    CONFIRMED = "confirmed"
+    """It is under way."""
+    WITHDRAWN = "withdrawn"
+    """It has arrived, or will not come."""
+
+
+class ClaimRecord(_Announcement):
+    """A peer's word that it is about to serve a stage: key `RUN.claims`, one subkey a peer."""
+
+    stage: Annotated[int, Field(ge=0, le=4095)]
+    from_stage: Annotated[int, Field(ge=0, le=4095)] | None = None
+    """Where it serves until then; None for one that joins the run."""
+    state: ClaimState
+    claimed_at: Annotated[float, Field(allow_inf_nan=False)]
+    """When it first claimed, by its own wall clock, seconds since the epoch: of two claims the earlier counts."""
 
 
 class TrainerRecord(_Announcement):

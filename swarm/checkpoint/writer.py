@@ -41,8 +41,7 @@ class CheckpointWriter:
         self._lock = asyncio.Lock()
         self._former = file.names(folder)
         """What was there when this peer started."""
-        self.newest_round = 0
-        """Of the checkpoints that this peer has written."""
+        self._newest: dict[int, int] = {}
 
     @property
     def had_any(self) -> bool:
@@ -58,6 +57,10 @@ class CheckpointWriter:
             return False
         return True
 
+    def newest_round(self, stage: int) -> int:
+        """Of the checkpoints that this peer has written of a stage; 0 if there is none."""
+        return self._newest.get(stage, 0)
+
     async def write(self, header: Header, tensors: Tensors) -> bool:
         """Write a state to whose tensors nobody writes; whether that succeeded.
 
@@ -69,7 +72,7 @@ class CheckpointWriter:
             except OSError as error:
                 logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
                 return False
-            self.newest_round = header.round
+            self._newest[header.stage] = header.round
             logger.info("wrote the checkpoint %s", path)
             try:
                 await asyncio.to_thread(self._tidy, header.name)

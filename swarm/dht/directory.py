@@ -16,7 +16,7 @@ from swarm.clock import Clock
 from swarm.dht.records import open_record, seal
 from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, PeerUnavailable
 from swarm.identity import Identity, peer_id_of
-from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class RunRecord(BaseModel):
     config_json: Annotated[str, Field(max_length=12_000)]
 
 
-Record = TypeVar("Record", PeerRecord, TrainerRecord, RunRecord)
+Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
 
 
 class _Key(Generic[Record]):
@@ -112,6 +112,7 @@ class Directory:
         self._clock = clock
         self._stages: dict[int, _Key[PeerRecord]] = {}
         self._trainers = _Key(f"{run_id}.trainers", TrainerRecord)
+        self._claims = _Key(f"{run_id}.claims", ClaimRecord)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
         self._num_incompatible: dict[str, int] = {}
@@ -133,6 +134,10 @@ class Directory:
     async def announce_trainer(self, record: TrainerRecord, lifetime_seconds: float) -> None:
         """List this trainer. Raises PeerUnavailable as `announce_peer` does."""
         await self._announce(self._trainers.name, record, lifetime_seconds)
+
+    async def announce_claim(self, record: ClaimRecord, lifetime_seconds: float) -> None:
+        """Say where this peer is about to serve. Raises PeerUnavailable as `announce_peer` does."""
+        await self._announce(self._claims.name, record, lifetime_seconds)
 
     async def publish_config(self, config_json: str, lifetime_seconds: float) -> None:
         """State what the run is, for `discover_config`. Raises PeerUnavailable as `announce_peer` does."""
@@ -164,6 +169,10 @@ class Directory:
     async def trainers(self) -> list[TrainerRecord]:
         """The trainers of the run. Raises PeerUnavailable."""
         return self._compatible(self._trainers, await self._trainers.read(self._store, self._clock))
+
+    async def claims(self) -> list[ClaimRecord]:
+        """Who is about to serve which stage, or has been lately. Raises PeerUnavailable."""
+        return self._compatible(self._claims, await self._claims.read(self._store, self._clock))
 
     async def watch(
         self,
@@ -198,11 +207,11 @@ class Directory:
         return compatible
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
-        # The DHT keeps the farthest expiry, so no record may expire before the one it replaces.
+        # The DHT keeps the farthest expiry, so no record may expire before the one it replaces, be it still on its way.
         expiration = max(self._clock.time() + lifetime_seconds, self._expirations.get(key, 0.0) + 0.001)
         value = seal(self._identity, key, record, expiration)
-        stored = await self._store.store(key, self._identity.peer_id, value, expiration)
         self._expirations[key] = expiration
+        stored = await self._store.store(key, self._identity.peer_id, value, expiration)
         if not stored:
             raise PeerUnavailable("the DHT refused this peer's record: is this machine's clock right?")
 
@@ -243,7 +252,7 @@ async def discover_config(store: RecordStore, clock: Clock, *, address: str) -> 
     raise PeerUnavailable(f"no run is announced at {address}: is a swarm-peer running there?")
 
 
-def _require_own(record: PeerRecord | TrainerRecord | RunRecord, subkey: str) -> None:
+def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | RunRecord, subkey: str) -> None:
     if record.peer_id != subkey:
         raise IntegrityError(f"{subkey} announces {record.peer_id}")
     if isinstance(record, PeerRecord) and record.certificate_pem and peer_id_of(record.certificate_pem) != subkey:

@@ -1,8 +1,8 @@
 """A node of hivemind's DHT: the only file that imports hivemind.
 
 The programs start one and hand it to directory. hivemind's Kademlia node runs in a thread of this process, libp2p in
-a process, p2pd, that dies with this one. Stores and passes on nothing but records that `records.verify` accepts.
-Never looks into them.
+a process, p2pd, that dies with this one and is started again if it dies alone. Stores and passes on nothing but
+records that `records.verify` accepts. Never looks into them.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,10 @@ CALL_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 RECONNECT_SECONDS = 5.0
 """Time between two attempts to reach nodes that are known but have dropped out of the routing table."""
+RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
+"""Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
+START_SECONDS = 30.0
+STOP_SECONDS = 2.0
 _RECONNECTS_AT_ONCE = 4
 _MAX_REMEMBERED = 64
 
@@ -40,21 +45,37 @@ _EXPLANATIONS = {
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Running:
+    """p2pd, hivemind's node over it, and the addresses at which others find it."""
+
+    process: daemon.Daemon
+    p2p: Any
+    node: Any
+    visible: Sequence[str]
+
+
 class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
     def __init__(
-        self, *, thread: LoopThread, process: daemon.Daemon, p2p: Any, node: Any, visible: Sequence[str],
-        known: Sequence[str], client_mode: bool,
+        self, *, thread: LoopThread, running: _Running, known: Sequence[str], client_mode: bool,
+        run: Callable[[Sequence[str]], Coroutine[Any, Any, _Running]],
     ) -> None:  # fmt: skip
+        """
+        Args:
+            run: starts it all once more, and joins whoever answers of the nodes with these addresses.
+        """
         self._thread = thread
-        self._process = process
-        self._p2p = p2p
-        self._node = node
-        self._visible = list(visible)
+        self._run = run
         self._known = dict.fromkeys(known)
         self._client_mode = client_mode
-        self._reconnecting = asyncio.create_task(self._reconnect())
+        self._take(running)
+        self._background = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._stay_alive())]
+
+    def _take(self, running: _Running) -> None:
+        self._process, self._p2p, self._node = running.process, running.p2p, running.node
+        self._visible = list(running.visible)
 
     def addresses(self) -> list[str]:
         """Multiaddresses, /p2p/ID included, at which others can join; none in client mode."""
@@ -98,9 +119,37 @@ class DhtNode:
                 self._thread.close()
 
     async def _close(self) -> None:
-        self._reconnecting.cancel()
+        for task in self._background:
+            task.cancel()
+        # hivemind may swallow a cancellation: then the thread's end is what ends the task.
+        await asyncio.wait(self._background, timeout=STOP_SECONDS)
+        await self._end()
+
+    async def _end(self) -> None:
         await self._p2p.shutdown()
         await self._process.stop()
+
+    async def _stay_alive(self) -> None:
+        clock, wait_seconds = asyncio.get_running_loop().time, RESTART_SECONDS
+        while True:
+            began_at = clock()
+            await asyncio.wait({self._process.ended})
+            logger.warning(
+                "the DHT's process, p2pd, has died: going on with the peers known so far, and starting it again"
+            )
+            await self._end()
+            if clock() - began_at > MAX_RESTART_SECONDS:
+                wait_seconds = RESTART_SECONDS
+            while True:
+                await asyncio.sleep(wait_seconds)
+                wait_seconds = min(2 * wait_seconds, MAX_RESTART_SECONDS)
+                try:
+                    async with asyncio.timeout(START_SECONDS):
+                        self._take(await self._run(list(self._known)))
+                    break
+                except (OSError, PeerUnavailable, TimeoutError) as error:
+                    logger.debug("p2pd did not start: %s", error)
+            logger.info("p2pd is back, and this peer in the DHT")
 
     async def _call(self, call: Coroutine[Any, Any, Result], timeout_seconds: float) -> Result:
         if not self._thread.is_open:
@@ -118,7 +167,7 @@ class DhtNode:
         try:
             await asyncio.wait({task, self._process.ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._process.ended.done():
-                raise PeerUnavailable("this peer's DHT process, p2pd, has died: restart the peer to join the DHT again")
+                raise PeerUnavailable("this peer's DHT process, p2pd, has died, and is being started again")
             result = task.result()
         finally:
             task.cancel()
@@ -200,23 +249,34 @@ async def _open(
     thread: LoopThread, options: Sequence[str], initial_peers: Sequence[str], client_mode: bool, clock: Clock,
     timeout_seconds: float,
 ) -> DhtNode:  # fmt: skip
+    def run(known: Sequence[str], *, must_join: bool = False) -> Coroutine[Any, Any, _Running]:
+        return _start_all(options, known, client_mode, clock, must_join=must_join)
+
     try:
-        async with asyncio.timeout(timeout_seconds), contextlib.AsyncExitStack() as undo:
-            process = await daemon.launch(Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd", options)
-            undo.push_async_callback(process.stop)
-            p2p, node = await _join(process.control_address, initial_peers, client_mode, clock)
-            undo.push_async_callback(p2p.shutdown)
-            visible = [] if client_mode else [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
-            undo.pop_all()
+        async with asyncio.timeout(timeout_seconds):
+            running = await run(initial_peers, must_join=True)
     except TimeoutError:
         raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
-    return DhtNode(
-        thread=thread, process=process, p2p=p2p, node=node, visible=visible, known=initial_peers,
-        client_mode=client_mode,
-    )  # fmt: skip
+    return DhtNode(thread=thread, running=running, known=initial_peers, client_mode=client_mode, run=run)
 
 
-async def _join(control_address: str, initial_peers: Sequence[str], client_mode: bool, clock: Clock) -> Any:
+async def _start_all(
+    options: Sequence[str], known: Sequence[str], client_mode: bool, clock: Clock, *, must_join: bool
+) -> _Running:
+    """Cancellation leaves nothing behind."""
+    async with contextlib.AsyncExitStack() as undo:
+        process = await daemon.launch(Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd", options)
+        undo.push_async_callback(process.stop)
+        p2p, node = await _join(process.control_address, known, client_mode, clock, must_join=must_join)
+        undo.push_async_callback(p2p.shutdown)
+        visible = [] if client_mode else [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+        undo.pop_all()
+    return _Running(process=process, p2p=p2p, node=node, visible=visible)
+
+
+async def _join(
+    control_address: str, initial_peers: Sequence[str], client_mode: bool, clock: Clock, *, must_join: bool
+) -> Any:
     from hivemind.dht import DHTNode
     from hivemind.dht.protocol import ValidationError
     from hivemind.dht.routing import DHTID
@@ -227,7 +287,7 @@ async def _join(control_address: str, initial_peers: Sequence[str], client_mode:
     p2p = await P2P.replicate(Multiaddr(control_address))
     faults = await asyncio.gather(*(_connect(p2p, address) for address in initial_peers))
     reached = [address for address, fault in zip(initial_peers, faults, strict=True) if fault is None]
-    if initial_peers and not reached:
+    if must_join and initial_peers and not reached:
         raise _cannot_join(initial_peers, str(faults[0]))
     try:
         node = await DHTNode.create(

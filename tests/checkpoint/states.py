@@ -1,6 +1,7 @@
 """Real stages' states to write and to read back, the same under every cut."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
 
 def trained(config: RunConfig, stage: int, num_rounds: int) -> StageWeights:
     """A stage after some rounds, each with gradients that follow from the parameters' names."""
-    weights = StageWeights(config, build_stage(config, stage, device="cpu"), lineage=f"stage {stage}")
+    weights = StageWeights(config, build_stage(config, stage, device="cpu"), lineage=_hash(f"stage {stage}"))
     while weights.round.number < num_rounds:
         train_round(weights)
     return weights
@@ -40,9 +41,11 @@ def train_round(weights: StageWeights) -> None:
         generator = torch.Generator().manual_seed(sum(name.encode()) + weights.round.number)
         average[name] = torch.randn(master.shape, generator=generator)
     weights.close()
-    weights.commit(
-        average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage=f"{weights.round.lineage} +1"
-    )
+    weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage=_hash(weights.round.lineage))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7) -> Header:

@@ -43,7 +43,7 @@ async def test_the_newest_few_stay_and_those_of_other_stages_are_left_alone(tmp_
         assert await _write(writer, number)
     assert _rounds(writer.folder) == [6, 8]
     assert _rounds(writer.folder, stage=1) == [2]
-    assert writer.newest_round == 8
+    assert writer.newest_round(0) == 8
 
 
 async def test_those_written_on_leaving_do_not_displace_the_regular_ones(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ async def test_a_folder_that_cannot_be_written_to_costs_a_line_and_nothing_else(
     (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.getMessage().startswith(f"no checkpoint of round 4 in {folder}: ")
     (tmp_path / "away").rename(folder)
-    assert (_rounds(folder), writer.newest_round) == ([2], 2)
+    assert (_rounds(folder), writer.newest_round(0)) == ([2], 2)
     assert await _write(writer, 6)
     assert _rounds(folder) == [2, 6]
 

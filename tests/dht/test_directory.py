@@ -71,6 +71,27 @@ async def test_peers_find_each_other(store: Store, clock: ManualClock) -> None:
     assert [record.peer_id for record in await ours.peers(1)] == [THEIRS.peer_id]
 
 
+async def test_of_two_records_on_their_way_the_newer_one_stays(store: Store, clock: ManualClock) -> None:
+    ours = Directory(store, OURS, RUN, clock)
+    await ours.announce_peer(_record(OURS), 10)
+    first_may_go = asyncio.Event()
+    store_at_once = store.store
+
+    async def slow_store(key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        await first_may_go.wait()
+        return await store_at_once(key, subkey, value, expiration)
+
+    store.store = slow_store  # type: ignore[method-assign]
+    late = asyncio.create_task(ours.announce_peer(_record(OURS), 60))
+    await asyncio.sleep(0)
+    store.store = store_at_once  # type: ignore[method-assign]
+    await ours.withdraw()
+    first_may_go.set()
+    with pytest.raises(PeerUnavailable):
+        await late
+    assert [record.state for record in await ours.peers(1)] == [PeerState.LEAVING]
+
+
 async def test_runs_are_apart(store: Store, clock: ManualClock) -> None:
     await Directory(store, OURS, RUN, clock).announce_peer(_record(OURS), 30)
     assert await Directory(store, OURS, "another.run", clock).peers(1) == []

@@ -1,6 +1,7 @@
 """DHT nodes: real ones, with real p2pd processes."""
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -206,7 +207,8 @@ async def test_after_the_end_calls_fail_at_once(start: Start, first: DhtNode) ->
         await node.get("notes")
 
 
-async def test_without_p2pd_calls_fail_at_once(start: Start, first: DhtNode) -> None:
+async def test_without_p2pd_calls_fail_at_once(start: Start, first: DhtNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_node, "RESTART_SECONDS", 60.0)
     node = start(first.addresses())
     node._process._process.kill()
     await asyncio.sleep(0.2)
@@ -215,6 +217,59 @@ async def test_without_p2pd_calls_fail_at_once(start: Start, first: DhtNode) -> 
         await node.get("notes")
     assert time.monotonic() - begin < 0.5
     node.shutdown()
+
+
+async def test_p2pd_is_brought_back_with_its_address(
+    start: Start, first: DhtNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="swarm.dht")
+    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
+    addresses, killed = node.addresses(), node._process._process.pid
+    for _ in range(2):
+        os.kill(node._process._process.pid, signal.SIGKILL)
+        value, expiration = await _store_once_it_is_back(node, "after")
+        assert node._process._process.pid != killed
+        killed = node._process._process.pid
+        assert node.addresses() == addresses
+        assert await first.get("after") == {OWNER.peer_id: (value, expiration)}, "it is in the same DHT again"
+        late = start(node.addresses())
+        assert await late.get("after") == {OWNER.peer_id: (value, expiration)}, "and others can join there"
+    said = [record.getMessage() for record in caplog.records if "p2pd" in record.getMessage()]
+    assert [line.split(",")[1].split(":")[0].strip() for line in said] == ["p2pd", "and this peer in the DHT"] * 2
+    node.shutdown()
+
+
+async def _store_once_it_is_back(node: DhtNode, key: str) -> tuple[bytes, float]:
+    async with asyncio.timeout(60.0):
+        while True:
+            expiration = time.time() + 30
+            value = _sealed(key, expiration)
+            try:
+                if await node.store(key, OWNER.peer_id, value, expiration):
+                    return value, expiration
+            except PeerUnavailable:
+                await asyncio.sleep(0.1)
+
+
+async def test_p2pd_that_cannot_start_is_tried_again_and_the_end_does_not_wait(
+    start: Start, first: DhtNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_node, "RESTART_SECONDS", 0.05)
+    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
+    key = tmp_path / "peer.p2p"
+    away = key.rename(tmp_path / "away")
+    os.kill(node._process._process.pid, signal.SIGKILL)
+    await asyncio.sleep(2.0)
+    with pytest.raises(PeerUnavailable, match="has died, and is being started again"):
+        await node.get("notes")
+    away.rename(key)
+    await _store_once_it_is_back(node, "again")
+    key.unlink()
+    os.kill(node._process._process.pid, signal.SIGKILL)
+    await asyncio.sleep(0.5)
+    begin = time.monotonic()
+    node.shutdown()
+    assert time.monotonic() - begin < 5.0
 
 
 async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:

@@ -9,31 +9,31 @@ from swarm.errors import IntegrityError
 
 
 def test_a_restarted_peer_keeps_its_identity(tmp_path: Path) -> None:
-    first = claim_identity(None, tmp_path, 1)
+    first = claim_identity(None, tmp_path, "stage-1")
     first.lock.close()
-    again = claim_identity(None, tmp_path, 1)
+    again = claim_identity(None, tmp_path, "stage-1")
     assert again.identity == first.identity
 
 
 def test_a_second_peer_of_the_stage_gets_its_own(tmp_path: Path) -> None:
-    first, second = claim_identity(None, tmp_path, 1), claim_identity(None, tmp_path, 1)
+    first, second = claim_identity(None, tmp_path, "stage-1"), claim_identity(None, tmp_path, "stage-1")
     assert first.identity.peer_id != second.identity.peer_id
     first.lock.close()
-    assert claim_identity(None, tmp_path, 1).identity == first.identity
+    assert claim_identity(None, tmp_path, "stage-1").identity == first.identity
 
 
 def test_a_named_file_in_use_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.pem"
-    claimed = claim_identity(path, tmp_path, 0)
+    claimed = claim_identity(path, tmp_path, "stage-0")
     with pytest.raises(ValueError, match="in use by another peer"):
-        claim_identity(path, tmp_path, 0)
+        claim_identity(path, tmp_path, "stage-0")
     claimed.lock.close()
-    assert claim_identity(path, tmp_path, 0).identity == claimed.identity
+    assert claim_identity(path, tmp_path, "stage-0").identity == claimed.identity
 
 
 def test_a_file_that_is_no_identity_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.pem"
     path.write_text("something else")
     with pytest.raises(IntegrityError, match=r"notes\.pem is not a peer's identity"):
-        claim_identity(path, tmp_path, 0)
+        claim_identity(path, tmp_path, "stage-0")
     assert path.read_text() == "something else"

@@ -72,7 +72,7 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) 
 
 @dataclass(eq=False)
 class RealPeer:
-    """A started swarm-peer."""
+    """A started swarm-peer, and the stage that it served first."""
 
     child: Child
     stage: int
@@ -88,7 +88,7 @@ class RealSwarm:
     """Peers and trainers in a folder, ended with their supervisor."""
 
     start_seconds = 60.0
-    """Longest wait for a peer to serve."""
+    """Longest wait for a peer to serve, and for swarm-status."""
 
     def __init__(self, folder: Path, children: Supervisor, *, setting: str = "diloco") -> None:
         self.folder = folder
@@ -106,17 +106,18 @@ class RealSwarm:
         """A living peer's."""
         return self.peers[0].address
 
-    def start_peers(self, stages: Sequence[int], *options: str) -> list[RealPeer]:
+    def start_peers(self, stages: Sequence[int | str], *options: str) -> list[RealPeer]:
         """Start peers at once, with more options if wanted, and wait until all of them serve."""
         started = [self.launch(stage, *options) for stage in stages]
         peers = []
-        for (child, ready_file), stage in zip(started, stages, strict=True):
+        for child, ready_file in started:
             wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
-            peers.append(RealPeer(child=child, stage=stage, ready=json.loads(ready_file.read_text())))
+            ready = json.loads(ready_file.read_text())
+            peers.append(RealPeer(child=child, stage=ready["stage"], ready=ready))
         self.peers += peers
         return peers
 
-    def launch(self, stage: int, *options: str) -> tuple[Child, Path]:
+    def launch(self, stage: int | str, *options: str) -> tuple[Child, Path]:
         """Start a peer and do not wait; gives the file that is there once it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
@@ -166,7 +167,8 @@ class RealSwarm:
 
     def audit(self) -> dict[str, Any]:
         """What swarm-status --audit finds in the logs of all processes."""
-        result = run("status", "--json", "--audit", *map(str, sorted(self.events.iterdir())))
+        logs = map(str, sorted(self.events.iterdir()))
+        result = run("status", "--json", "--audit", *logs, timeout_seconds=self.start_seconds)
         assert result.stdout, result.stderr
         report: dict[str, Any] = json.loads(result.stdout)
         assert result.returncode == (0 if report["proven"] else 1)
@@ -174,7 +176,7 @@ class RealSwarm:
 
     def status(self) -> dict[str, Any]:
         """What swarm-status --json prints."""
-        result = run("status", "--initial-peers", self.address, "--json")
+        result = run("status", "--initial-peers", self.address, "--json", timeout_seconds=self.start_seconds)
         assert result.returncode == 0, result.stderr
         view: dict[str, Any] = json.loads(result.stdout)
         return view

@@ -1,0 +1,184 @@
+"""Runs a stage peer's servers, one after another: at its first stage, then wherever it moves.
+
+Used by swarm-peer. To move is to drain, withdraw, and begin at the new stage like any joiner: same process, same
+identity, same DHT node. A peer that cannot begin there goes back; it never serves a stage whose state it has not got,
+and never leaves one that nobody else serves. When to move is peers/rebalancer's to say.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from peers.rebalancer import Rebalancer
+from peers.stage_server import StageServer
+from swarm import events
+from swarm.clock import Clock
+from swarm.errors import SwarmError
+from swarm.events import Events
+
+logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 15.0
+"""How long a peer that ends waits for its microbatches and for its round."""
+DRAIN_SECONDS = 120.0
+"""How long one that moves waits; if they take longer, it stays."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
+"""Wait after a stage could not be entered, doubled each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A peer's way from one stage to another."""
+
+    from_stage: int
+    to_stage: int
+    since: float
+    """When it began to drain, on the monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Where a server listens, and what others are told of it; see StageServer.serving."""
+
+    host: str
+    port: int
+    announced_host: str
+    dht_address: str
+
+
+ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], StageServer]
+"""Makes a stage's server: stage, moves so far, whether it comes from another stage, tasks."""
+
+
+class Mover:
+    """One peer's."""
+
+    def __init__(
+        self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listen, clock: Clock, event_log: Events,
+        stop: asyncio.Event, on_serving: Callable[[int, str], None],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            stop: set when the peer is to leave the run.
+            on_serving: told stage and endpoint whenever a stage is served.
+        """
+        self._make_server = make_server
+        self._rebalancer = rebalancer
+        self._listen = listen
+        self._clock = clock
+        self._event_log = event_log
+        self._stop = stop
+        self._on_serving = on_serving
+        self._num_moves = 0
+
+    async def run(self, stage: int) -> None:
+        """Serve a stage, and those that it moves to, until told to stop.
+
+        Raises:
+            ExceptionGroup: what the server at the first stage raised, or any server once it served.
+        """
+        move: Move | None = None
+        retry_seconds = RETRY_SECONDS
+        while True:
+            next_move, failure = await self._serve(stage, move)
+            # The old model is freed before the new one is made.
+            gc.collect()
+            if failure is None:
+                if next_move is None:
+                    return
+                stage, move, retry_seconds = next_move.to_stage, next_move, RETRY_SECONDS
+                self._event_log.write(events.Move(stage=stage))
+                continue
+            assert move is not None, "only one that moves may fail and go on"
+            other = move.from_stage if stage == move.to_stage else move.to_stage
+            logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
+            await self._rebalancer.gave_up(stage)
+            if self._stop.is_set():
+                return
+            await self._rebalancer.goes(other, from_stage=stage)
+            await self._clock.sleep(retry_seconds)
+            self._event_log.write(events.Move(stage=other))
+            stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
+
+    async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, Exception | None]:
+        """Serve one stage to the end; gives where to go then, or why it could not be entered."""
+        serving, next_move, failure = False, None, None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                has_moved = move is not None and stage == move.to_stage
+                server = self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
+                listen = self._listen
+                async with server.serving(
+                    listen.host, listen.port, listen.announced_host, listen.dht_address
+                ) as endpoint:
+                    serving = True
+                    await self._arrived(stage, move)
+                    self._on_serving(stage, endpoint)
+                    next_move = await self._stay(server, stage)
+        except* (SwarmError, OSError, ValueError) as faults:
+            if serving or move is None:
+                raise
+            failure = _first(faults)
+        return next_move, failure
+
+    async def _arrived(self, stage: int, move: Move | None) -> None:
+        await self._rebalancer.arrived(stage)
+        if move is not None and stage == move.to_stage:
+            self._num_moves += 1
+            seconds = self._clock.monotonic() - move.since
+            logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
+        elif move is not None:
+            logger.info("back at stage %d", stage)
+
+    async def _stay(self, server: StageServer, stage: int) -> Move | None:
+        """Until the peer has left its stage: for another one, or for good."""
+        while True:
+            target = await self._first_of(
+                self._rebalancer.next_move(stage, lambda: server.samples_per_second), self._stop.wait()
+            )
+            if target is None:
+                logger.info("leaving: finishing what is in flight")
+                await server.drain(LEAVE_SECONDS)
+                await server.leave()
+                self._event_log.write(events.Leave())
+                return None
+            logger.info("moving to stage %d: finishing what is in flight", target)
+            move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
+            is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
+            if is_drained and await self._can_spare(stage):
+                await server.leave()
+                return move
+            if not self._stop.is_set():
+                reason = "nobody else serves it" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+                logger.warning("stays at stage %d: %s", stage, reason)
+                await server.go_on()
+            await self._rebalancer.gave_up(target)
+
+    async def _can_spare(self, stage: int) -> bool:
+        try:
+            return await self._rebalancer.can_spare(stage)
+        except SwarmError as error:
+            logger.debug("nobody to be asked: %s", error)
+            return False
+
+    async def _first_of(
+        self, work: Coroutine[Any, Any, int | bool], stop: Coroutine[Any, Any, bool]
+    ) -> int | None:  # fmt: skip
+        """What `work` gives; None if the peer is to stop before."""
+        async with asyncio.TaskGroup() as tasks:
+            working, stopping = tasks.create_task(work), tasks.create_task(stop)
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, stopping):
+                task.cancel()
+        return None if working.cancelled() else working.result()
+
+
+def _first(faults: BaseExceptionGroup[Exception]) -> Exception:
+    fault: BaseException = faults
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    assert isinstance(fault, Exception)
+    return fault

@@ -1,0 +1,84 @@
+"""From the DHT's records to a layout: who counts where, when peers have claimed to be on their way.
+
+Asked by the stage peer's program. A claim says where its peer is about to serve; others count it as if it were there,
+so that two do not take one gap. Whoever claims looks again a little later, when it sees all claims that were made at
+the same time: it counts those that come before its own and leaves out those that come after. All peers order claims in
+the same way, so one of two that want the same gap finds it taken. Pure.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from swarm.rebalancing.layout import Layout, Worker
+from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+
+
+def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
+    """Whether `one` counts for the peer of `other`: first what is under way, then the older, then by id."""
+    return _order(one) < _order(other)
+
+
+def layout_of(
+    records: Mapping[int, Sequence[PeerRecord]], claims: Iterable[ClaimRecord], costs: Sequence[float], *,
+    own: ClaimRecord | None = None,
+) -> Layout:  # fmt: skip
+    """All peers where they count.
+
+    Args:
+        records: by stage, of peers in whatever state.
+        costs: relative cost of a sample, by stage.
+        own: this peer's claim, if it has made one: then it counts where it is, and so does everybody whose claim
+            comes later.
+    """
+    latest: dict[str, PeerRecord] = {}
+    for record in (record for row in records.values() for record in row):
+        known = latest.get(record.peer_id)
+        if record.stage < len(costs) and (known is None or known.announced_at < record.announced_at):
+            latest[record.peer_id] = record
+    counted = {
+        claim.peer_id: claim
+        for claim in claims
+        if claim.state is not ClaimState.WITHDRAWN
+        and claim.stage < len(costs)
+        and (own is None or (claim.peer_id != own.peer_id and comes_before(claim, own)))
+    }
+    workers = [_worker(record, counted.pop(peer_id, None), costs) for peer_id, record in latest.items()]
+    # Of a newcomer there is no record yet.
+    newcomers = [
+        Worker(peer_id=PeerId(claim.peer_id), stage=claim.stage, serving=False) for claim in counted.values()
+    ]  # fmt: skip
+    return Layout([*(worker for worker in workers if worker is not None), *newcomers], costs)
+
+
+def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: Layout) -> list[ClaimRecord]:
+    """Newcomers that choose a stage at the same time as this one, and before it.
+
+    Args:
+        layout: who counts already; of those that arrived just now the claim may be an old reading.
+    """
+    choosing = (claim for claim in claims if _is_choosing(claim) and claim.peer_id not in layout.workers)
+    return [claim for claim in choosing if comes_before(claim, own)]
+
+
+def without_choosing(claims: Iterable[ClaimRecord]) -> list[ClaimRecord]:
+    """All claims but those of newcomers that are still choosing."""
+    return [claim for claim in claims if not _is_choosing(claim)]
+
+
+def _is_choosing(claim: ClaimRecord) -> bool:
+    return claim.from_stage is None and claim.state is ClaimState.PENDING
+
+
+def _worker(record: PeerRecord, claim: ClaimRecord | None, costs: Sequence[float]) -> Worker | None:
+    speed = record.samples_per_second * costs[record.stage]
+    peer_id, serves = PeerId(record.peer_id), record.state is PeerState.SERVING
+    has_arrived = claim is not None and serves and record.stage == claim.stage
+    if claim is not None and not has_arrived:
+        return Worker(peer_id=peer_id, stage=claim.stage, speed=speed, serving=False)
+    if record.state is PeerState.LEAVING:
+        return None
+    movable = serves and record.movable and not has_arrived
+    return Worker(peer_id=peer_id, stage=record.stage, speed=speed, serving=serves, movable=movable)
+
+
+def _order(claim: ClaimRecord) -> tuple[bool, float, str]:
+    return claim.state is not ClaimState.CONFIRMED, claim.claimed_at, claim.peer_id

@@ -1,0 +1,34 @@
+"""How much work a sample is at each stage, relative to the other stages: from the run's configuration alone.
+
+Used by swarm.rebalancing to guess what a peer would manage elsewhere. Not from what the peers of a stage report: that
+says as much about their machines as about the stage, and changes all the time. Never asks a peer anything.
+"""
+
+import statistics
+
+from swarm.config import RunConfig
+from swarm.model.stages import layer_ranges
+
+
+def stage_costs(config: RunConfig) -> tuple[float, ...]:
+    """Relative cost of a sample at each stage, 1 on average: by multiplications in a forward pass.
+
+    Of a model of one's own nothing is known but its layers: they count as equal.
+    """
+    work = [_work(config, stage, len(layers)) for stage, layers in enumerate(layer_ranges(config))]
+    mean = statistics.fmean(work)
+    return tuple(stage_work / mean for stage_work in work)
+
+
+def _work(config: RunConfig, stage: int, num_layers: int) -> float:
+    """Multiplications for one token; never 0, for even a stage without layers handles every sample."""
+    model = config.model
+    kv_width = model.d_model * model.kv_heads // model.num_heads
+    projections = 2 * model.d_model * (model.d_model + kv_width)
+    # A token attends to half of the sequence on average, once for the weights and once for the mixture.
+    attention = config.data.sequence_length * model.d_model
+    layer = projections + attention + 3 * model.d_model * model.feed_forward_width
+    if model.custom_class:
+        return max(num_layers, 1) * layer
+    has_head = stage == config.stages.num_stages - 1
+    return model.d_model + num_layers * layer + (model.vocab_size * model.d_model if has_head else 0)

@@ -1,0 +1,37 @@
+"""How long peers stay in a run, as one peer has seen it.
+
+Used by the stage peer's program: a move has to pay off within such a time. Pure.
+"""
+
+from collections.abc import Set
+
+from swarm.types import PeerId
+
+PRIOR_SECONDS = 3600.0
+"""What a peer believes that has seen nothing yet: as if one peer had been watched for so long, and then left."""
+
+
+class Stays:
+    """Counts who is there from look to look."""
+
+    def __init__(self) -> None:
+        self._present: Set[PeerId] = frozenset()
+        self._seen_at: float | None = None
+        self._peer_seconds = PRIOR_SECONDS
+        self._num_departures = 1
+
+    def look(self, present: Set[PeerId], now: float) -> None:
+        """Take note of who is there, on their way to another stage included.
+
+        Args:
+            now: seconds, of a clock that never goes back.
+        """
+        if self._seen_at is not None:
+            self._peer_seconds += len(self._present) * (now - self._seen_at)
+            self._num_departures += len(self._present - present)
+        self._present, self._seen_at = present, now
+
+    @property
+    def mean_seconds(self) -> float:
+        """Time that a peer is there, on average."""
+        return self._peer_seconds / self._num_departures

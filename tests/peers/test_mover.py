@@ -1,0 +1,197 @@
+"""A peer that moves: with real servers and real weights, in one process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers import mover, resume
+from swarm.checkpoint import file
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.dht.directory import MemoryStore
+from swarm.errors import NotReady
+from swarm.events import Install, Join, Leave, Move
+from swarm.types import ClaimState, PeerState
+from tests.checkpoint.states import cut, write_cut
+from tests.peers.movers import LocalPeer
+
+ROUND = 3
+
+
+@pytest.fixture
+def config() -> RunConfig:
+    return cut(2)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore(SystemClock())
+
+
+@pytest.fixture
+def trained(tmp_path: Path, config: RunConfig) -> Path:
+    """Checkpoints of both stages, with which the first peers begin."""
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    write_cut(folder, config, ROUND)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(resume, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(resume, "ANSWER_SECONDS", 1.0)
+
+
+def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
+    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path
+) -> None:
+    # It has no checkpoint to begin with: all it knows it has from others.
+    nothing, written = tmp_path / "nothing", tmp_path / "written"
+    nothing.mkdir()
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1) as holder,
+        LocalPeer(config, store, resume=nothing, checkpoints=written).running(0) as peer,
+    ):
+        assert (await peer.state())[0] == ROUND
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 1
+        (number, state), (_, expected) = await peer.state(), await holder.state()
+        assert number == ROUND
+        _assert_same(state, expected)
+        left, arrived = await peer.record(0), await peer.record(1)
+        assert left is not None
+        assert arrived is not None
+        assert (left.state, arrived.state, arrived.moves) == (PeerState.LEAVING, PeerState.SERVING, 1)
+        (claim,) = [c for c in await peer.directory.claims() if c.peer_id == peer.peer_id]
+        assert claim.state is ClaimState.WITHDRAWN
+    assert {name.stage for name in file.names(written)} == {0, 1}, "one on leaving each"
+    kinds = [type(event) for event in peer.log.events]
+    # What the audit needs: what follows a move is about the new stage, from the state that it begins with on.
+    assert kinds == [Install, Install, Join, Move, Install, Install, Join, Leave]
+    assert peer.log.events[3] == Move(stage=1)
+
+
+async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        for stage in (1, 0, 1):
+            peer.rebalancer.orders.put_nowait(stage)
+            assert await peer.next_served() == stage
+        record = await peer.record(1)
+        assert record is not None
+        assert record.moves == 3
+
+
+async def test_it_goes_back_if_nobody_gives_it_the_state(
+    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(LocalPeer(config, store, resume=trained).running(0))
+        peer = await stack.enter_async_context(LocalPeer(config, store, resume=nothing).running(0))
+        async with LocalPeer(config, store, resume=trained).running(1):
+            pass
+        # The only holder of stage 1 is gone.
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 0
+        number, _ = await peer.state()
+        assert number == ROUND
+        record = await peer.record(0)
+        assert record is not None
+        assert (record.state, record.moves) == (PeerState.SERVING, 0)
+    assert "cannot begin at stage 1: nobody holds stage 1 any more" in caplog.text
+
+
+async def test_holders_that_are_announced_and_silent_send_it_back(
+    config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(LocalPeer(config, store, resume=trained).running(0))
+        peer = await stack.enter_async_context(LocalPeer(config, store, resume=trained).running(0))
+        async with LocalPeer(config, store, resume=trained).running(1) as holder:
+            record = await holder.record(1)
+            assert record is not None
+        # As if it had died without a word.
+        dead = record.model_copy(update={"state": PeerState.SERVING})
+        await holder.directory.announce_peer(dead, 60.0)
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 0
+    assert "cannot begin at stage 1: those who hold it do not answer" in caplog.text
+
+
+async def test_it_serves_nothing_that_it_could_not_download(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    async def refuse(_: object) -> AsyncIterator[None]:
+        raise NotReady("not now")
+        yield
+
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1) as holder,
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        assert holder.server is not None
+        monkeypatch.setattr(holder.server._averager, "download", refuse)
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 0
+        number, _ = await peer.state()
+        assert number == ROUND
+        assert await peer.record(1) is None, "it was never announced there"
+    assert "cannot begin at stage 1: the state of stage 1 could not be downloaded" in caplog.text
+
+
+async def test_it_stays_if_nobody_else_serves_its_stage(
+    config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+        LocalPeer(config, store, resume=trained).running(1),
+    ):
+        peer.rebalancer.orders.put_nowait(1)
+        async with asyncio.timeout(10.0):
+            while "stays at stage 0: nobody else serves it" not in caplog.text:  # noqa: ASYNC110 - of another logger
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        record = await peer.record(0)
+        assert record is not None
+        assert record.state is PeerState.SERVING
+        assert peer.served.empty()
+
+
+async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        assert peer.server is not None
+        monkeypatch.setattr(peer.server, "_is_busy", lambda: not peer.stop.is_set())
+        peer.rebalancer.orders.put_nowait(1)
+        await asyncio.sleep(0.5)
+        peer.stop.set()
+        await asyncio.sleep(0.5)
+        left = await peer.record(0)
+        assert left is not None
+        assert left.state is PeerState.LEAVING
+        assert await peer.record(1) is None

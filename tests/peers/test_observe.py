@@ -1,0 +1,74 @@
+"""Who is on the way from one stage to another, as people see it."""
+
+from typing import Any
+
+from peers.observe import with_moves
+from peers.view import PeerRow, StageRow, SwarmView
+from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState
+
+MOVER, OTHER = "a" * 40, "b" * 40
+
+
+def _record(peer_id: str, stage: int, state: PeerState) -> PeerRecord:
+    return PeerRecord(peer_id=peer_id, announced_at=1.0, stage=stage, endpoint="192.0.2.1:1", state=state)
+
+
+def _claim(stage: int, from_stage: int | None, state: ClaimState = ClaimState.CONFIRMED) -> ClaimRecord:
+    return ClaimRecord(
+        peer_id=MOVER, name="mover", announced_at=1.0, stage=stage, from_stage=from_stage, state=state, claimed_at=1.0
+    )
+
+
+def _seen(
+    claims: list[ClaimRecord], *rows: tuple[str, int, PeerState, str]
+) -> dict[int, list[tuple[str, str, Any, Any]]]:
+    """By stage: who is shown, as what, from where, to where. Rows: who, where, announced as, and what it answers."""
+    records = {stage: [_record(p, s, state) for p, s, state, _ in rows if s == stage] for stage in range(3)}
+    answers = [
+        StageRow(
+            stage=stage,
+            peers=tuple(PeerRow(name=p[0], peer_id=p, state=says) for p, s, _, says in rows if s == stage),
+        )
+        for stage in range(3)
+    ]
+    shown = with_moves(answers, records, claims)
+    return {
+        row.stage: [(peer.name, peer.state, peer.moving_from, peer.moving_to) for peer in row.peers] for row in shown
+    }
+
+
+SERVES = (OTHER, 0, PeerState.SERVING, "serving")
+
+
+def test_a_peer_that_drains_moves_to() -> None:
+    seen = _seen([_claim(2, 0)], SERVES, (MOVER, 0, PeerState.LEAVING, "leaving"))
+    assert seen == {0: [("b", "serving", None, None), ("a", "moving", None, 2)], 1: [], 2: []}
+
+
+def test_a_peer_that_downloads_moves_from() -> None:
+    seen = _seen([_claim(2, 0)], SERVES, (MOVER, 0, PeerState.LEAVING, "unreachable"))
+    assert seen == {0: [("b", "serving", None, None)], 1: [], 2: [("mover", "moving", 0, None)]}
+
+
+def test_a_peer_that_has_arrived_just_serves() -> None:
+    arrived = (MOVER, 2, PeerState.SERVING, "serving")
+    for claim in (_claim(2, 0), _claim(2, 0, ClaimState.WITHDRAWN)):
+        seen = _seen([claim], SERVES, (MOVER, 0, PeerState.LEAVING, "unreachable"), arrived)
+        assert seen == {0: [("b", "serving", None, None)], 1: [], 2: [("a", "serving", None, None)]}
+
+
+def test_a_newcomer_joins() -> None:
+    assert _seen([_claim(1, None)], SERVES)[1] == [("mover", "joining", None, None)]
+    assert _seen([_claim(1, None, ClaimState.PENDING)], SERVES)[1] == []
+
+
+def test_a_peer_that_left_for_good_or_died_stays_unreachable() -> None:
+    assert _seen([], (OTHER, 0, PeerState.LEAVING, "unreachable"))[0] == [("b", "unreachable", None, None)]
+
+
+def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is_not() -> None:
+    rows = (
+        StageRow(stage=0, peers=(PeerRow(name="a", peer_id="", state="moving", moving_to=1),)),
+        StageRow(stage=1, peers=(PeerRow(name="b", peer_id="", state="moving", moving_from=0),)),
+    )
+    assert SwarmView(run="r", stages=rows).empty_stages == [0]

@@ -1,0 +1,132 @@
+"""Who moves where: what holds whatever the swarm looks like."""
+
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.rebalancing.decision import DEFAULT, decide
+from swarm.rebalancing.layout import Layout, Worker
+from swarm.types import PeerId
+from tests.rebalancing.places import moved, settle, with_speeds
+
+speeds = st.floats(0.05, 20.0)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, min_peers: int = 1, equal: bool = False) -> Layout:
+    """Any swarm of up to 25 peers and 5 stages, some pinned, unmeasured or on their way, any stage empty."""
+    num_stages = draw(st.integers(1, 5))
+    costs = (
+        [1.0] * num_stages if equal else draw(st.lists(st.floats(0.2, 3.0), min_size=num_stages, max_size=num_stages))
+    )
+    workers = [
+        Worker(
+            peer_id=PeerId(f"{number}"),
+            stage=draw(st.integers(0, num_stages - 1)),
+            speed=1.0 if equal else draw(st.one_of(speeds, st.just(0.0))),
+            serving=equal or draw(st.integers(0, 9)) > 0,
+            movable=equal or draw(st.integers(0, 4)) > 0,
+        )
+        for number in range(draw(st.integers(min_peers, 25)))
+    ]
+    return Layout(workers, costs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.integers(0, 2**32))
+def test_a_move_never_lowers_the_throughput_nor_empties_a_stage(now: Layout, seed: int) -> None:
+    for peer_id, _, after in settle(now, random.Random(seed)):
+        source = now.workers[peer_id].stage
+        assert after.pipeline_throughput >= now.pipeline_throughput
+        # While it is on its way as well: it counts nowhere then.
+        assert now.throughput[source] - now.speed(now.workers[peer_id]) / now.costs[source] >= now.pipeline_throughput
+        assert after.num_serving[source] >= 1
+        now = after
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.integers(0, 2**32))
+def test_it_settles(now: Layout, seed: int) -> None:
+    moves = settle(now, random.Random(seed), limit=3 * len(now.workers))
+    assert len(moves) <= 2 * len(now.workers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(equal=True), st.integers(0, 2**32))
+def test_equal_peers_settle_at_the_best_there_is(now: Layout, seed: int) -> None:
+    """As far as stages that a peer could come from are there; and with as few moves as there are gaps."""
+    best = len(now.workers) // len(now.costs)
+    gaps = sum(max(0, best - round(throughput)) for throughput in now.throughput)
+    moves = settle(now, random.Random(seed))
+    final = moves[-1][2] if moves else now
+    assert final.pipeline_throughput == best
+    assert len(moves) <= gaps
+    assert all(count == 1 for count in Counter(peer_id for peer_id, _, _ in moves).values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(), st.integers(0, 2**32))
+def test_a_settled_swarm_has_no_single_move_worth_making(now: Layout, seed: int) -> None:
+    moves = settle(now, random.Random(seed))
+    now = moves[-1][2] if moves else now
+    for worker in now.workers.values():
+        if not (worker.movable and worker.serving) or now.num_serving[worker.stage] < 2:
+            continue
+        for target in set(range(len(now.costs))) - {worker.stage}:
+            gain = moved(now, worker.peer_id, target).pipeline_throughput - now.pipeline_throughput
+            most = 2 * (now.squares[worker.stage] + now.squares[target]) ** 0.5 * DEFAULT.hysteresis
+            assert gain <= max(most, 0.02 * now.speed(worker) / now.costs[worker.stage])
+
+
+def test_noise_moves_hardly_anybody() -> None:
+    """Figures that are off by 5 % at each look, for as long as 40 checks of every peer, in 60 swarms of all sorts."""
+    counts, lowest = [], []
+    for seed in range(60):
+        rng = random.Random(seed)
+        now = _any_layout(rng)
+        for _, _, after in settle(now, rng):
+            now = after
+        best, count = now.pipeline_throughput, 0
+        lowest.append(1.0)
+        for peer_id in list(now.workers) * 40:
+            noisy = with_speeds(now, {p: max(1e-9, w.speed * rng.gauss(1, 0.05)) for p, w in now.workers.items()})
+            target = decide(noisy, peer_id)
+            if target is not None:
+                now = moved(now, peer_id, target)
+                lowest[-1] = min(lowest[-1], now.pipeline_throughput / best)
+                count += 1
+        counts.append(count)
+    assert sum(count == 0 for count in counts) > 30, "most peers never move"
+    assert sum(count <= 1 for count in counts) > 50
+    assert max(counts) < 10
+    assert min(lowest) > 0.9
+
+
+def _any_layout(rng: random.Random) -> Layout:
+    num_stages = rng.randint(2, 5)
+    workers = [
+        Worker(
+            peer_id=PeerId(str(number)), stage=rng.randrange(num_stages), movable=True,
+            speed=rng.choice([1.0, rng.uniform(1, 3), rng.uniform(0.05, 20)]),
+        )
+        for number in range(rng.randint(2, 25))
+    ]  # fmt: skip
+    return Layout(workers, [rng.uniform(0.2, 3) for _ in range(num_stages)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts(min_peers=2), st.integers(0, 2**32))
+def test_of_two_movers_the_later_one_counts_the_first(now: Layout, seed: int) -> None:
+    """Two may both go only if both gaps are there: what is won by the second is won on top."""
+    movers = [(p, t) for p in now.workers if (t := decide(now, p)) is not None]
+    if len(movers) < 2:
+        return
+    (first, to_first), (second, _) = random.Random(seed).sample(movers, 2)
+    after = moved(now, first, to_first)
+    again = decide(after, second)
+    if again is not None:
+        source = after.workers[second].stage
+        assert after.num_serving[source] >= 2
+        assert moved(after, second, again).pipeline_throughput >= after.pipeline_throughput
