@@ -121,6 +121,7 @@ class StageWeights:
         """Inner steps since the round was closed."""
         self.version = self._publish()
         self._old_versions: list[Version] = []
+        """DiLoCo: those that inner steps have to wait for."""
         self._anchors: dict[int, Tensors] = {0: self.version.parameters}
 
     # -- microbatches ------------------------------------------------------------------------------------------
@@ -239,7 +240,8 @@ class StageWeights:
             carried_samples = 0
         else:
             carried_samples, carried = self._outer_step(gradients)
-        self._old_versions.append(self.version)
+        if self._outer is not None:
+            self._old_versions.append(self.version)
         moved = {name: self.masters[name].detach().clone() for name in carried}
         if carried:
             torch._foreach_add_([self.masters[name].data for name in carried], list(carried.values()))

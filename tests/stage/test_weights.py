@@ -1,6 +1,8 @@
 """Versions, buckets and steps of a stage's weights, against torch's optimizers in one process."""
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Mapping
 
 import pytest
@@ -383,6 +385,20 @@ def test_the_average_that_is_applied_stays_as_it_is() -> None:
 
 
 # -- anchors and transfer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+def test_nothing_is_left_of_the_versions_of_past_rounds(setting: str) -> None:
+    weights = _weights(setting)
+    past = []
+    for number in range(4):
+        past.append(weakref.ref(weights.version))
+        _accumulate(weights, number)
+        weights.commit(
+            weights.close().tensors, total_squared_norm=1.0, num_samples=2, num_members=1, lineage=str(number)
+        )
+    gc.collect()
+    assert [version() for version in past[:-1]] == [None] * 3
 
 
 def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
