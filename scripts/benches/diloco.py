@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.supervisor import Child, Supervisor, last_line
-from scripts.benches.common import POLL_SECONDS, BenchOptions, say
+from scripts.benches.common import POLL_SECONDS, BenchOptions, say, write_json
 from scripts.benches.diloco_arms import ARMS, run_config
 from swarm.errors import PeerUnavailable
 
@@ -51,6 +51,8 @@ class Options(BenchOptions):
     """Outer steps of the arm with H = 200; it fixes the tokens of all of them."""
     jobs: int = 2
     """Processes at once, of one thread each."""
+    keep: Path | None = None
+    """Keep each arm's and seed's figures in this folder, and do not train again what is there."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.arms if name not in ARMS]:
@@ -77,9 +79,9 @@ def run(options: Options) -> dict[str, Any]:
 
 def _train_all(options: Options, children: Supervisor) -> dict[tuple[str, int], Figures]:
     """The figures of each arm and seed; `jobs` processes at a time."""
-    waiting = deque(itertools.product(options.arms, range(options.seeds)))
+    runs = _kept(options)
+    waiting = deque(run for run in itertools.product(options.arms, range(options.seeds)) if run not in runs)
     running: dict[str, tuple[Child, str, int]] = {}
-    runs: dict[tuple[str, int], Figures] = {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             arm, seed = waiting.popleft()
@@ -90,9 +92,25 @@ def _train_all(options: Options, children: Supervisor) -> dict[tuple[str, int], 
             if end.returncode:
                 raise PeerUnavailable(f"arm {arm}, seed {seed}, failed: {end.reason}")
             figures = runs[arm, seed] = json.loads(last_line(child.log))
+            if options.keep is not None:
+                write_json(_file(options.keep, arm, seed), figures)
             say(f"{arm}, seed {seed}: {figures['val_loss']:.4f} after {figures['seconds']:.0f} s")
         time.sleep(POLL_SECONDS)
     return runs
+
+
+def _kept(options: Options) -> dict[tuple[str, int], Figures]:
+    """What an earlier run of the bench has left."""
+    if options.keep is None:
+        return {}
+    options.keep.mkdir(parents=True, exist_ok=True)
+    wanted = itertools.product(options.arms, range(options.seeds))
+    files = {(arm, seed): _file(options.keep, arm, seed) for arm, seed in wanted}
+    return {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items() if file.exists()}
+
+
+def _file(folder: Path, arm: str, seed: int) -> Path:
+    return folder / f"{arm}-{seed}.json"
 
 
 def _command(arm: str, seed: int, options: Options) -> list[str]:
