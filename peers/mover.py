@@ -125,13 +125,15 @@ class Mover:
         return next_move, failure
 
     async def _arrived(self, stage: int, move: Move | None) -> None:
-        await self._rebalancer.arrived(stage)
-        if move is not None and stage == move.to_stage:
-            self._num_moves += 1
-            seconds = self._clock.monotonic() - move.since
-            logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
-        elif move is not None:
-            logger.info("back at stage %d", stage)
+        if move is None or stage != move.to_stage:
+            await self._rebalancer.arrived(stage)
+            if move is not None:
+                logger.info("back at stage %d", stage)
+            return
+        self._num_moves += 1
+        seconds = self._clock.monotonic() - move.since
+        await self._rebalancer.arrived(stage, move_seconds=seconds)
+        logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
     async def _stay(self, server: StageServer, stage: int) -> Move | None:
         """Until the peer has left its stage: for another one, or for good."""

@@ -164,8 +164,10 @@ class Rebalancer:
         """This peer goes to a stage that nobody else can take from it: it was told to, or goes back."""
         await self._claim.make(stage, from_stage=from_stage, confirmed=True)
 
-    async def arrived(self, stage: int) -> None:
-        """It serves there now."""
+    async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
+        """It serves there now; the next move is expected to take as long as this one did."""
+        if move_seconds is not None:
+            self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
         self._avoided.pop(stage, None)
         await self._claim.withdraw()
 
