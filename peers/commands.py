@@ -29,6 +29,11 @@ def local() -> None:
     _run("swarm-local", "peers.local")
 
 
+def keys() -> None:
+    """Run `swarm-keys`."""
+    _run("swarm-keys", "peers.keys")
+
+
 def _run(prog: str, module: str) -> None:
     process.prepare_environment()
 

@@ -8,6 +8,7 @@ whatever happens. Reads top to bottom: options -> peers -> trainer -> watch -> s
 
 import asyncio
 import json
+import os
 import random
 import shutil
 import sys
@@ -23,10 +24,14 @@ from peers import cli, process
 from peers.live_table import LiveTable
 from peers.observe import observe
 from peers.supervisor import Child, Supervisor
+from peers.token_option import VARIABLE, admitted, find_token
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
 from swarm import config as configs
+from swarm.certificates import Role
+from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable
+from swarm.identity import Identity, generate
 from swarm.metrics import log as metrics_log
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.plot import plot_loss
@@ -73,6 +78,8 @@ class LocalOptions:
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
     """Report to the Weights & Biases service as it happens."""
+    token: str | None = None
+    """A peer's token, or @FILE: the run is locked. It may also be in SWARM_TOKEN."""
     insecure: bool = False
     """Plain TCP instead of TLS between the peers."""
     checkpoint: Path | None = None
@@ -105,12 +112,17 @@ def main(argv: Sequence[str]) -> int:
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
     process.setup_logging("local", "warning")
     config = configs.load(options.config) if options.config else configs.load_preset(options.preset)
+    clock = SystemClock()
+    _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
+    if token is not None:
+        # For the children: command lines can be read by everybody on this machine.
+        os.environ[VARIABLE] = str(token)
     options.output.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "summary.json", "loss.png", "sample.txt"):
         (options.output / name).unlink(missing_ok=True)
     shutil.rmtree(options.output / "logs", ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder, Supervisor(options.output / "logs") as children:
-        return asyncio.run(LocalSwarm(options, config, children, Path(folder)).run())
+        return asyncio.run(LocalSwarm(options, config, children, Path(folder), admitted(generate(), token)).run())
 
 
 @dataclass(eq=False)
@@ -132,6 +144,8 @@ class LocalSwarm:
     config: RunConfig
     children: Supervisor
     folder: Path
+    identity: Identity
+    """With which the peers are asked how they are."""
     peers: list[LocalPeer] = field(default_factory=list)
     trainer: Child | None = None
     events: list[str] = field(default_factory=list)
@@ -160,7 +174,7 @@ class LocalSwarm:
         return work.result()
 
     async def _run(self) -> int:
-        self.channels = ChannelPool(insecure=self.options.insecure)
+        self.channels = ChannelPool(insecure=self.options.insecure, identity=self.identity)
         with LiveTable() as table:
             self._note(f"starting {self.num_stages} x {self.options.peers_per_stage} peers and a trainer")
             # The others join through the first.

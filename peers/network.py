@@ -3,12 +3,14 @@
 Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or serves.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarm import config as configs
+from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory, discover_config
@@ -16,6 +18,8 @@ from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.routing.router import Router
 from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
@@ -57,29 +61,41 @@ class KnownPeers:
 
 
 async def agree_on_config(
-    node: DhtNode, own: RunConfig | None, initial_peers: Sequence[str], clock: Clock
+    node: DhtNode, own: RunConfig | None, initial_peers: Sequence[str], clock: Clock, authority: Authority | None
 ) -> RunConfig:
     """The run's configuration: published by others, or our own if we are the first.
 
+    From now on the node of a locked run listens to its members alone.
+
     Raises:
+        ValueError: the run is locked and there is no token, or the token is another run's.
         ConfigMismatch: ours differs from the run's, naming the field.
         PeerUnavailable: nobody has published one.
     """
     if not initial_peers:
         assert own is not None, "the first peer brings a configuration"
-        return own
+        published = own
+    else:
+        published = await _look_up(node, initial_peers[0], clock, authority)
+        if own is not None:
+            configs.check_same(own, published)
+    if authority is None:
+        logger.info("this run is open: whoever reaches one of its peers can join")
+    else:
+        logger.info("this run is locked by owner %s", authority.fingerprint[:16])
+        node.lock(authority)
+    return published
+
+
+async def _look_up(node: DhtNode, address: str, clock: Clock, authority: Authority | None) -> RunConfig:
     deadline = clock.monotonic() + DISCOVERY_SECONDS
     while True:
         try:
-            published = await discover_config(node, clock, address=initial_peers[0])
-            break
+            return await discover_config(node, clock, address=address, authority=authority)
         except PeerUnavailable:
             if clock.monotonic() > deadline:
                 raise
             await clock.sleep(0.5)
-    if own is not None:
-        configs.check_same(own, published)
-    return published
 
 
 def default_name() -> str:

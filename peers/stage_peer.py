@@ -32,7 +32,9 @@ from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_
 from peers.rebalancer import Rebalancer
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
+from peers.token_option import admitted, find_token, stop_or_expiry, with_token
 from swarm import config as configs
+from swarm.certificates import Role
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
@@ -45,6 +47,7 @@ from swarm.events import Events
 from swarm.identity import Identity
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.token import Token
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,9 @@ class PeerOptions:
     """Seconds between two looks whether another stage needs this peer more (with --stage auto); 0 never moves."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of peers that are there already; without any, a new run begins."""
+    token: str | None = None
+    """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
+    come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
     config: Path | None = None
     """TOML file of a new run."""
     preset: str | None = None
@@ -144,19 +150,24 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
     process.setup_logging(options.name or _label(options), options.log_level)
+    clock = SystemClock()
+    addresses, token = find_token(
+        options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
+    )
+    options = dataclasses.replace(options, initial_peers=addresses)
     device = choose_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    own = own_config(options)
+    own = own_config(options, token)
     identity = claim_identity(options.identity, CACHE / "identities", _label(options).replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     node = dht_node.start(
-        clock=SystemClock(), initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
+        clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
         announce_host=options.announce, identity_path=identity.path.with_suffix(".p2p"),
     )  # fmt: skip
     try:
-        asyncio.run(run(options, own, identity.identity, node, device, checkpoints, events))
+        asyncio.run(run(options, own, admitted(identity.identity, token), node, device, checkpoints, events, token))
     finally:
         node.shutdown()
     return 0
@@ -191,8 +202,8 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     return writer
 
 
-def own_config(options: PeerOptions) -> RunConfig | None:
-    """The configuration that the command line names, complete with its data's digest; None if it names none."""
+def own_config(options: PeerOptions, token: Token | None) -> RunConfig | None:
+    """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
     if options.config is None and options.preset is None:
         return None
     config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
@@ -203,6 +214,10 @@ def own_config(options: PeerOptions) -> RunConfig | None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
     if options.stage != "auto":
         require_stage(config, options.stage)
+    owner = token.authority.fingerprint if token is not None else ""
+    if config.owner not in ("", owner):
+        raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
+    config = dataclasses.replace(config, owner=owner)
     corpus = corpora.prepare(config.data, cache_dir=CACHE / "corpora")
     corpora.check_digest(config.data, corpus)
     tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
@@ -218,11 +233,11 @@ def require_stage(config: RunConfig, stage: int) -> None:
 
 async def run(
     options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
-    checkpoints: CheckpointWriter | None, events: Events,
+    checkpoints: CheckpointWriter | None, events: Events, token: Token | None,
 ) -> None:  # fmt: skip
     """Join, serve and leave. Raises what Mover.run raises."""
     clock = SystemClock()
-    config = await agree_on_config(node, own, options.initial_peers, clock)
+    config = await agree_on_config(node, own, options.initial_peers, clock, identity.authority)
     if options.stage != "auto":
         require_stage(config, options.stage)
     directory = Directory(node, identity, config.run_id, clock)
@@ -232,7 +247,7 @@ async def run(
     stages = range(config.stages.num_stages)
     stop = process.stop_event()
     name = options.name or default_name()
-    channels = ChannelPool(insecure=options.insecure)
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
     rebalancer = Rebalancer(
         config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
@@ -262,7 +277,7 @@ async def run(
     def on_serving(stage: int, endpoint: str) -> None:
         nonlocal has_said
         if not has_said:
-            announce_to_people(options, stage, config, node, known)
+            announce_to_people(options, stage, config, node, known, token)
             has_said = True
         write_ready_file(options, stage, identity, endpoint, node)
 
@@ -275,6 +290,7 @@ async def run(
             keeping,
             tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
             tasks.create_task(republish(directory, config)),
+            tasks.create_task(stop_or_expiry(stop, identity, clock)),
         ]
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=events, stop=stop,
@@ -316,16 +332,21 @@ def outside_addresses(node: DhtNode) -> list[str]:
     return outside or addresses
 
 
-def announce_to_people(options: PeerOptions, stage: int, config: RunConfig, node: DhtNode, known: KnownPeers) -> None:
+def announce_to_people(
+    options: PeerOptions, stage: int, config: RunConfig, node: DhtNode, known: KnownPeers, token: Token | None
+) -> None:
     """Say on stdout how others join, with several peers' addresses where there are several."""
     addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
-    joined = " ".join(addresses[:5])
+    peers = with_token(addresses[:5], str(token or ""))
+    trainers = with_token(addresses[:5], "TOKEN" if token else "")
     insecure = " --insecure" if options.insecure else ""
     last = config.stages.num_stages - 1
     print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id}")
-    print(f"  join:   swarm-peer --stage N --initial-peers {joined}{insecure}")
-    print(f"  train:  swarm-trainer --steps 100 --initial-peers {joined}{insecure}")
-    print(f"  watch:  swarm-status --watch --initial-peers {joined}{insecure}", flush=True)
+    print(f"  join:   swarm-peer --stage N --initial-peers {peers}{insecure}")
+    print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
+    print(f"  watch:  swarm-status --watch --initial-peers {trainers}{insecure}", flush=True)
+    if token:
+        print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
 
 
 def write_ready_file(options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode) -> None:

@@ -40,7 +40,9 @@ from swarm.pipeline.leases import RoundView
 from swarm.rounds import Snapshot
 from swarm.routing.router import Router
 from swarm.rpc import tls
+from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.guard import Guard
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
@@ -102,7 +104,8 @@ class StageServer:
         self._dht_address = ""
         self._held_at = 0
         """Round of the peers that hold the stage, when this one began."""
-        self._channels = ChannelPool(insecure=options.insecure)
+        self._channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+        self._callers = Callers(clock)
         self._runtime = Runtime(queue_capacity=1024)
         module = build_stage(config, stage, device=options.device)
         backend = StageBackend(
@@ -137,7 +140,10 @@ class StageServer:
             ValueError: the port is in use.
             NotReady: a peer that moves could not get the stage's state.
         """
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        guard = Guard(
+            authority=self._identity.authority, callers=self._callers, clock=self._clock, stage=lambda: self._number
+        )
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
         credentials = None if self._options.insecure else tls.server_credentials(self._identity)
         announced = f"[{announced_host}]" if ":" in announced_host else announced_host
         self._endpoint = f"{announced}:{bind_server(server, host, port, credentials)}"
@@ -172,7 +178,9 @@ class StageServer:
             self._runtime.stop(timeout_seconds=2.0)
 
     def _add_services(self, server: grpc.aio.Server) -> None:
-        stage_servicer = StageServicer(config=self._config, stage=self._stage, hop=self._hop, describe=self._describe)
+        stage_servicer = StageServicer(
+            config=self._config, stage=self._stage, hop=self._hop, describe=self._describe, callers=self._callers
+        )
         lease_servicer = LeaseServicer(
             config=self._config, stage=self._number, clock=self._clock, lead=self._lead, events=self._events
         )

@@ -9,6 +9,7 @@ every microbatch counted as it should. Changes nothing.
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +21,15 @@ from peers import audit_report, cli, process
 from peers.live_table import LiveTable, render
 from peers.network import agree_on_config
 from peers.observe import observe
+from peers.token_option import admitted, find_token
 from peers.view import SwarmView
 from swarm.audit.audit import audit
+from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
-from swarm.identity import generate
+from swarm.identity import Identity, generate
 from swarm.rpc.channels import ChannelPool
 
 PROG = "swarm-status"
@@ -38,6 +41,8 @@ class StatusOptions:
 
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of the swarm's peers."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
     audit: tuple[Path, ...] = ()
     """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it."""
     watch: bool = False
@@ -66,9 +71,13 @@ def main(argv: Sequence[str]) -> int:
     process.setup_logging("status", options.log_level)
     if options.audit:
         return audit_files(options)
-    node = dht_node.start(clock=SystemClock(), initial_peers=options.initial_peers, client_mode=True)
+    clock = SystemClock()
+    addresses, token = find_token(
+        options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
+    )
+    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
-        asyncio.run(run(options, node))
+        asyncio.run(run(options, node, addresses, admitted(generate(), token)))
     finally:
         node.shutdown()
     return 0
@@ -84,12 +93,12 @@ def audit_files(options: StatusOptions) -> int:
     return 0 if report.proven else process.EXIT_FAILURE
 
 
-async def run(options: StatusOptions, node: DhtNode) -> None:
+async def run(options: StatusOptions, node: DhtNode, addresses: Sequence[str], identity: Identity) -> None:
     """Look once, or again and again."""
     clock = SystemClock()
-    config = await agree_on_config(node, None, options.initial_peers, clock)
-    directory = Directory(node, generate(), config.run_id, clock)
-    channels = ChannelPool(insecure=options.insecure)
+    config = await agree_on_config(node, None, addresses, clock, identity.authority)
+    directory = Directory(node, identity, config.run_id, clock)
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
 
     async def look() -> SwarmView:
         stages = {stage: await directory.peers(stage) for stage in range(config.stages.num_stages)}

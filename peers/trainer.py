@@ -9,6 +9,7 @@ report -> say goodbye.
 import asyncio
 import dataclasses
 import logging
+import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from peers.event_file import open_events, start_of
 from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
 from peers.report import Report
 from peers.stage_peer import CACHE
+from peers.token_option import admitted, find_token, stop_or_expiry
+from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.data import corpora, tokenizers
@@ -63,6 +66,8 @@ class TrainerOptions:
 
     initial_peers: tuple[str, ...]
     """DHT addresses of the swarm's peers."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
     steps: int = 100
     """Steps to train from where the swarm is now."""
     dataset: str | None = None
@@ -105,20 +110,25 @@ def main(argv: Sequence[str]) -> int:
     options = cli.parse(TrainerOptions, prog=PROG, argv=argv)
     process.setup_logging(options.name or "trainer", options.log_level)
     torch.set_num_threads(1)
-    events = open_events(options.events, SystemClock())
-    node = dht_node.start(clock=SystemClock(), initial_peers=options.initial_peers, client_mode=True)
+    clock = SystemClock()
+    events = open_events(options.events, clock)
+    addresses, token = find_token(
+        options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
+    )
+    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
-        return asyncio.run(run(options, node, events))
+        return asyncio.run(run(options, node, addresses, admitted(generate(), token), events))
     finally:
         node.shutdown()
 
 
-async def run(options: TrainerOptions, node: DhtNode, events: Events) -> int:
+async def run(
+    options: TrainerOptions, node: DhtNode, addresses: Sequence[str], identity: Identity, events: Events
+) -> int:
     """Join, train, and leave; gives the exit code."""
     clock = SystemClock()
-    config = await agree_on_config(node, None, options.initial_peers, clock)
+    config = await agree_on_config(node, None, addresses, clock, identity.authority)
     corpus, data = await asyncio.to_thread(open_corpus, config, options.dataset)
-    identity = generate()
     name = options.name or default_name()
     events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))
     router = Router(clock, random.Random(identity.peer_id))
@@ -126,7 +136,7 @@ async def run(options: TrainerOptions, node: DhtNode, events: Events) -> int:
     known = KnownPeers(router)
     stages = range(config.stages.num_stages)
     await known.look(directory, stages)
-    channels = ChannelPool(insecure=options.insecure)
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     hop = Hop(
         run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock, events=events
     )
@@ -156,7 +166,7 @@ async def run(options: TrainerOptions, node: DhtNode, events: Events) -> int:
                 tasks.create_task(session.keep_announced(clock)),
             ]
             training = tasks.create_task(session.train())
-            stopped = tasks.create_task(stop.wait())
+            stopped = tasks.create_task(stop_or_expiry(stop, identity, clock))
             await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
             interrupted = not training.done()
             for task in [*background, training, stopped]:

@@ -312,6 +312,9 @@ class RunConfig:
 
     run: str = "swarm"
     """Name of the run: letters, digits, `-` and `_`."""
+    owner: str = ""
+    """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty: whoever
+    reaches a peer may join."""
     model: ModelConfig = field(default_factory=ModelConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -325,6 +328,10 @@ class RunConfig:
         _require(
             0 < len(self.run) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in self.run),
             f"run must be 1 to 64 letters, digits, '-' or '_', not {self.run!r}",
+        )
+        _require(
+            not self.owner or (len(self.owner) == 64 and set(self.owner) <= set("0123456789abcdef")),
+            f"owner must be the 64 hexadecimal digits that swarm-keys shows, not {self.owner[:80]!r}",
         )
         layers = self.stages.layers_per_stage
         if layers:

@@ -16,6 +16,7 @@
         |-- CorpusMismatch           two machines hold different text under one dataset name
         |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
         |-- IntegrityError           bytes do not match their digest or their signature
+        |-- NotAllowed               a locked run, and no token, or one that does not give the right
         `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
 
 Faults in what a user typed are ValueErrors raised by the config dataclasses, or Fatal errors; the programs
@@ -93,6 +94,10 @@ class StaleMicrobatch(Fatal):
 
 class IntegrityError(Fatal):
     """Bytes do not match the digest or the signature that came with them."""
+
+
+class NotAllowed(Fatal):
+    """The run is locked, and the caller or signer has no certificate that gives it the right."""
 
 
 class RetriesExhausted(Fatal):

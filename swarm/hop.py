@@ -34,7 +34,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.rpc.wire import TensorReader, TensorSpec, chunks, require_finite
+from swarm.rpc.wire import TensorReader, TensorSpec, chunks, require_in_range
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ class Hop:
             done: pb.Done = reply.done
             if not reader.complete:
                 raise PeerUnavailable("the reply ended before its tensors")
-            self._require_finite(reader.tensors)
+            self._require_in_range(reader.tensors)
             self._credits[peer_id] = done.credits
             self._router.succeeded(
                 peer_id, num_samples=microbatch.num_samples, busy_seconds=done.busy_seconds,
@@ -345,7 +345,7 @@ class Hop:
                         return float(reply.evaluated.loss)
                     if not reader.complete:
                         raise PeerUnavailable("the reply ended before its tensors")
-                    self._require_finite(reader.tensors)
+                    self._require_in_range(reader.tensors)
                     return reader.tensors["logits"]
 
     # -- plumbing ----------------------------------------------------------------------------------------------------
@@ -407,10 +407,10 @@ class Hop:
             raise PeerUnavailable(f"a malformed reply: {error}") from None
 
     @staticmethod
-    def _require_finite(tensors: Tensors) -> None:
+    def _require_in_range(tensors: Tensors) -> None:
         for name, tensor in tensors.items():
             try:
-                require_finite(name, tensor)
+                require_in_range(name, tensor)
             except MalformedMessage as error:
                 raise PeerUnavailable(f"a malformed reply: {error}") from None
 

@@ -5,24 +5,19 @@ digest of its public key, so nobody can announce under another's id. Never sends
 """
 
 import datetime
-import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from swarm import certificates
+from swarm.authority import Authority
 from swarm.errors import IntegrityError
 from swarm.types import PeerId
 
-CERTIFICATE_NAME = "swarm-peer"
-"""Subject of every peer's certificate. TLS checks a name; which peer it is, the pinned certificate says."""
-
-_VALIDITY = datetime.timedelta(days=3650)
 _SIGNATURE = ec.ECDSA(hashes.SHA256())
 
 
@@ -32,24 +27,28 @@ class Identity:
 
     Attributes:
         peer_id: 40 hexadecimal digits, from the public key.
-        certificate_pem: self-signed; what others pin.
+        certificate_pem: what others pin: self-signed, or, in a locked run, issued by a token, whose own certificate
+            follows.
         key_pem: the private key, for this peer's own server only.
+        authority: the owner of the locked run that this peer is a member of; None in an open one.
     """
 
     peer_id: PeerId
     certificate_pem: str
     key_pem: str = field(repr=False)
+    authority: Authority | None = None
 
     def sign(self, message: bytes) -> bytes:
         """ECDSA-SHA256 signature, DER."""
-        key = serialization.load_pem_private_key(self.key_pem.encode(), password=None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return key.sign(message, _SIGNATURE)
+        return certificates.load_key(self.key_pem).sign(message, _SIGNATURE)
 
 
 def generate() -> Identity:
     """Make a new identity."""
-    return _from_key(ec.generate_private_key(ec.SECP256R1()))
+    key = certificates.new_key()
+    certificate_pem = certificates.to_pem(certificates.self_signed(key, datetime.datetime.now(datetime.UTC)))
+    peer_id = certificates.peer_id_of(certificate_pem)
+    return Identity(peer_id=peer_id, certificate_pem=certificate_pem, key_pem=certificates.key_pem(key))
 
 
 def load_or_create(path: Path) -> Identity:
@@ -62,71 +61,32 @@ def load_or_create(path: Path) -> Identity:
     if path.exists():
         try:
             content = path.read_text()
-            key = serialization.load_pem_private_key(content.encode(), password=None)
-            if not isinstance(key, ec.EllipticCurvePrivateKey):
-                raise ValueError("not an elliptic-curve key")
-            certificate = content[content.index("-----BEGIN CERTIFICATE-----") :]
-            peer_id = peer_id_of(certificate)
-            if _public_key(certificate) != key.public_key():
+            key = certificates.load_key(content)
+            certificate_pem = content[content.index("-----BEGIN CERTIFICATE-----") :]
+            if certificates.public_key(certificates.load(certificate_pem)) != key.public_key():
                 raise ValueError("another key's certificate")
         # TypeError: the key is encrypted.
         except (ValueError, TypeError, UnsupportedAlgorithm, IntegrityError):
             raise IntegrityError(f"{path} is not a peer's identity: delete it to start with a new one") from None
-        return Identity(peer_id=peer_id, certificate_pem=certificate, key_pem=_pem(key))
+        peer_id = certificates.peer_id_of(certificate_pem)
+        return Identity(peer_id=peer_id, certificate_pem=certificate_pem, key_pem=certificates.key_pem(key))
     identity = generate()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(identity.key_pem + identity.certificate_pem)
-    temporary.rename(path)
+    write_private(path, identity.key_pem + identity.certificate_pem)
     return identity
 
 
-def peer_id_of(certificate_pem: str) -> PeerId:
-    """The id that belongs to a certificate. Raises IntegrityError if it is no P-256 certificate."""
-    public_key = _public_key(certificate_pem)
-    encoded = public_key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return PeerId(hashlib.sha256(encoded).hexdigest()[:40])
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    temporary.rename(path)
 
 
 def verify(certificate_pem: str, message: bytes, signature: bytes) -> None:
     """Raise IntegrityError unless the certificate's key made the signature."""
     try:
-        _public_key(certificate_pem).verify(signature, message, _SIGNATURE)
+        certificates.public_key(certificates.load(certificate_pem)).verify(signature, message, _SIGNATURE)
     except InvalidSignature:
         raise IntegrityError("the signature does not fit the record") from None
-
-
-def _from_key(key: ec.EllipticCurvePrivateKey) -> Identity:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        # A clock that runs slow must not refuse a certificate made just now.
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + _VALIDITY)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    certificate_pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
-    return Identity(peer_id=peer_id_of(certificate_pem), certificate_pem=certificate_pem, key_pem=_pem(key))
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> str:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    ).decode()
-
-
-def _public_key(certificate_pem: str) -> ec.EllipticCurvePublicKey:
-    try:
-        key = x509.load_pem_x509_certificate(certificate_pem.encode()).public_key()
-    except (ValueError, UnsupportedAlgorithm):
-        raise IntegrityError("not an X.509 certificate") from None
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise IntegrityError("not an elliptic-curve certificate")
-    return key

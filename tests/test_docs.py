@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from peers.keys import IssueOptions
 from peers.local import LocalOptions
 from peers.stage_peer import PeerOptions
 from peers.status import StatusOptions
@@ -23,6 +24,7 @@ OPTIONS: dict[str, type] = {
     "swarm-peer": PeerOptions,
     "swarm-trainer": TrainerOptions,
     "swarm-status": StatusOptions,
+    "swarm-keys issue": IssueOptions,
     "swarm-local": LocalOptions,
     "scripts/demo": LocalOptions,
     "scripts/bench": BenchOptions,

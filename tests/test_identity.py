@@ -7,7 +7,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from swarm import identity
+from swarm import certificates, identity
 from swarm.errors import IntegrityError
 
 
@@ -20,7 +20,7 @@ def test_an_identity_survives_a_restart(tmp_path: Path) -> None:
 
 def test_the_peer_id_belongs_to_the_certificate() -> None:
     made = identity.generate()
-    assert identity.peer_id_of(made.certificate_pem) == made.peer_id
+    assert certificates.peer_id_of(made.certificate_pem) == made.peer_id
     assert identity.generate().peer_id != made.peer_id
 
 
@@ -76,4 +76,4 @@ def test_a_broken_file_is_refused_in_one_line(tmp_path: Path, fault: str) -> Non
 @pytest.mark.parametrize("text", ["", "no PEM", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"])
 def test_only_certificates_have_a_peer_id(text: str) -> None:
     with pytest.raises(IntegrityError):
-        identity.peer_id_of(text)
+        certificates.peer_id_of(text)

@@ -96,7 +96,7 @@ class Worker:
         microbatch = Microbatch(
             index=index, round=self.stage.round, num_samples=len(tokens_BT1), accumulate_only_at=None
         )  # fmt: skip
-        self.stage.admit(microbatch)
+        slot = self.stage.admit(microbatch)
         try:
             computation = await self.stage.begin(microbatch, {TOKENS: tokens_BT1}, {}, self)
             while not computation.done:
@@ -104,7 +104,7 @@ class Worker:
             computation.result()
             self.stage.acknowledge(computation)
         finally:
-            self.stage.leave(microbatch)
+            self.stage.leave(slot)
         while self.stage.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
             await asyncio.sleep(0)
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from swarm.averaging.feedback import Residual
-from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload, Reduction, squared_norm
+from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload, Reduction, decode_bounded, squared_norm
 from swarm.averaging.shares import Shares
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, SwarmError
@@ -93,8 +93,9 @@ async def butterfly(
             torch.sub(vector_D[part], codec.decode(encoded, part.stop - part.start), out=residual_D[part])
         return encoded
 
-    def decode(encoded: Buffer, part: slice) -> None:
-        result_D[part] = result_codec.decode(encoded, part.stop - part.start)
+    def decode(payload: Payload, part: slice) -> None:
+        length = part.stop - part.start
+        result_D[part] = decode_bounded(result_codec, payload.encoded, length, payload.squared_norm)
 
     async def fetch(owner_id: str, part: slice) -> None:
         num_elements = part.stop - part.start
@@ -107,7 +108,7 @@ async def butterfly(
             payload = await transport.exchange(owner_id, encoded, result_codec.num_bytes(num_elements))
             if not (math.isfinite(payload.squared_norm) and payload.squared_norm >= 0):
                 raise MalformedMessage("the norm of an averaged part is not a finite number")
-            await asyncio.to_thread(decode, payload.encoded, part)
+            await asyncio.to_thread(decode, payload, part)
         payloads[owner_id] = payload
 
     owners = {share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True)}
@@ -154,7 +155,7 @@ async def gather(
             hand_out.offer(payload)
         else:
             payload = await transport.exchange(peer_id, b"", codec.num_bytes(num_elements))
-            decoded[peer_id] = await asyncio.to_thread(codec.decode, payload.encoded, num_elements)
+            decoded[peer_id] = await asyncio.to_thread(decode_bounded, codec, payload.encoded, num_elements)
         payloads[peer_id] = payload
 
     def add_up() -> tuple[torch.Tensor, Residual, float]:

@@ -5,6 +5,7 @@ Made by averaging/participant when a leader says Begin. Knows nothing of rounds,
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from swarm.averaging.allreduce import AllReduceTransport, Average
 from swarm.averaging.exchange import Closed, Exchanges
@@ -30,8 +31,10 @@ class Attempt:
         self._shares = Shares(())
         self._side: asyncio.Future[Reduction | HandOut] = asyncio.get_running_loop().create_future()
         """This member's side of the exchange. Comes with Average; others may be quicker than the leader's call."""
-        self._scope: asyncio.Timeout | None = None
-        """Of the exchange under way; expiring it ends it."""
+        self._scopes: set[asyncio.Timeout] = set()
+        """Of the exchange under way, and of what others are sending; expiring them ends them."""
+        self._sending: set[str] = set()
+        """Members whose part is on its way here."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:
@@ -48,28 +51,37 @@ class Attempt:
         """
         side = self._side.result()
         try:
-            async with asyncio.timeout(timeout_seconds) as self._scope:
+            async with self._ends_with_attempt(timeout_seconds):
                 return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
         except TimeoutError:
             reason = self._end or f"it took longer than {timeout_seconds:.1f} s"
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
-        finally:
-            self._scope = None
 
     async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
         """Take another member's part and answer with the sum, or hand out this member's contribution.
 
         Raises:
-            Refused: the attempt was given up, or is among other members.
+            Refused: the attempt was given up, is among other members, or the member is sending its part already.
             MemberFailed: there will be no answer.
             MalformedMessage: more bytes than the part has, or no member.
         """
         side = await asyncio.shield(self._side)
         if shares_digest != self._shares.digest:
             raise Refused("the member lists differ")
-        received = Received(side.num_bytes_from(peer_id))
-        async for piece in pieces:
-            received.add(piece)
+        num_bytes = side.num_bytes_from(peer_id)
+        if peer_id in self._sending:
+            # Memory for a part is taken once a member, however often it calls.
+            raise Refused(f"{peer_id} is sending its part already")
+        self._sending.add(peer_id)
+        try:
+            async with self._ends_with_attempt(None):
+                received = Received(num_bytes)
+                async for piece in pieces:
+                    received.add(piece)
+        except TimeoutError:
+            raise Refused(f"attempt {self.ballot.attempt} was given up: {self._end}") from None
+        finally:
+            self._sending.discard(peer_id)
         if peer_id in side.missing:
             await side.add(peer_id, received.whole())
         return await side.result()
@@ -77,8 +89,19 @@ class Attempt:
     def end(self, reason: str) -> None:
         """Give it up: whoever waits for it, here and elsewhere, is told."""
         self._end = reason
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
         if not self._side.done():
             self._side.set_exception(Refused(reason))
             self._side.exception()  # Retrieved: it may be that nobody waits.
+
+    @asynccontextmanager
+    async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:
+        """Ends what runs inside, with a TimeoutError, after so long or when the attempt is given up."""
+        async with asyncio.timeout(timeout_seconds) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)

@@ -7,6 +7,7 @@ from swarm.averaging.group import Ballot
 from swarm.averaging.shares import Share, Shares
 from swarm.errors import MalformedMessage
 from swarm.rounds import Progress, Snapshot
+from swarm.rpc.bounds import LARGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 
@@ -62,10 +63,12 @@ def pack_indices(indices: Collection[int]) -> list[int]:
 
 
 def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
-    """The inverse of `pack_indices`."""
+    """The inverse of `pack_indices`. Raises MalformedMessage for indices that nobody counts to."""
     indices, previous = [], -1
     for gap in gaps:
         previous += gap
+        if previous > LARGEST:
+            raise MalformedMessage(f"a microbatch beyond {LARGEST} is named")
         indices.append(previous)
     return frozenset(indices)
 

@@ -7,6 +7,7 @@ Shapes: P elements of the part.
 """
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from swarm.errors import MalformedMessage, Retryable, SwarmError
 
 CACHED_ELEMENTS = 1 << 17
 """Summed at once, so that the sum stays in the processor's cache."""
+LARGEST = 1e15
+"""Largest magnitude of what another member sends: its square, and the sum of many, is far from overflowing."""
 
 
 class MemberFailed(Retryable):
@@ -136,12 +139,12 @@ class Reduction:
     async def add(self, peer_id: str, encoded: Buffer) -> None:
         """Take a member's part; the last one starts the sum.
 
-        A part that is malformed or not finite ends the exchange for everybody, and names its sender.
+        A part that is malformed or out of range ends the exchange for everybody, and names its sender.
         """
         if peer_id not in self.missing:
             raise MalformedMessage(f"{peer_id} has sent its part already")
         try:
-            part_P = await asyncio.to_thread(self._codec.decode, encoded, self.num_elements)
+            part_P = await asyncio.to_thread(decode_bounded, self._codec, encoded, self.num_elements)
         except MalformedMessage as error:
             self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}"))
             return
@@ -185,6 +188,23 @@ class Reduction:
             self._result.set_result(work.result())
         else:
             self._result.set_exception(error)
+
+
+def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float | None = None) -> torch.Tensor:
+    """Decode what another member sent.
+
+    Args:
+        norm: the squared norm that it claims, if it claims one.
+
+    Raises:
+        MalformedMessage: what `Codec.decode` refuses, numbers beyond LARGEST, or another norm.
+    """
+    decoded_N = codec.decode(encoded, num_elements)
+    if num_elements and not all(abs(float(extreme)) <= LARGEST for extreme in torch.aminmax(decoded_N)):
+        raise MalformedMessage(f"numbers beyond {LARGEST:.0e}")
+    if norm is not None and not math.isclose(squared_norm(decoded_N), norm, rel_tol=1e-3, abs_tol=1e-30):
+        raise MalformedMessage("its norm is not what it says")
+    return decoded_N
 
 
 def squared_norm(vector: torch.Tensor) -> float:

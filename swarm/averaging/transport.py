@@ -13,10 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from swarm.averaging.reduction import MemberFailed, Payload
+from swarm.certificates import peer_id_of
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
-from swarm.identity import peer_id_of
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceStub
@@ -106,8 +107,12 @@ class GrpcTransport:
         call: Any = getattr(self._stub(peer, bulk=False), method.name)
         try:
             reply: Reply = await call(request, timeout=timeout_seconds)
+            # The norm of a contribution may well be infinite: the leader has to hear that.
+            require_bounds(reply, finite=False)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
+        except MalformedMessage as error:
+            raise PeerUnavailable(f"a malformed reply: {error}") from None
         return reply
 
     async def exchange(

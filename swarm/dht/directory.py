@@ -12,10 +12,12 @@ from typing import Annotated, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm import config
+from swarm.authority import Authority
+from swarm.certificates import peer_id_of
 from swarm.clock import Clock
-from swarm.dht.records import open_record, seal
-from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, PeerUnavailable
-from swarm.identity import Identity, peer_id_of
+from swarm.dht.records import TRAINERS, open_record, seal
+from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
+from swarm.identity import Identity
 from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
@@ -80,8 +82,9 @@ Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
 class _Key(Generic[Record]):
     """One key of the DHT, as far as it has been read: a record holds until it expires, even if a reading misses it."""
 
-    def __init__(self, name: str, model: type[Record]) -> None:
+    def __init__(self, name: str, model: type[Record], authority: Authority | None) -> None:
         self.name = name
+        self._authority = authority
         self._model: type[Record] = model
         self._known: dict[str, tuple[Record, float]] = {}
 
@@ -92,9 +95,9 @@ class _Key(Generic[Record]):
         for subkey, (value, expiration) in found.items():
             if subkey not in self._known or expiration > self._known[subkey][1]:
                 try:
-                    record = open_record(self._model, self.name, subkey, value, expiration, now)
+                    record = open_record(self._model, self.name, subkey, value, expiration, now, self._authority)
                     _require_own(record, subkey)
-                except (IntegrityError, MalformedMessage) as error:
+                except (IntegrityError, MalformedMessage, NotAllowed) as error:
                     logger.debug("left out: %s", error)
                 else:
                     self._known[subkey] = (record, expiration)
@@ -103,7 +106,7 @@ class _Key(Generic[Record]):
 
 
 class Directory:
-    """One peer's view of the directory, and its own entries in it."""
+    """One peer's view of the directory, and its own entries in it. A member of a locked run sees members alone."""
 
     def __init__(self, store: RecordStore, identity: Identity, run_id: str, clock: Clock) -> None:
         self._store = store
@@ -111,8 +114,8 @@ class Directory:
         self._run_id = run_id
         self._clock = clock
         self._stages: dict[int, _Key[PeerRecord]] = {}
-        self._trainers = _Key(f"{run_id}.trainers", TrainerRecord)
-        self._claims = _Key(f"{run_id}.claims", ClaimRecord)
+        self._trainers = _Key(f"{run_id}{TRAINERS}", TrainerRecord, identity.authority)
+        self._claims = _Key(f"{run_id}.claims", ClaimRecord, identity.authority)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
         self._num_incompatible: dict[str, int] = {}
@@ -199,7 +202,8 @@ class Directory:
             await self._clock.sleep(interval_seconds)
 
     def _stage(self, stage: int) -> _Key[PeerRecord]:
-        return self._stages.setdefault(stage, _Key(f"{self._run_id}.stage.{stage}", PeerRecord))
+        key = _Key(f"{self._run_id}.stage.{stage}", PeerRecord, self._identity.authority)
+        return self._stages.setdefault(stage, key)
 
     def _compatible(self, key: _Key[Record], records: list[Record]) -> list[Record]:
         compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
@@ -213,20 +217,58 @@ class Directory:
         self._expirations[key] = expiration
         stored = await self._store.store(key, self._identity.peer_id, value, expiration)
         if not stored:
-            raise PeerUnavailable("the DHT refused this peer's record: is this machine's clock right?")
+            raise PeerUnavailable(
+                "the DHT refused this peer's record: is this machine's clock right, and does its token hold?"
+            )
 
 
-async def discover_config(store: RecordStore, clock: Clock, *, address: str) -> config.RunConfig:
+async def discover_config(
+    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None
+) -> config.RunConfig:
     """What run the peers at `address` (named in errors only) train.
+
+    Args:
+        authority: the owner of the run that is looked for, as the token names it; None for an open run.
 
     Raises:
         PeerUnavailable: no DHT, or nobody announces a run.
-        ValueError: there are several runs, or the run's configuration makes no sense to this version.
+        ValueError: there are several runs, the run's configuration makes no sense to this version, it is locked and
+            there is no token, or the token is for another run.
         IncompatibleVersion: the run speaks another protocol version.
     """
+    runs, faults = await _announced_runs(store, clock, address, authority)
+    if authority is not None:
+        runs = {run_id: found for run_id, found in runs.items() if found.owner == authority.fingerprint}
+    if len(runs) > 1:
+        names = ", ".join(sorted(runs))
+        raise ValueError(f"several runs share the DHT at {address}: {names}; start every run on a DHT of its own")
+    if runs:
+        found = next(iter(runs.values()))
+        if found.owner and authority is None:
+            raise ValueError(
+                f"the run at {address} is locked: ask its owner for a token, and join with {address}#TOKEN"
+            )
+        return found
+    if faults:
+        raise faults[0]
+    if authority is not None:
+        others, _ = await _announced_runs(store, clock, address, None)
+        for other in others.values():
+            theirs = f"is owned by {other.owner[:16]}" if other.owner else "is open"
+            raise ValueError(
+                f"the token is for the run of owner {authority.fingerprint[:16]}, and the run at {address} {theirs}: "
+                "take the address and the token from one line"
+            )
+    raise PeerUnavailable(f"no run is announced at {address}: is a swarm-peer running there?")
+
+
+async def _announced_runs(
+    store: RecordStore, clock: Clock, address: str, authority: Authority | None
+) -> tuple[dict[str, config.RunConfig], list[Exception]]:
+    """The configurations by run, and what is wrong with those that cannot be read."""
     runs: dict[str, config.RunConfig] = {}
     faults: list[Exception] = []
-    for record in await _Key(RUNS_KEY, RunRecord).read(store, clock):
+    for record in await _Key(RUNS_KEY, RunRecord, authority).read(store, clock):
         if record.protocol_version != PROTOCOL_VERSION:
             faults.append(
                 IncompatibleVersion(
@@ -242,14 +284,7 @@ async def discover_config(store: RecordStore, clock: Clock, *, address: str) -> 
         else:
             # Named by its digest, which is computed here: a record cannot claim another run's name.
             runs[found.run_id] = found
-    if len(runs) > 1:
-        names = ", ".join(sorted(runs))
-        raise ValueError(f"several runs share the DHT at {address}: {names}; start every run on a DHT of its own")
-    if runs:
-        return next(iter(runs.values()))
-    if faults:
-        raise faults[0]
-    raise PeerUnavailable(f"no run is announced at {address}: is a swarm-peer running there?")
+    return runs, faults
 
 
 def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | RunRecord, subkey: str) -> None:

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.dht import addresses, daemon
 from swarm.dht.loop_thread import LoopThread
@@ -59,8 +60,8 @@ class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
     def __init__(
-        self, *, thread: LoopThread, running: _Running, known: Sequence[str], client_mode: bool,
-        run: Callable[[Sequence[str]], Coroutine[Any, Any, _Running]],
+        self, *, thread: LoopThread, running: _Running, validator: RecordValidator, known: Sequence[str],
+        client_mode: bool, run: Callable[[Sequence[str]], Coroutine[Any, Any, _Running]],
     ) -> None:  # fmt: skip
         """
         Args:
@@ -68,6 +69,7 @@ class DhtNode:
         """
         self._thread = thread
         self._run = run
+        self._validator = validator
         self._known = dict.fromkeys(known)
         self._client_mode = client_mode
         self._take(running)
@@ -80,6 +82,10 @@ class DhtNode:
     def addresses(self) -> list[str]:
         """Multiaddresses, /p2p/ID included, at which others can join; none in client mode."""
         return list(self._visible)
+
+    def lock(self, authority: Authority) -> None:
+        """From now on store, pass on and believe nothing but records of this run's members."""
+        self._validator.authority = authority
 
     async def store(
         self, key: str, subkey: str, value: bytes, expiration: float, *, timeout_seconds: float = CALL_SECONDS
@@ -249,25 +255,35 @@ async def _open(
     thread: LoopThread, options: Sequence[str], initial_peers: Sequence[str], client_mode: bool, clock: Clock,
     timeout_seconds: float,
 ) -> DhtNode:  # fmt: skip
+    from hivemind.dht.routing import DHTID
+    from hivemind.utils import MSGPackSerializer
+
+    # One for all that this node ever starts: what it is told of a locked run has to last.
+    validator = RecordValidator(
+        clock, hash_key=lambda key: DHTID.generate(key).to_bytes(), pack=MSGPackSerializer.dumps
+    )  # fmt: skip
+
     def run(known: Sequence[str], *, must_join: bool = False) -> Coroutine[Any, Any, _Running]:
-        return _start_all(options, known, client_mode, clock, must_join=must_join)
+        return _start_all(options, known, client_mode, validator, must_join=must_join)
 
     try:
         async with asyncio.timeout(timeout_seconds):
             running = await run(initial_peers, must_join=True)
     except TimeoutError:
         raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
-    return DhtNode(thread=thread, running=running, known=initial_peers, client_mode=client_mode, run=run)
+    return DhtNode(
+        thread=thread, running=running, validator=validator, known=initial_peers, client_mode=client_mode, run=run
+    )
 
 
 async def _start_all(
-    options: Sequence[str], known: Sequence[str], client_mode: bool, clock: Clock, *, must_join: bool
+    options: Sequence[str], known: Sequence[str], client_mode: bool, validator: RecordValidator, *, must_join: bool
 ) -> _Running:
     """Cancellation leaves nothing behind."""
     async with contextlib.AsyncExitStack() as undo:
         process = await daemon.launch(Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd", options)
         undo.push_async_callback(process.stop)
-        p2p, node = await _join(process.control_address, known, client_mode, clock, must_join=must_join)
+        p2p, node = await _join(process.control_address, known, client_mode, validator, must_join=must_join)
         undo.push_async_callback(p2p.shutdown)
         visible = [] if client_mode else [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
         undo.pop_all()
@@ -275,13 +291,12 @@ async def _start_all(
 
 
 async def _join(
-    control_address: str, initial_peers: Sequence[str], client_mode: bool, clock: Clock, *, must_join: bool
-) -> Any:
+    control_address: str, initial_peers: Sequence[str], client_mode: bool, validator: RecordValidator, *,
+    must_join: bool,
+) -> Any:  # fmt: skip
     from hivemind.dht import DHTNode
     from hivemind.dht.protocol import ValidationError
-    from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P
-    from hivemind.utils import MSGPackSerializer
     from hivemind.utils.multiaddr import Multiaddr
 
     p2p = await P2P.replicate(Multiaddr(control_address))
@@ -294,9 +309,7 @@ async def _join(
             p2p=p2p,
             initial_peers=reached,
             client_mode=client_mode,
-            record_validator=RecordValidator(
-                clock, hash_key=lambda key: DHTID.generate(key).to_bytes(), pack=MSGPackSerializer.dumps
-            ),
+            record_validator=validator,
             # What is cached for a key would hide what was stored under it since.
             cache_locally=False,
             cache_nearest=0,

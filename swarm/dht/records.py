@@ -13,12 +13,16 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from swarm import identity
-from swarm.errors import IntegrityError, MalformedMessage
+from swarm import certificates, identity
+from swarm.authority import Authority
+from swarm.certificates import Role
+from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 MAX_LIFETIME_SECONDS = 120.0
 """A record that expires later than this is refused: the DHT keeps the farthest expiry, for good if one let it."""
 MAX_RECORD_BYTES = 16 * 1024
+TRAINERS = ".trainers"
+"""How the key ends under which trainers announce themselves: in a locked run, the only one for a trainer's token."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -32,6 +36,7 @@ class Envelope(BaseModel):
     payload: str
     """JSON of the model that belongs to the key."""
     certificate_pem: str
+    """The signer's, and in a locked run that of the token which issued it."""
     signature: str
     """Base64, over key, subkey, expiration and payload."""
 
@@ -59,27 +64,40 @@ def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: fl
     return record
 
 
-def verify(subkey: str, record: bytes, expiration: float, now: float) -> Envelope:
+def verify(subkey: str, record: bytes, expiration: float, now: float, authority: Authority | None) -> Envelope:
     """Check everything about a record but its schema, and that its key is the one it was found under.
+
+    Args:
+        authority: the owner of the locked run whose members alone may speak; None in an open one.
 
     Raises:
         MalformedMessage: no envelope, or too large.
         IntegrityError: forged, stolen, or expiring too far in the future.
+        NotAllowed: its signer is no member, or a trainer that speaks where only peers may.
     """
     # Written so that it refuses NaN as well.
     if not expiration <= now + MAX_LIFETIME_SECONDS:
         raise IntegrityError(f"a record of {subkey} expires more than {MAX_LIFETIME_SECONDS:.0f} s from now")
-    return _verify_signature(subkey, record, expiration)
+    envelope = _verify_signature(subkey, record, expiration)
+    if authority is not None:
+        member = authority.member(envelope.certificate_pem, now)
+        if member.role is Role.TRAINER and not envelope.key.endswith(TRAINERS):
+            raise NotAllowed(f"{subkey} has a trainer's token, and announces itself under {envelope.key}")
+    return envelope
 
 
-def open_record(model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float) -> Model:
+def open_record(
+    model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float,
+    authority: Authority | None = None,
+) -> Model:  # fmt: skip
     """Verify a record found under `key` and `subkey`, and read its payload.
 
     Raises:
         MalformedMessage: no envelope, too large, or the payload breaks the schema.
         IntegrityError: forged, stolen, moved from another key, or expiring too far in the future.
+        NotAllowed: as `verify` does.
     """
-    envelope = verify(subkey, record, expiration, now)
+    envelope = verify(subkey, record, expiration, now, authority)
     if envelope.key != key:
         raise IntegrityError(f"a record of {subkey} under {key} was signed for {envelope.key}")
     try:
@@ -101,7 +119,7 @@ def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope
         raise MalformedMessage(f"a record of {subkey}: {_first_fault(error)}") from None
     except ValueError:
         raise MalformedMessage(f"a record of {subkey}: the signature is not base64") from None
-    if identity.peer_id_of(envelope.certificate_pem) != subkey:
+    if certificates.peer_id_of(envelope.certificate_pem) != subkey:
         raise IntegrityError(f"a record of {subkey} was signed by somebody else")
     identity.verify(envelope.certificate_pem, signed, signature)
     return envelope

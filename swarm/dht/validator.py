@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.dht.records import verify
-from swarm.errors import IntegrityError, MalformedMessage
+from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ class RecordValidator:
         self._clock = clock
         self._hash_key = hash_key
         self._pack = pack
+        self.authority: Authority | None = None
+        """The owner of a locked run: only its members' records are accepted."""
 
     def validate(self, record: Any) -> bool:
         """Whether hivemind may keep a DHTRecord."""
@@ -31,8 +34,8 @@ class RecordValidator:
         if self._pack(subkey) != record.subkey or self._pack(value) != record.value:
             return False
         try:
-            envelope = verify(subkey, value, record.expiration_time, self._clock.time())
-        except (IntegrityError, MalformedMessage) as error:
+            envelope = verify(subkey, value, record.expiration_time, self._clock.time(), self.authority)
+        except (IntegrityError, MalformedMessage, NotAllowed) as error:
             logger.debug("refused for the DHT: %s", error)
             return False
         return self._hash_key(envelope.key) == bytes(record.key)

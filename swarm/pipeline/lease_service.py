@@ -13,7 +13,7 @@ import grpc
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.errors import Retryable, SwarmError
+from swarm.errors import MalformedMessage, Overloaded, Retryable, SwarmError
 from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
@@ -28,6 +28,11 @@ MAX_COUNT = 1024
 """Microbatches granted in one call, at most."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for something to grant."""
+MAX_ID_LENGTH = 64
+MAX_NAMED = 1 << 14
+"""Microbatches that one request may name as held or released."""
+MAX_LEASES = 1 << 18
+"""Leases of all trainers together; beyond it nothing is granted until some end."""
 _POLL_SECONDS = 0.03
 
 
@@ -55,7 +60,7 @@ class LeaseServicer(LeaseServiceServicer):
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         try:
-            self._check(request.address)
+            self._check(request)
         except SwarmError as error:
             await abort(context, error)
         deadline = self._clock.monotonic() + min(MAX_WAIT_SECONDS, request.wait_seconds)
@@ -84,8 +89,12 @@ class LeaseServicer(LeaseServiceServicer):
             self._events.write(GrantEvent(microbatches=tuple(grant.microbatches), trainer=request.trainer_id))
         return grant
 
-    def _check(self, address: Address) -> None:
-        check_address(address, run_id=self._config.run_id, stage=self._stage)
+    def _check(self, request: pb.AcquireRequest) -> None:
+        check_address(request.address, run_id=self._config.run_id, stage=self._stage)
+        if max(len(request.holding), len(request.released)) > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
+            raise MalformedMessage(f"a request names at most {MAX_NAMED} microbatches, and a trainer's id is short")
+        if self._table is not None and self._table.num_leases > MAX_LEASES:
+            raise Overloaded(f"{self._table.num_leases} leases are out already", retry_after_seconds=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,11 @@ class LeaseTable:
         self._next: int | None = None
         self._round = -1
 
+    @property
+    def num_leases(self) -> int:
+        """Microbatches that some trainer holds."""
+        return len(self._leases)
+
     def acquire(
         self, view: RoundView, trainer_id: str, count: int, *, holding: Collection[int], released: Collection[int]
     ) -> Grant:

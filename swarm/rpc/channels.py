@@ -12,8 +12,12 @@ from typing import Any, NoReturn
 import grpc
 
 from swarm import errors
-from swarm.errors import PeerUnavailable, SwarmError
+from swarm.certificates import Role
+from swarm.clock import Clock, SystemClock
+from swarm.errors import NotAllowed, PeerUnavailable, SwarmError
+from swarm.identity import Identity
 from swarm.rpc import tls
+from swarm.rpc.callers import MAX_CALLS
 from swarm.types import PeerRecord
 
 Options = tuple[tuple[str, int | str], ...]
@@ -45,6 +49,8 @@ BULK_OPTIONS: Options = (
 )
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Of one connection; the caller's own gRPC holds more than that back.
+    ("grpc.max_concurrent_streams", MAX_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     # Or two servers would share one port, and each other's calls.
@@ -68,6 +74,7 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.RoundMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleMicrobatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.IntegrityError: grpc.StatusCode.DATA_LOSS,
+    errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
@@ -80,9 +87,17 @@ class ChannelPool:
     megabytes on a slow line a call of a few bytes would miss its deadline.
     """
 
-    def __init__(self, *, insecure: bool = False) -> None:
-        """`insecure` peers talk in the clear, and with nobody who does not."""
+    def __init__(self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None) -> None:
+        """
+        Args:
+            insecure: such peers talk in the clear, and with nobody who does not.
+            identity: who calls. The member of a locked run shows it, and calls nobody but the run's peers.
+            clock: tells whether certificates hold.
+        """
         self._insecure = insecure
+        self._identity = identity
+        self._authority = identity.authority if identity is not None else None
+        self._clock = clock or SystemClock()
         self._channels: dict[tuple[str, str, bool], grpc.aio.Channel] = {}
 
     def channel(self, record: PeerRecord, *, bulk: bool = False) -> grpc.aio.Channel:
@@ -92,11 +107,13 @@ class ChannelPool:
             bulk: the one for transfers of megabytes that nothing short waits for.
 
         Raises:
-            PeerUnavailable: the peer announces TLS and this one does without, or the other way round.
+            PeerUnavailable: the peer announces TLS and this one does without, or the other way round; or, in a
+                locked run, it is no peer of the run.
         """
         if self._insecure == bool(record.certificate_pem):
             secure, insecure = (record.endpoint, "this peer") if self._insecure else ("this peer", record.endpoint)
             raise PeerUnavailable(f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none")
+        self._require_member(record)
         key = (record.endpoint, record.certificate_pem, bulk)
         if key not in self._channels:
             self._channels[key] = self._open(record, BULK_OPTIONS if bulk else CLIENT_OPTIONS)
@@ -114,10 +131,22 @@ class ChannelPool:
         self._channels.clear()
         await _close(channels, None)
 
+    def _require_member(self, record: PeerRecord) -> None:
+        if self._authority is None:
+            return
+        try:
+            member = self._authority.member(record.certificate_pem, self._clock.time())
+        except NotAllowed as error:
+            raise PeerUnavailable(f"{record.endpoint} is no peer of this run: {error}") from None
+        if member.role is not Role.PEER:
+            raise PeerUnavailable(f"{record.endpoint} is no peer of this run: it has a trainer's token")
+        if member.peer_id != record.peer_id:
+            raise PeerUnavailable(f"{record.endpoint} shows the certificate of {member.peer_id}")
+
     def _open(self, record: PeerRecord, options: Options) -> grpc.aio.Channel:
         if self._insecure:
             return grpc.aio.insecure_channel(record.endpoint, options=options)
-        credentials = tls.pinned_credentials(record.certificate_pem)
+        credentials = tls.pinned_credentials(record.certificate_pem, self._identity)
         return grpc.aio.secure_channel(record.endpoint, credentials, options=(*options, *tls.PINNED_OPTIONS))
 
 

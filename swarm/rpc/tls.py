@@ -1,22 +1,38 @@
 """TLS between peers: every server shows its own certificate, every client pins the one that was announced.
 
-Used by channels and by the programs that start servers. There is no authority: a certificate is right if it is the
-one in the peer's signed record. Never asks for a client's certificate.
+Used by channels and by the programs that start servers. In an open run a certificate is right if it is the one in the
+peer's signed record, and callers show none. In a locked run both sides also show that a token of the owner's issued
+theirs; without one the handshake fails. Which peer may call what is decided by guard.
 """
 
 import grpc
 
-from swarm.identity import CERTIFICATE_NAME, Identity
+from swarm.certificates import PEER_NAME, first_pem
+from swarm.identity import Identity
 
-PINNED_OPTIONS = (("grpc.ssl_target_name_override", CERTIFICATE_NAME),)
+PINNED_OPTIONS = (("grpc.ssl_target_name_override", PEER_NAME),)
 """Options of a channel with pinned credentials: all certificates bear one name, wherever their servers run."""
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """What a peer's server proves its identity with."""
-    return grpc.ssl_server_credentials([(identity.key_pem.encode(), identity.certificate_pem.encode())])
+    """What a peer's server proves its identity with; in a locked run, callers have to prove theirs."""
+    own = [(identity.key_pem.encode(), identity.certificate_pem.encode())]
+    if identity.authority is None:
+        return grpc.ssl_server_credentials(own)
+    owner = identity.authority.certificate_pem.encode()
+    return grpc.ssl_server_credentials(own, root_certificates=owner, require_client_auth=True)
 
 
-def pinned_credentials(certificate_pem: str) -> grpc.ChannelCredentials:
-    """What a client uses to talk to the one server that holds the key to this certificate."""
-    return grpc.ssl_channel_credentials(root_certificates=certificate_pem.encode())
+def pinned_credentials(certificate_pem: str, own: Identity | None = None) -> grpc.ChannelCredentials:
+    """What a client uses to talk to the one server that holds the key to this certificate.
+
+    Args:
+        own: who calls; shown to the servers of a locked run.
+    """
+    # Of a chain the server's own certificate alone: the token's would let in all whom that token lets in.
+    root = first_pem(certificate_pem).encode()
+    if own is None or own.authority is None:
+        return grpc.ssl_channel_credentials(root_certificates=root)
+    return grpc.ssl_channel_credentials(
+        root_certificates=root, private_key=own.key_pem.encode(), certificate_chain=own.certificate_pem.encode()
+    )

@@ -16,6 +16,10 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 CHUNK_BYTES = 1 << 20
 """Bytes of a tensor in one message."""
 
+LARGEST = 65504.0
+"""Largest magnitude of an activation or its gradient: what float16 can carry, whatever the element type. Beyond it
+training has diverged, or somebody wants it to: products of such numbers overflow float32."""
+
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -72,12 +76,15 @@ class TensorReader:
         """Take the next chunk.
 
         Raises:
-            MalformedMessage: an unexpected or repeated name, another shape, encoding or size than expected.
+            MalformedMessage: an unexpected or repeated name, another shape, encoding or size than expected, or an
+                empty chunk.
         """
         if chunk.HasField("header"):
             self._begin(chunk.header)
         if self._current is None:
             raise MalformedMessage("a tensor chunk came before its header")
+        if self._buffer and not chunk.data:
+            raise MalformedMessage(f"an empty chunk of tensor {self._name!r}")
         end = self._filled + len(chunk.data)
         if end > len(self._buffer):
             raise MalformedMessage(f"tensor {self._name!r} is longer than its header says")
@@ -108,8 +115,11 @@ class TensorReader:
         self._current = None
 
 
-def require_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise MalformedMessage if a floating-point tensor holds NaN or infinity."""
-    # A sum passes on every NaN and infinity; only a sum that overflowed needs the slow look.
-    if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
-        raise MalformedMessage(f"tensor {name!r} holds NaN or infinity")
+def require_in_range(name: str, tensor: torch.Tensor) -> None:
+    """Raise MalformedMessage if a floating-point tensor holds NaN, infinity, or numbers beyond LARGEST."""
+    if tensor.numel() == 0:
+        return
+    # NaN is passed on by aminmax, and fails every comparison.
+    low, high = torch.aminmax(tensor)
+    if not (float(low) >= -LARGEST and float(high) <= LARGEST):
+        raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST:.0f}")

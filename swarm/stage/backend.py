@@ -18,7 +18,7 @@ from swarm.errors import MalformedMessage
 from swarm.events import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss
-from swarm.rpc.wire import DTYPES, TensorSpec, require_finite
+from swarm.rpc.wire import DTYPES, TensorSpec, require_in_range
 from swarm.stage.weights import GradientBucket, StageWeights, Version
 
 TOKENS = "tokens"
@@ -126,7 +126,7 @@ class StageBackend:
         """Compute the stage's output, keeping the graph if the budget allows.
 
         Raises:
-            MalformedMessage: the inputs hold NaN, infinity or an unknown token.
+            MalformedMessage: the inputs hold numbers out of range, or an unknown token.
             NotReady: see StageWeights.version_for.
         """
         forward = Forward(
@@ -151,6 +151,9 @@ class StageBackend:
 
         `only_at`, here and below, is for the record: for a replay, the stage that lacks the microbatch.
         The forward is released, whatever happens.
+
+        Raises:
+            MalformedMessage: the weights would get a gradient that is not finite.
         """
         try:
             if forward._outputs is None:
@@ -177,7 +180,7 @@ class StageBackend:
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
         Raises:
-            MalformedMessage: non-finite or out-of-range inputs, or a loss that is not finite.
+            MalformedMessage: inputs out of range, or a loss or gradient that is not finite.
             NotReady: see StageWeights.version_for.
         """
         self._check_inputs(wire_inputs)
@@ -190,7 +193,7 @@ class StageBackend:
             loss = token_loss(outputs, self._targets(wire_inputs))
             forward._outputs = outputs
             self.budget.num_kept += 1
-            require_finite("loss", loss.detach())
+            require_in_range("loss", loss.detach())
             gradient, accumulated = self._collect(forward, loss, None, None, accumulate=accumulate, only_at=only_at)
             return float(loss.detach()), gradient, accumulated
         finally:
@@ -294,6 +297,9 @@ class StageBackend:
         input_gradient = self._to_wire(gradients[0]) if inputs else None
         if not accumulate:
             return input_gradient, None
+        # What is in the sum cannot be taken out again if it is not finite.
+        if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
+            raise MalformedMessage("the gradient of the weights is not finite")
         num_samples = self.config.data.microbatch_size
         bucket = self.weights.open_bucket
         bucket.add(gradients[len(inputs) :], num_samples)
@@ -313,7 +319,7 @@ class StageBackend:
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.model.vocab_size:
             raise MalformedMessage(f"a token is outside the vocabulary of {self.config.model.vocab_size}")
         if not self._is_first:
-            require_finite(HIDDEN, wire_inputs[HIDDEN])
+            require_in_range(HIDDEN, wire_inputs[HIDDEN])
 
     def _hidden_or_tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self._is_first:

@@ -208,9 +208,12 @@ class Computation(HopListener):
             # It was computed here, from inputs that were fine: another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.no_peer = self._backend.stage, False
-        gradient, backward_seconds = await self._runtime.run(
-            lambda: backward(reply.tensors[GRADIENT]), priority=Priority.BACKWARD, age=self._age
-        )
+        try:
+            gradient, backward_seconds = await self._runtime.run(
+                lambda: backward(reply.tensors[GRADIENT]), priority=Priority.BACKWARD, age=self._age
+            )
+        except MalformedMessage as error:
+            raise PeerUnavailable(f"of no use is what the next stage answered: {error}") from None
         self._on_accumulated()
         return Result(
             loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,

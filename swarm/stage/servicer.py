@@ -10,9 +10,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import grpc
-import torch
-
 from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
@@ -25,12 +22,14 @@ from swarm.errors import (
 )
 from swarm.hop import Hop, Microbatch, route_entries
 from swarm.rpc.address import check_address
+from swarm.rpc.callers import Callers, caller_of
 from swarm.rpc.channels import abort
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import TensorReader, TensorSpec, chunks
+from swarm.rpc.wire import chunks
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
+from swarm.stage.incoming import FIRST_SECONDS, MESSAGE_SECONDS, Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
 from swarm.types import PeerId
@@ -39,12 +38,6 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
 """Time between two signs of life."""
-MESSAGE_SECONDS = 30.0
-"""Longest wait for the next message of a request."""
-
-DRAIN_SECONDS = 5.0
-"""Longest wait for a refused caller to finish sending."""
-
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
 
@@ -52,11 +45,19 @@ Context = Any
 class StageServicer(StageServiceServicer):
     """Serves one stage."""
 
-    def __init__(self, *, config: RunConfig, stage: Stage, hop: Hop | None, describe: Callable[[], pb.DescribeReply]):
+    def __init__(
+        self, *, config: RunConfig, stage: Stage, hop: Hop | None, describe: Callable[[], pb.DescribeReply],
+        callers: Callers | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            callers: counts what is kept for each of them; the guard's.
+        """
         self._config = config
         self._stage = stage
         self._hop = hop
         self._describe = describe
+        self._callers = callers or Callers()
         self._specs = request_specs(config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
@@ -66,20 +67,22 @@ class StageServicer(StageServiceServicer):
 
     # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
     async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = _Incoming(context)
+        incoming = Incoming(context, caller_of(context), self._callers)
         try:
             await self._train(context, incoming)
         except Overloaded as busy:
             self._stage.counters.busy_replies += 1
             reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
-            await context.write(pb.TrainReply(busy=reason))
+            await _send(context, pb.TrainReply(busy=reason))
             await incoming.drain()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
             await _refuse(context, error)
+        finally:
+            incoming.close()
 
-    async def _train(self, context: Context, incoming: "_Incoming") -> None:
-        request = await incoming.read()
+    async def _train(self, context: Context, incoming: Incoming) -> None:
+        request = await incoming.read(FIRST_SECONDS)
         if request is None or request.WhichOneof("message") != "open":
             raise MalformedMessage("a microbatch begins with Open")
         opening: pb.Open = request.open
@@ -101,13 +104,13 @@ class StageServicer(StageServiceServicer):
             self._stage.abandon(computation, context)
 
     async def _compute(
-        self, context: Context, incoming: "_Incoming", opening: pb.Open, microbatch: Microbatch
+        self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
     ) -> Computation:
         """From the admission to Done; the slot is free again when the answer is sent."""
-        self._stage.admit(microbatch)
+        slot = self._stage.admit(microbatch, incoming.caller)
         try:
             incoming.expect(self._specs)
-            await context.write(pb.TrainReply(accepted=pb.Accepted()))
+            await _send(context, pb.TrainReply(accepted=pb.Accepted()))
             tensors = await incoming.tensors()
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
             computation = await self._stage.begin(microbatch, tensors, hints, context)
@@ -120,7 +123,7 @@ class StageServicer(StageServiceServicer):
                 raise
             return computation
         finally:
-            self._stage.leave(microbatch)
+            self._stage.leave(slot)
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
         route: Mapping[int, PeerId] = {}
@@ -129,9 +132,9 @@ class StageServicer(StageServiceServicer):
             self._check_owner(context, computation)
             if computation.route != route:
                 route = computation.route
-                await context.write(pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
+                await _send(context, pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
             progress = pb.Progress(stage=computation.waiting_stage, no_peer=computation.no_peer)
-            await context.write(pb.TrainReply(progress=progress))
+            await _send(context, pb.TrainReply(progress=progress))
 
     @staticmethod
     def _check_owner(context: Context, computation: Computation) -> None:
@@ -142,13 +145,13 @@ class StageServicer(StageServiceServicer):
         result = computation.result()
         if result.gradient is not None:
             for chunk in chunks(GRADIENT, result.gradient):
-                await context.write(pb.TrainReply(chunk=chunk))
+                await _send(context, pb.TrainReply(chunk=chunk))
         done = pb.Done(
             loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
             busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
             credits=max(0, min(1, self._stage.num_free)), num_reroutes=result.num_reroutes,
         )  # fmt: skip
-        await context.write(pb.TrainReply(done=done))
+        await _send(context, pb.TrainReply(done=done))
 
     def _microbatch(self, opening: pb.Open) -> Microbatch:
         size = self._config.data.microbatch_size
@@ -164,15 +167,17 @@ class StageServicer(StageServiceServicer):
 
     # As with Train.
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = _Incoming(context)
+        incoming = Incoming(context, caller_of(context), self._callers)
         try:
             await self._evaluate(context, incoming)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
             await _refuse(context, error)
+        finally:
+            incoming.close()
 
-    async def _evaluate(self, context: Context, incoming: "_Incoming") -> None:
-        request = await incoming.read()
+    async def _evaluate(self, context: Context, incoming: Incoming) -> None:
+        request = await incoming.read(FIRST_SECONDS)
         if request is None or request.WhichOneof("message") != "open":
             raise MalformedMessage("an evaluation begins with its open message")
         opening: pb.EvaluateOpen = request.open
@@ -215,15 +220,15 @@ class StageServicer(StageServiceServicer):
             output = await self._with_progress(context, downstream)
         if opening.want_logits:
             for chunk in chunks(LOGITS, output):
-                await context.write(pb.EvaluateReply(chunk=chunk))
+                await _send(context, pb.EvaluateReply(chunk=chunk))
         loss = 0.0 if opening.want_logits else float(output)
         evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
-        await context.write(pb.EvaluateReply(evaluated=evaluated))
+        await _send(context, pb.EvaluateReply(evaluated=evaluated))
 
     async def _with_progress(self, context: Context, work: "asyncio.Future[Any]") -> Any:
         try:
             while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
-                await context.write(pb.EvaluateReply(progress=pb.Progress(stage=self._stage.number)))
+                await _send(context, pb.EvaluateReply(progress=pb.Progress(stage=self._stage.number)))
         finally:
             work.cancel()
         return work.result()
@@ -234,58 +239,13 @@ class StageServicer(StageServiceServicer):
         check_address(address, run_id=self._config.run_id, stage=self._stage.number)
 
 
-class _Incoming:
-    """The messages of one request."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._reader: TensorReader | None = None
-        self._expected_bytes = 0
-
-    async def read(self, seconds: float | None = MESSAGE_SECONDS) -> Any:
-        """The next message, or None at the end of the stream."""
-        try:
-            async with asyncio.timeout(seconds):
-                message = await self._context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no message for {seconds} s") from None
-        if message is grpc.aio.EOF:
-            self._expected_bytes = 0
-            return None
-        if message.WhichOneof("message") == "chunk":
-            self._expected_bytes -= len(message.chunk.data)
-        return message
-
-    def expect(self, specs: Mapping[str, TensorSpec]) -> None:
-        """The caller has begun to send these tensors."""
-        if self._reader is None:
-            self._reader = TensorReader(specs)
-            self._expected_bytes = sum(spec.num_bytes for spec in specs.values())
-
-    async def tensors(self) -> dict[str, torch.Tensor]:
-        """The expected tensors, once they are whole."""
-        assert self._reader is not None
-        while not self._reader.complete:
-            request = await self.read()
-            if request is None:
-                raise MalformedMessage("the request ended before its tensors")
-            if request.WhichOneof("message") != "chunk":
-                raise MalformedMessage("a tensor chunk is expected")
-            self._reader.feed(request.chunk)
-        return self._reader.tensors
-
-    async def drain(self) -> None:
-        """Read away what the caller is still sending.
-
-        A call that ends while its caller writes ends for the caller with an internal error of gRPC's, not with
-        what we have to say.
-        """
-        try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while self._expected_bytes > 0:
-                    await self.read()
-        except TimeoutError:
-            pass
+async def _send(context: Context, message: Any) -> None:
+    """Write a message. Raises DeadlineExceeded if the caller takes nothing."""
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            await context.write(message)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the caller took nothing for {MESSAGE_SECONDS:.0f} s") from None
 
 
 async def _refuse(context: Context, error: Exception) -> None:

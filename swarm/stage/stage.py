@@ -6,9 +6,9 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from swarm.errors import NotReady, Overloaded, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents, Repeat
 from swarm.hop import Hop, Microbatch
 from swarm.routing.throughput import MovingAverage
+from swarm.stage.admission import Admission
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
@@ -54,6 +55,13 @@ class Counters:
     busy_replies: int = 0
 
 
+class Slot(NamedTuple):
+    """A place that a microbatch has taken."""
+
+    place: int
+    caller: str
+
+
 class Stage:
     """Admits microbatches, answers repeats, commits and rolls back."""
 
@@ -79,7 +87,7 @@ class Stage:
         self._ages = itertools.count()
         self.num_settling = 0
         """Consequences of acknowledgements that are still under way."""
-        self._admitted: Counter[int] = Counter()
+        self._admissions: dict[int, Admission] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._new_round = asyncio.Event()
         self._seconds_per_sample = MovingAverage(0.1)
@@ -102,20 +110,22 @@ class Stage:
     @property
     def num_admitted(self) -> int:
         """Microbatches admitted and not finished."""
-        return self._admitted.total()
+        return sum(admission.num_held for admission in self._admissions.values())
 
     @property
     def num_free(self) -> int:
         """Microbatches of the current round that would be admitted now."""
-        return self._limits.max_in_flight - self._admitted[self._place(self.round)]
+        admission = self._admissions.get(self._place(self.round))
+        return self._limits.max_in_flight if admission is None else admission.num_free
 
     def _place(self, round_number: int) -> int:
-        return round_number if self.config.rounds.synchronous else 0
+        # All that is further ahead shares one place: their number must not grow with what callers name.
+        return min(round_number, self.round + 1) if self.config.rounds.synchronous else 0
 
     # -- admission -------------------------------------------------------------------------------------------------
 
-    def admit(self, microbatch: Microbatch) -> None:
-        """Take a slot for a microbatch; give it back with `leave`.
+    def admit(self, microbatch: Microbatch, caller: str = "") -> Slot:
+        """Take a slot for a caller's microbatch; give it back with `leave`.
 
         In the synchronous setting one of the last round is taken as well, with the weights of that round: a stage that
         lost all its peers and came back from a checkpoint has that round to do again. Here it counts no more.
@@ -130,22 +140,21 @@ class Stage:
         elif self._averages_too_long():
             raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
         place = self._place(microbatch.round)
-        if self._admitted[place] >= self._limits.max_in_flight:
-            reason = f"{self._admitted[place]} microbatches are in flight"
-            raise Overloaded(reason, retry_after_seconds=self._microbatch_seconds())
-        self._admitted[place] += 1
+        self._admissions = {
+            p: admission for p, admission in self._admissions.items() if admission.num_held or p >= place
+        }
+        admission = self._admissions.setdefault(place, Admission(self._limits.max_in_flight, self._clock))
+        admission.take(caller, retry_after_seconds=self._microbatch_seconds())
+        return Slot(place, caller)
 
     def _microbatch_seconds(self) -> float:
         """How long it is likely to take until a slot is free."""
         seconds = (self._seconds_per_sample.value or 0.0) * self.config.data.microbatch_size
         return min(max(seconds, 0.02), 1.0)
 
-    def leave(self, microbatch: Microbatch) -> None:
-        """Give its slot back."""
-        place = self._place(microbatch.round)
-        self._admitted[place] -= 1
-        if not self._admitted[place]:
-            del self._admitted[place]
+    def leave(self, slot: Slot) -> None:
+        """Give a slot back."""
+        self._admissions[slot.place].give_back(slot.caller)
 
     def _averages_too_long(self) -> bool:
         """Whether a round's worth of samples waits for the one step that follows the exchange."""

@@ -155,10 +155,11 @@ async def test_weights_are_part_of_the_digest() -> None:
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-async def test_non_finite_part_names_its_sender_to_everybody(gathers: bool) -> None:
-    vectors = [torch.ones(9), torch.ones(9), torch.full((9,), torch.inf)]
-    failures = await average(vectors, [1, 1, 1], gathers=gathers)
-    assert [failed.peer_id for failed in failures if isinstance(failed, MemberFailed)] == ["2", "2", "2"]
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e30])
+async def test_part_out_of_range_names_its_sender_to_everybody(gathers: bool, bad: float) -> None:
+    vectors = [torch.ones(9), torch.ones(9), torch.full((9,), bad)]
+    others = (await average(vectors, [1, 1, 1], gathers=gathers))[:2]
+    assert [failed.peer_id for failed in others if isinstance(failed, MemberFailed)] == ["2", "2"]
 
 
 @pytest.mark.parametrize("gathers", [True, False])
@@ -184,6 +185,26 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
         await reduction.result()
+
+
+@pytest.mark.parametrize(
+    ("value", "norm", "reason"), [(1e30, 1.0, r"numbers beyond 1e\+15"), (1.0, 1.0, "not what it says")]
+)
+async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float, reason: str) -> None:
+    shares = shares_of([1, 1], 8)
+    reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
+    await reduction.add("1", FP32.encode(torch.ones(4)))
+
+    class Malicious:
+        async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+            return Payload(encoded=FP32.encode(torch.full((4,), value)), squared_norm=norm)
+
+    with pytest.raises(MemberFailed, match=reason) as failed:
+        await butterfly(
+            torch.ones(8), own_id="0", shares=shares, reduction=reduction, codec=FP32, result_codec=FP32,
+            transport=Malicious(), timeout_seconds=5,
+        )  # fmt: skip
+    assert failed.value.peer_id == "1"
 
 
 async def test_a_part_counts_once() -> None:

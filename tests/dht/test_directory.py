@@ -16,6 +16,7 @@ from swarm.dht.directory import RUNS_KEY, Directory, MemoryStore, RunRecord, dis
 from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from tests.support import locked
 
 OURS, THEIRS = identity.generate(), identity.generate()
 RUN = "run.0123"
@@ -248,3 +249,71 @@ async def test_a_run_of_another_version(store: Store, clock: ManualClock) -> Non
     await store.store(RUNS_KEY, THEIRS.peer_id, seal(THEIRS, RUNS_KEY, record, 1060.0), 1060.0)
     with pytest.raises(IncompatibleVersion, match="install the version that the other peers have"):
         await discover_config(store, clock, address="/x")
+
+
+# -- locked runs -------------------------------------------------------------------------------------------------------
+
+OWNED = dataclasses.replace(CONFIG, owner=locked.OWNER.authority.fingerprint)
+OTHERS = dataclasses.replace(CONFIG, owner=locked.STRANGER.authority.fingerprint)
+
+
+@pytest.fixture
+def now() -> ManualClock:
+    return ManualClock(locked.NOW.timestamp())
+
+
+async def test_members_see_members_alone(now: ManualClock) -> None:
+    store = Store(now)
+    for who in (locked.PEER, locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.TRAINER):
+        directory = Directory(store, who, RUN, now)
+        await directory.announce_peer(_record(who, announced_at=now.time()), 30)
+        await directory.announce_trainer(TrainerRecord(peer_id=who.peer_id, announced_at=now.time()), 30)
+    reader = Directory(store, locked.OTHER_PEER, RUN, now)
+    assert [record.peer_id for record in await reader.peers(1)] == [locked.PEER.peer_id]
+    assert {record.peer_id for record in await reader.trainers()} == {locked.PEER.peer_id, locked.TRAINER.peer_id}
+    assert len(await Directory(store, locked.OPEN, RUN, now).peers(1)) == 5
+
+
+async def _published(now: ManualClock, *statements: tuple[identity.Identity, RunConfig]) -> Store:
+    store = Store(now)
+    for who, config in statements:
+        await Directory(store, who, config.run_id, now).publish_config(to_json(config), 60)
+    return store
+
+
+async def test_nobody_takes_a_locked_run_over(now: ManualClock) -> None:
+    """Neither with another configuration, nor with the same one, nor as a trainer."""
+    taken_over = dataclasses.replace(OWNED, model=ModelConfig(num_layers=8))
+    store = await _published(
+        now, (locked.OPEN, CONFIG), (locked.FOREIGN, taken_over), (locked.TRAINER, taken_over), (OURS, OTHERS),
+        (locked.PEER, OWNED),
+    )  # fmt: skip
+    assert await discover_config(store, now, address="/x", authority=locked.OWNER.authority) == OWNED
+
+
+async def test_without_a_token_a_locked_run_is_named_as_such(now: ManualClock) -> None:
+    store = await _published(now, (locked.PEER, OWNED))
+    with pytest.raises(ValueError, match=r"^the run at /x is locked: .*join with /x#TOKEN$"):
+        await discover_config(store, now, address="/x")
+
+
+@pytest.mark.parametrize(
+    ("publisher", "config", "theirs"), [(locked.OPEN, CONFIG, "is open"), (locked.FOREIGN, OTHERS, "is owned by")]
+)
+async def test_a_token_for_another_run_is_refused(
+    now: ManualClock, publisher: identity.Identity, config: RunConfig, theirs: str
+) -> None:
+    store = await _published(now, (publisher, config))
+    with pytest.raises(ValueError, match=f"^the token is for the run of owner .*, and the run at /x {theirs}"):
+        await discover_config(store, now, address="/x", authority=locked.OWNER.authority)
+
+
+async def test_a_locked_run_that_is_not_there(now: ManualClock) -> None:
+    with pytest.raises(PeerUnavailable, match="no run is announced"):
+        await discover_config(Store(now), now, address="/x", authority=locked.OWNER.authority)
+
+
+def test_the_owner_is_part_of_the_runs_name() -> None:
+    assert len({CONFIG.run_id, OWNED.run_id, OTHERS.run_id}) == 3
+    with pytest.raises(ValueError, match="owner must be the 64 hexadecimal digits"):
+        dataclasses.replace(CONFIG, owner="me")

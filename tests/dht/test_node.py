@@ -19,6 +19,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
+from tests.support import locked
 
 OWNER, THIEF = identity.generate(), identity.generate()
 NOBODY = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
@@ -112,6 +113,25 @@ async def test_storage_nodes_refuse_a_longer_life(first: DhtNode, careless: DhtN
     value = _sealed("prolonged", expiration)
     assert not await careless.store("prolonged", OWNER.peer_id, value, expiration + 60)
     assert await first.get("prolonged") == {}
+
+
+async def test_a_locked_node_stores_and_believes_members_alone(start: Start) -> None:
+    open_node = start()
+    node = start(open_node.addresses())
+    node.lock(locked.OWNER.authority)
+    expiration = time.time() + 30
+    key = "run.0.stage.0"
+    values = {
+        who.peer_id: (_sealed(key, expiration, who), expiration)
+        for who in (locked.PEER, locked.TRAINER, locked.EXPIRED, locked.FOREIGN, locked.OPEN)
+    }
+    # The open node is the stranger's, and keeps everything; it tells the other one all it knows.
+    for peer_id, (value, _) in values.items():
+        await open_node.store(key, peer_id, value, expiration)
+    assert await open_node.get(key) == values
+    assert await node.get(key) == {locked.PEER.peer_id: values[locked.PEER.peer_id]}
+    for node_ in (open_node, node):
+        node_.shutdown()
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"unsigned", b"x" * 300, b"\xc7\xff" * 200])

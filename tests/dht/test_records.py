@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from swarm import identity
 from swarm.dht.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, Envelope, open_record, seal
-from swarm.errors import IntegrityError, MalformedMessage
+from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
+from tests.support import locked
 
 NOW = 1000.0
 EXPIRATION = NOW + 60
@@ -84,3 +85,46 @@ def test_even_its_owner_cannot_make_a_record_last(expiration: float) -> None:
 def test_too_large_a_payload_is_not_sealed() -> None:
     with pytest.raises(ValueError, match=r"^a record for key has \d+ bytes"):
         seal(OWNER, "key", Note(text="x" * MAX_RECORD_BYTES), EXPIRATION)
+
+
+# -- in a locked run ---------------------------------------------------------------------------------------------------
+
+THEN = locked.NOW.timestamp()
+STAGE, TRAINERS = "run.0123.stage.1", "run.0123.trainers"
+
+
+def _read(signer: identity.Identity, key: str = STAGE, *, value: bytes | None = None) -> Note:
+    sealed = seal(signer, key, Note(text="hello"), THEN + 60) if value is None else value
+    return open_record(Note, key, signer.peer_id, sealed, THEN + 60, THEN, locked.OWNER.authority)
+
+
+def test_members_speak_where_they_may() -> None:
+    for signer, key in ((locked.PEER, STAGE), (locked.PEER, TRAINERS), (locked.TRAINER, TRAINERS)):
+        assert _read(signer, key) == Note(text="hello")
+
+
+@pytest.mark.parametrize(
+    "signer",
+    [locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.passed_on(), locked.promoted(), locked.TRAINER],
+    ids=["no token", "expired", "another run", "passed on", "promoted", "a trainer at a stage"],
+)
+def test_nobody_else_is_heard(signer: identity.Identity) -> None:
+    with pytest.raises(NotAllowed):
+        _read(signer)
+
+
+def test_a_members_record_is_of_no_use_to_others() -> None:
+    """Nor with another member's certificates, nor with the thief's own in their place."""
+    stolen = Envelope.model_validate_json(seal(locked.PEER, STAGE, Note(text="hello"), THEN + 60))
+    for thief in (locked.OTHER_PEER, locked.TRAINER, locked.FOREIGN, locked.OPEN):
+        swapped = stolen.model_copy(update={"certificate_pem": thief.certificate_pem}).model_dump_json().encode()
+        for subkey in (thief, locked.PEER):
+            with pytest.raises((IntegrityError, NotAllowed)):
+                _read(subkey, value=swapped)
+
+
+def test_a_member_whose_time_is_over_is_not_heard_any_more() -> None:
+    later = locked.PEER_TOKEN.expires_at + 1
+    sealed = seal(locked.PEER, STAGE, Note(text="hello"), later + 60)
+    with pytest.raises(NotAllowed, match="has expired"):
+        open_record(Note, STAGE, locked.PEER.peer_id, sealed, later + 60, later, locked.OWNER.authority)

@@ -86,7 +86,7 @@ class Watch:
             lambda: dht_node.start(clock=clock, initial_peers=[self._address], client_mode=True)
         )
         try:
-            config = await agree_on_config(node, None, [self._address], clock)
+            config = await agree_on_config(node, None, [self._address], clock, None)
             directory = Directory(node, generate(), config.run_id, clock)
             while not self._stop.is_set():
                 rows = {stage: await directory.peers(stage) for stage in range(NUM_STAGES)}

@@ -234,6 +234,7 @@ ERRORS: list[errors.SwarmError] = [
     errors.CorpusMismatch("other text"),
     errors.StaleMicrobatch("round 1 is over"),
     errors.IntegrityError("no digest"),
+    errors.NotAllowed("a trainer's token"),
     errors.RetriesExhausted("12 attempts"),
 ]
 

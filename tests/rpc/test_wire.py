@@ -7,7 +7,7 @@ import torch
 
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, DTYPES, TensorReader, TensorSpec, chunks, require_finite
+from swarm.rpc.wire import CHUNK_BYTES, DTYPES, TensorReader, TensorSpec, chunks, require_in_range
 
 _SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
 _HEADER = TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=24)
@@ -87,19 +87,30 @@ def test_error_messages_quote_little_of_what_a_stranger_sent() -> None:
     assert len(str(refusal.value)) < 300
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_numbers_are_refused(bad: float) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 65_505.0])
+def test_numbers_out_of_range_are_refused(bad: float) -> None:
     tensor = torch.zeros(4, 4)
     tensor[2, 1] = bad
-    with pytest.raises(MalformedMessage, match="'hidden' holds NaN or infinity"):
-        require_finite("hidden", tensor)
+    with pytest.raises(MalformedMessage, match="'hidden' holds NaN, infinity, or numbers beyond 65504"):
+        require_in_range("hidden", tensor)
 
 
 def test_infinities_that_cancel_are_refused() -> None:
     with pytest.raises(MalformedMessage):
-        require_finite("hidden", torch.tensor([float("inf"), -float("inf")]))
+        require_in_range("hidden", torch.tensor([float("inf"), -float("inf")]))
 
 
-def test_large_finite_numbers_whose_sum_overflows_are_accepted() -> None:
-    require_finite("hidden", torch.full((8,), 3e38))
-    require_finite("hidden", torch.full((8,), 60_000.0, dtype=torch.float16))
+def test_whatever_float16_can_carry_is_accepted() -> None:
+    for dtype in (torch.float32, torch.float16):
+        require_in_range("hidden", torch.tensor([65_504.0, -65_504.0], dtype=dtype))
+    require_in_range("hidden", torch.full((8,), 60_000.0, dtype=torch.bfloat16))
+    require_in_range("hidden", torch.empty(0))
+
+
+def test_empty_chunks_are_refused() -> None:
+    """Each would cost the reader work, and their number has no bound."""
+    reader = TensorReader({"x": TensorSpec(shape=(3,), encoding="fp32")})
+    first = next(chunks("x", torch.ones(3)))
+    header = TensorChunk(header=first.header)
+    with pytest.raises(MalformedMessage, match="an empty chunk of tensor 'x'"):
+        reader.feed(header)

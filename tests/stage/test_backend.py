@@ -299,9 +299,10 @@ def test_tokens_outside_the_vocabulary_are_refused(stage: int, token: int) -> No
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_non_finite_activations_are_refused(stage: int) -> None:
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+def test_activations_out_of_range_are_refused(stage: int, bad: float) -> None:
     backend = _backend(_CONFIG, stage)
-    inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0).index_fill(1, torch.tensor([3]), float("nan"))}
+    inputs = {TOKENS: _tokens(0), HIDDEN: _hidden(0).index_fill(1, torch.tensor([3]), bad)}
     with pytest.raises(MalformedMessage, match="'hidden' holds NaN"):
         backend.forward_loss(0, 0, inputs, accumulate=True) if backend.is_last else backend.forward(0, 0, inputs)
     assert _unchanged(backend)
@@ -313,6 +314,15 @@ def test_a_loss_that_is_not_finite_is_never_accumulated() -> None:
         next(iter(backend.weights.version.parameters.values())).fill_(float("nan"))
     with pytest.raises(MalformedMessage, match="'loss'"):
         backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
+    assert _unchanged(backend)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+def test_a_gradient_that_overflows_is_never_accumulated(bad: float) -> None:
+    backend = _backend(_CONFIG, 1)
+    forward = backend.forward(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)})
+    with pytest.raises(MalformedMessage, match="the gradient of the weights is not finite"):
+        backend.backward(forward, torch.full_like(_hidden(0), bad), accumulate=True)
     assert _unchanged(backend)
 
 

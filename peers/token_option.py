@@ -1,0 +1,92 @@
+"""With which token a program joins a run: the option, the address or the environment has it.
+
+Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. Decides nothing about who may join.
+"""
+
+import asyncio
+import datetime
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from swarm.certificates import Role
+from swarm.clock import Clock
+from swarm.identity import Identity
+from swarm.token import Token
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SWARM_TOKEN"
+"""Of the environment; an option or an address goes before it."""
+FAREWELL_SECONDS = 40.0
+"""How long before its token ends a program begins to leave: later on nobody would listen."""
+
+
+def read_token(text: str) -> Token:
+    """A token that is written out, or in a file (@FILE). Raises ValueError, or OSError if the file cannot be read."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            text = ""
+    return Token.parse(text)
+
+
+def find_token(
+    option: str | None, initial_peers: Sequence[str], environment: Mapping[str, str], *, role: Role, insecure: bool,
+    clock: Clock,
+) -> tuple[tuple[str, ...], Token | None]:  # fmt: skip
+    """The addresses of `--initial-peers` without what follows a `#`, and the token; None for an open run.
+
+    Args:
+        option: of `--token`.
+        role: what the program needs.
+
+    Raises:
+        ValueError: no token, two different ones, one that has expired or is a trainer's only, or no TLS.
+        OSError: a file with a token cannot be read.
+    """
+    parted = [address.partition("#") for address in initial_peers]
+    addresses = tuple(address for address, _, _ in parted)
+    given = [text for text in (option, *(text for _, _, text in parted)) if text]
+    tokens = {str(token): token for token in map(read_token, given or filter(None, [environment.get(VARIABLE)]))}
+    if len(tokens) > 1:
+        raise ValueError("--token and --initial-peers bring different tokens: leave all but one out")
+    if not tokens:
+        return addresses, None
+    token = next(iter(tokens.values()))
+    if token.expires_at <= clock.time():
+        raise ValueError(f"the token expired on {_date(token.expires_at)}: ask the run's owner for a new one")
+    if role is Role.PEER and token.role is not Role.PEER:
+        raise ValueError("the token is a trainer's: ask the run's owner for one with --role peer")
+    if insecure:
+        raise ValueError("--insecure leaves nothing locked: a run with a token needs TLS")
+    return addresses, token
+
+
+def admitted(identity: Identity, token: Token | None) -> Identity:
+    """The identity as the run knows it: with a certificate by the token, if there is one."""
+    return identity if token is None else token.admit(identity)
+
+
+def with_token(addresses: Sequence[str], token: str) -> str:
+    """The addresses as they are typed: the token, which counts for all, comes with the first."""
+    return " ".join([f"{addresses[0]}#{token}" if token else addresses[0], *addresses[1:]])
+
+
+async def stop_or_expiry(stop: asyncio.Event, identity: Identity, clock: Clock) -> None:
+    """Return when the program is to stop: `stop` was set, or its token is about to end, which sets it."""
+    if identity.authority is None:
+        await stop.wait()
+        return
+    expires_at = identity.authority.member(identity.certificate_pem, clock.time()).expires_at
+    try:
+        async with asyncio.timeout(expires_at - FAREWELL_SECONDS - clock.time()):
+            await stop.wait()
+    except TimeoutError:
+        stop.set()
+        logger.error("the token ends at %s: leaving; ask the run's owner for a new one", _date(expires_at))
+
+
+def _date(when: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(when, datetime.UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,113 @@
+"""An intruder of the bench `intruders`: a process that misuses a peer as fast as it can, or computes in peace.
+
+    python -m scripts.benches.intruder KIND FILE
+
+FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. Runs until it is killed.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from swarm.identity import generate
+from swarm.rpc import tls
+from swarm.rpc.channels import CLIENT_OPTIONS
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+from swarm.stage.backend import HIDDEN
+from swarm.token import Token
+from swarm.types import PROTOCOL_VERSION
+
+AT_ONCE = 64
+TRAIN, BEGIN = "/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.AveragingService/Begin"
+FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+
+
+class Intruder:
+    """One connection, and what is sent over it."""
+
+    def __init__(self, target: dict[str, Any]) -> None:
+        identity = Token.parse(target["token"]).admit(generate())
+        credentials = tls.pinned_credentials(target["certificate_pem"], identity)
+        options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
+        self._channel = grpc.aio.secure_channel(target["endpoint"], credentials, options=options)
+        self._random = random.Random(0)
+        self._address = pb.Address(run_id=target["run_id"], protocol_version=PROTOCOL_VERSION, stage=1)
+        self._samples = target["num_samples"]
+
+    async def malformed(self) -> None:
+        """Bytes that are no message, or one of nonsense."""
+        call: Any = self._channel.unary_unary(BEGIN)
+        await call(self._random.randbytes(self._random.randrange(200)), timeout=20)
+
+    async def opens(self) -> None:
+        """A microbatch that is right as far as it goes: it takes a slot, and is given up."""
+        async with asyncio.timeout(5):
+            call = await self._open()
+            await call.read()
+        call.cancel()
+
+    async def idle(self) -> None:
+        """A stream that says nothing."""
+        call: Any = self._channel.stream_stream(TRAIN)()
+        await call.read()
+
+    async def slow(self) -> None:
+        """A tensor of which a byte comes now and then."""
+        call = await self._open()
+        header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
+        while not call.done():
+            await call.write(pb.TrainRequest(chunk=TensorChunk(header=header, data=b"x")).SerializeToString())
+            await asyncio.sleep(1.0)
+
+    async def _open(self) -> Any:
+        opening = pb.Open(
+            address=self._address, microbatch=self._random.randrange(1 << 40), num_samples=self._samples
+        )  # fmt: skip
+        call: Any = self._channel.stream_stream(TRAIN)()
+        await call.write(pb.TrainRequest(open=opening).SerializeToString())
+        return call
+
+    async def run(self, kind: str) -> None:
+        """Do it again and again, many at a time."""
+
+        async def again() -> None:
+            while True:
+                try:
+                    await getattr(self, kind)()
+                except (*FAULTS, TimeoutError):
+                    await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(again())
+
+
+def compute(share: float) -> None:
+    """Be busy for a share of the time."""
+    while True:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.02 * share:
+            pass
+        time.sleep(0.02 * (1.0 - share))
+
+
+def main() -> None:
+    kind, file = sys.argv[1:]
+    target = json.loads(Path(file).read_text(encoding="utf-8"))
+    if kind == "harmless":
+        compute(target["share"])
+    else:
+        asyncio.run(Intruder(target).run(kind))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    main()

@@ -1,0 +1,174 @@
+"""What honest traffic loses to an intruder: its rate beside one, over that beside an equally busy harmless process.
+
+A swarm-peer of a locked run serves the last of two stages. This process, as the stage before, hands it microbatches,
+several at a time. Beside it runs a process with a token of its own that misuses the peer as fast as it can; then, for
+as long, one that only computes, for the same share of a core as the intruder was seen to take. Both take turns.
+"""
+
+import asyncio
+import dataclasses
+import datetime
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.supervisor import Supervisor
+from peers.token_option import VARIABLE
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus, write_json
+from swarm.certificates import Role
+from swarm.clock import SystemClock
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.hop import Hop, HopListener, Microbatch
+from swarm.identity import generate
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
+from swarm.token import Token, new_owner
+
+KINDS = ("malformed", "opens", "idle", "slow")
+IN_FLIGHT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Measure what honest traffic keeps beside an intruder."""
+
+    seconds: float = 8.0
+    """Of each measurement."""
+    repetitions: int = 3
+    """Of each kind of intruder, and of its harmless counterpart."""
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 or self.repetitions < 1:
+            raise ValueError("--seconds must be positive, --repetitions at least 1")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all kinds; gives the figures."""
+    torch.set_num_threads(1)
+    now = datetime.datetime.now(datetime.UTC)
+    owner = new_owner(now)
+    tokens = [owner.issue(Role.PEER, name="bench", now=now, lifetime=datetime.timedelta(days=1)) for _ in range(2)]
+    config, _ = with_corpus(_config(options, owner.authority.fingerprint))
+    with tempfile.TemporaryDirectory(prefix="bench-intruders-") as name, Supervisor(Path(name) / "logs") as children:
+        say("the peer starts")
+        os.environ[VARIABLE] = str(tokens[0])
+        swarm = SwarmProcesses(config, children, Path(name) / "swarm")
+        swarm.start_peers([1])
+        target = {
+            "endpoint": swarm.peers[0].record.endpoint, "certificate_pem": swarm.peers[0].record.certificate_pem,
+            "run_id": config.run_id, "token": str(tokens[1]), "num_samples": config.data.microbatch_size,
+        }  # fmt: skip
+        file = Path(name) / "target.json"
+        figures: dict[str, Any] = {}
+        with asyncio.Runner() as runner:
+            honest = runner.run(_connect(config, swarm, tokens[0]))
+            for kind in KINDS:
+                say(f"beside an intruder: {kind}")
+                ratios, shares = [], []
+                for _ in range(options.repetitions):
+                    write_json(file, target)
+                    with _beside(children, kind, file) as used:
+                        rate = runner.run(honest.rate(options.seconds))
+                        shares.append(min(1.0, used() / (options.seconds + honest.warm_up_seconds)))
+                    write_json(file, {**target, "share": shares[-1]})
+                    with _beside(children, "harmless", file):
+                        ratios.append(rate / runner.run(honest.rate(options.seconds)))
+                figures[kind] = {"honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares)}
+            runner.run(honest.channels.close())
+    return {"worst_ratio": min(figure["honest_rate_ratio"] for figure in figures.values()), **figures}
+
+
+def _config(options: Options, owner: str) -> RunConfig:
+    config = RunConfig(
+        run="bench-intruders",
+        model=ModelConfig(num_layers=4, d_model=256, num_heads=4),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=8, max_tokens=1_000_000),
+        # No round ends while the bench runs.
+        rounds=RoundsConfig(setting="diloco", round_samples=8 << 20, inner_batch_samples=32),
+    )
+    return dataclasses.replace(config, owner=owner)
+
+
+@contextmanager
+def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Any]:
+    """Run the other process; gives a function for the processor seconds that it has taken."""
+    child = children.start(
+        f"{kind}-{time.monotonic_ns()}", [sys.executable, "-m", "scripts.benches.intruder", kind, str(file)]
+    )
+    # Its imports are no part of the measurement.
+    time.sleep(4.0)
+    began = _processor_seconds(child.pid)
+    try:
+        yield lambda: _processor_seconds(child.pid) - began
+    finally:
+        children.kill9(child)
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(eq=False)
+class Honest:
+    """This process in the place of the stage before."""
+
+    hop: Hop
+    channels: ChannelPool
+    tensors: dict[str, torch.Tensor]
+    num_started: int = 0
+    warm_up_seconds: float = 1.0
+
+    async def rate(self, seconds: float) -> float:
+        """Microbatches a second, several at a time."""
+        num_done, counts = 0, False
+
+        async def feed() -> None:
+            nonlocal num_done
+            while True:
+                index, self.num_started = self.num_started, self.num_started + 1
+                microbatch = Microbatch(index=index, round=0, num_samples=len(self.tensors[TOKENS]))
+                reply = await self.hop.train(microbatch, self.tensors, HopListener(), {})
+                await reply.ack()
+                num_done += counts
+
+        feeding = [asyncio.create_task(feed()) for _ in range(IN_FLIGHT)]
+        await asyncio.sleep(self.warm_up_seconds)
+        counts = True
+        await asyncio.sleep(seconds)
+        counts = False
+        for task in feeding:
+            task.cancel()
+        ended = await asyncio.gather(*feeding, return_exceptions=True)
+        for end in ended:
+            if not isinstance(end, asyncio.CancelledError):
+                raise end if isinstance(end, BaseException) else AssertionError("feeding ended")
+        return num_done / seconds
+
+
+async def _connect(config: RunConfig, swarm: SwarmProcesses, token: Token) -> Honest:
+    clock = SystemClock()
+    router = Router(clock, random.Random(0))
+    router.update(1, [peer.record for peer in swarm.peers])
+    channels = ChannelPool(identity=token.admit(generate()))
+    hop = Hop(
+        run_id=config.run_id, stage=1, reply_specs=reply_specs(config, 1), router=router, channels=channels, clock=clock
+    )
+    size, length = config.data.microbatch_size, config.data.sequence_length
+    tensors = {
+        TOKENS: torch.randint(config.model.vocab_size, (size, length + 1), dtype=torch.int32),
+        HIDDEN: torch.randn(size, length, config.model.d_model),
+    }
+    return Honest(hop, channels, tensors)

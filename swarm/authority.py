@@ -1,0 +1,97 @@
+"""Who belongs to a locked run: those for whose key a token of its owner vouches.
+
+Used by identity, by dht/ for records and by rpc/ for connections and calls. Decides by certificates alone: never asks
+anybody, and knows nobody by name.
+"""
+
+import datetime
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cryptography import x509
+from cryptography.x509 import verification
+
+from swarm import certificates
+from swarm.certificates import Role
+from swarm.errors import IntegrityError, NotAllowed
+from swarm.types import PeerId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """What a certificate says of its holder."""
+
+    peer_id: PeerId
+    role: Role
+    begins_at: float
+    """Seconds since the epoch."""
+    expires_at: float
+    """Seconds since the epoch; the token's."""
+
+
+@dataclass(frozen=True)
+class Authority:
+    """The owner of a locked run, as everybody else knows it.
+
+    Attributes:
+        certificate_pem: the owner's; the root of every chain.
+    """
+
+    certificate_pem: str
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the owner's key: the configuration's `owner`."""
+        return _fingerprint(self.certificate_pem)
+
+    def member(self, chain_pem: str, now: float) -> Member:
+        """Whom a chain of certificates (the holder's, then the token's) belongs to.
+
+        Args:
+            now: seconds since the epoch.
+
+        Raises:
+            NotAllowed: no such chain, another owner's, or one that does not hold now.
+        """
+        member = _verified(self.certificate_pem, chain_pem)
+        # Written so that it refuses NaN as well.
+        if not member.begins_at <= now <= member.expires_at:
+            raise NotAllowed(f"the token of {member.peer_id[:8]} has expired, or a clock is wrong")
+        return member
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(certificate_pem: str) -> str:
+    return certificates.fingerprint(certificates.load(certificate_pem))
+
+
+# Cached because every call and every reading of the DHT asks again; only the time of asking differs.
+@lru_cache(maxsize=4096)
+def _verified(owner_pem: str, chain_pem: str) -> Member:
+    try:
+        chain = certificates.load_all(chain_pem)
+        if len(chain) != 2:
+            raise NotAllowed("no certificate that a token issued: this run is locked, and a token is needed to join")
+        own, token = chain
+        owner = certificates.load(owner_pem)
+        begins_at = max(certificate.not_valid_before_utc for certificate in (own, token, owner))
+        expires_at = min(certificate.not_valid_after_utc for certificate in (own, token, owner))
+        if begins_at > expires_at:
+            raise NotAllowed("a certificate that never holds")
+        _verify_chain(owner, own, token, begins_at)
+        return Member(
+            peer_id=certificates.peer_id_of(chain_pem), role=certificates.role_of(token),
+            begins_at=begins_at.timestamp(), expires_at=expires_at.timestamp(),
+        )  # fmt: skip
+    except IntegrityError as error:
+        raise NotAllowed(f"no certificate of this run: {error}") from None
+
+
+def _verify_chain(
+    owner: x509.Certificate, own: x509.Certificate, token: x509.Certificate, at: datetime.datetime
+) -> None:
+    policy = verification.PolicyBuilder().store(verification.Store([owner])).time(at).max_chain_depth(1)
+    try:
+        policy.build_client_verifier().verify(own, [token])
+    except (verification.VerificationError, ValueError, x509.ExtensionNotFound, x509.DuplicateExtension):
+        raise NotAllowed("a certificate that this run's owner did not vouch for") from None

@@ -1,0 +1,208 @@
+"""X.509: the four kinds of certificates there are, and what is read from them.
+
+Used by identity, token and authority. A peer of an open run has a certificate that it signed itself. In a locked run
+the owner's key issues tokens and a token issues a certificate to every peer that holds it, so what a peer shows is
+two certificates: its own, then the token's. Never decides who is trusted.
+"""
+
+import datetime
+import hashlib
+from enum import StrEnum
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from swarm.errors import IntegrityError
+from swarm.types import PeerId
+
+PEER_NAME = "swarm-peer"
+"""Subject of every peer's certificate. TLS checks a name; which peer it is, the pinned certificate says."""
+OWNER_NAME = "swarm-owner"
+
+_LONG = datetime.timedelta(days=3650)
+_EARLIER = datetime.timedelta(days=1)
+"""A clock that runs slow must not refuse a certificate made just now."""
+_END = "-----END CERTIFICATE-----\n"
+
+
+class Role(StrEnum):
+    """What the bearer of a token may do."""
+
+    PEER = "peer"
+    """Serve stages, and all that a trainer may."""
+    TRAINER = "trainer"
+    """Feed text, and watch."""
+
+
+_USAGES = {
+    Role.PEER: [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH],
+    Role.TRAINER: [ExtendedKeyUsageOID.CLIENT_AUTH],
+}
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    """A P-256 key."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    """A private key as PEM, not encrypted."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+
+
+def load_key(pem: str) -> ec.EllipticCurvePrivateKey:
+    """The inverse of `key_pem`. Raises ValueError, TypeError or UnsupportedAlgorithm for anything else."""
+    key = serialization.load_pem_private_key(pem.encode(), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("not an elliptic-curve key")
+    return key
+
+
+# -- making them -------------------------------------------------------------------------------------------------------
+
+
+def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
+    """For a peer of an open run."""
+    builder = _builder(PEER_NAME, key.public_key(), PEER_NAME, now - _EARLIER, now + _LONG)
+    return builder.add_extension(_PEER_NAMES, critical=False).sign(key, hashes.SHA256())
+
+
+def owner(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
+    """For the owner of a run: issues tokens."""
+    builder = _builder(OWNER_NAME, key.public_key(), OWNER_NAME, now - _EARLIER, now + _LONG)
+    return _authority(builder, key, key, path_length=1).sign(key, hashes.SHA256())
+
+
+def token(
+    key: ec.EllipticCurvePrivateKey, owner_key: ec.EllipticCurvePrivateKey, *, role: Role, name: str,
+    now: datetime.datetime, expires: datetime.datetime,
+) -> x509.Certificate:  # fmt: skip
+    """For those whom the owner lets in: issues certificates to peers, and to nobody who could pass them on."""
+    builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
+    return _authority(builder, key, owner_key, path_length=0).sign(owner_key, hashes.SHA256())
+
+
+def member(
+    key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, issuer_key: ec.EllipticCurvePrivateKey
+) -> x509.Certificate:
+    """For a peer or trainer that holds a token, for as long as the token holds."""
+    builder = _builder(
+        PEER_NAME, key.public_key(), common_name(issuer), issuer.not_valid_before_utc, issuer.not_valid_after_utc
+    )
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(_USAGES[role_of(issuer)]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+        .add_extension(_PEER_NAMES, critical=False)
+        .sign(issuer_key, hashes.SHA256())
+    )
+
+
+_PEER_NAMES = x509.SubjectAlternativeName([x509.DNSName(PEER_NAME)])
+
+
+def _builder(
+    subject: str, key: ec.EllipticCurvePublicKey, issuer: str, begins: datetime.datetime, ends: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begins)
+        .not_valid_after(ends)
+    )
+
+
+def _authority(
+    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, issuer_key: ec.EllipticCurvePrivateKey,
+    *, path_length: int,
+) -> x509.CertificateBuilder:  # fmt: skip
+    signs_only = x509.KeyUsage(
+        digital_signature=False, content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, key_cert_sign=True, crl_sign=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=path_length), critical=True)
+        .add_extension(signs_only, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+    )
+
+
+# -- reading them ------------------------------------------------------------------------------------------------------
+
+
+def to_pem(certificate: x509.Certificate) -> str:
+    """As PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def load(pem: str) -> x509.Certificate:
+    """The first certificate of a chain. Raises IntegrityError if it is none."""
+    try:
+        return x509.load_pem_x509_certificate(pem.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        raise IntegrityError("not an X.509 certificate") from None
+
+
+def load_all(pem: str) -> list[x509.Certificate]:
+    """Every certificate of a chain, the peer's own first. Raises IntegrityError if there is none, or a broken one."""
+    try:
+        return x509.load_pem_x509_certificates(pem.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        raise IntegrityError("not X.509 certificates") from None
+
+
+def first_pem(chain_pem: str) -> str:
+    """The peer's own certificate, without those that vouch for it."""
+    return chain_pem[: chain_pem.find(_END) + len(_END)] if _END in chain_pem else chain_pem
+
+
+def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
+    """Its key. Raises IntegrityError if that is not an elliptic-curve key."""
+    try:
+        key = certificate.public_key()
+    except (ValueError, UnsupportedAlgorithm):
+        raise IntegrityError("a certificate's key cannot be read") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise IntegrityError("not an elliptic-curve certificate")
+    return key
+
+
+def peer_id_of(certificate_pem: str) -> PeerId:
+    """The id that belongs to a certificate, or to the first of a chain. Raises IntegrityError if it is none."""
+    return PeerId(fingerprint(load(certificate_pem))[:40])
+
+
+def fingerprint(certificate: x509.Certificate) -> str:
+    """SHA-256 of the certificate's public key, in hexadecimal. Raises IntegrityError as `public_key` does."""
+    encoded = public_key(certificate).public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """Who it is for, in words."""
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(names[0].value) if names else ""
+
+
+def role_of(token_certificate: x509.Certificate) -> Role:
+    """What a token's bearer may do. Raises IntegrityError if it does not say."""
+    try:
+        usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+        raise IntegrityError("a token's certificate names no role") from None
+    for role, named in _USAGES.items():
+        if usages == named:
+            return role
+    raise IntegrityError("a token's certificate names no role")

@@ -1,0 +1,109 @@
+"""Who calls, and how much of this peer a single caller may take.
+
+Used by guard, which counts the calls, and by servicers, which count what they keep for a call. A caller is a member's
+id in a locked run, and in an open one an address: all processes on one machine are one caller there. Soon forgets
+callers that have no calls.
+"""
+
+from collections import Counter
+from typing import Any, NewType
+from urllib.parse import unquote
+
+from swarm.certificates import peer_id_of
+from swarm.clock import Clock, SystemClock
+from swarm.errors import IntegrityError, Overloaded
+
+MAX_CALLS = 1024
+"""Of one caller, under way at one time; waiting calls of a trainer are most of an honest one's."""
+MAX_BYTES = 256 << 20
+"""Kept for the calls of one caller."""
+RETRY_SECONDS = 1.0
+CALLS_PER_SECOND = 500.0
+"""Begun by one caller; those beyond it wait, so that nobody has this peer busy with answering calls alone."""
+BURST_CALLS = 1000
+"""That may begin at once after a pause."""
+
+Caller = NewType("Caller", str)
+
+
+class Callers:
+    """What each caller takes now."""
+
+    def __init__(self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_BYTES) -> None:
+        self._clock = clock or SystemClock()
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._num_calls: Counter[Caller] = Counter()
+        self._num_bytes: Counter[Caller] = Counter()
+        self._due: dict[Caller, float] = {}
+        """By caller, when its next call would have come if all had come evenly; of those who are ahead of that."""
+
+    def enter(self, caller: Caller) -> float:
+        """One more call; `leave` ends it. Raises Overloaded beyond the limit.
+
+        Returns:
+            The seconds that the call has to wait before it is served, because of those that came before it.
+        """
+        if self._num_calls[caller] >= self._max_calls:
+            raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)
+        self._num_calls[caller] += 1
+        now, gap_seconds = self._clock.monotonic(), 1.0 / CALLS_PER_SECOND
+        earliest = now - BURST_CALLS * gap_seconds
+        if len(self._due) > len(self._num_calls) + 64:
+            self._due = {other: due for other, due in self._due.items() if due > earliest}
+        self._due[caller] = max(self._due.get(caller, earliest), earliest) + gap_seconds
+        return max(0.0, self._due[caller] - now)
+
+    def leave(self, caller: Caller) -> None:
+        """A call has ended."""
+        _subtract(self._num_calls, caller, 1)
+
+    def keep(self, caller: Caller, num_bytes: int) -> None:
+        """Something is to be kept for a call; `release` ends that.
+
+        Raises:
+            Overloaded: it would be too much for one caller, who has something here already.
+        """
+        held = self._num_bytes[caller]
+        if held and held + num_bytes > self._max_bytes:
+            raise Overloaded(f"{held} bytes of this caller are kept already", retry_after_seconds=RETRY_SECONDS)
+        self._num_bytes[caller] += num_bytes
+
+    def release(self, caller: Caller, num_bytes: int) -> None:
+        """It is not kept any more."""
+        _subtract(self._num_bytes, caller, num_bytes)
+
+    @property
+    def num_calls(self) -> int:
+        """Under way, of all callers."""
+        return self._num_calls.total()
+
+    @property
+    def num_bytes(self) -> int:
+        """Kept for all callers."""
+        return self._num_bytes.total()
+
+
+def caller_of(context: Any) -> Caller:
+    """Who called, of which `context` is the ServicerContext."""
+    shown = chain_of(context)
+    if shown:
+        try:
+            return Caller(peer_id_of(shown))
+        except IntegrityError:
+            pass
+    # ipv4:192.0.2.1:5001, ipv6:[::1]:5001 with percent signs.
+    return Caller(unquote(context.peer()).rpartition(":")[0])
+
+
+def chain_of(context: Any) -> str:
+    """The certificates that the caller showed, its own first; empty if it showed none. TLS has verified them."""
+    shown = context.auth_context()
+    parts = [*shown.get("x509_pem_cert", ()), *shown.get("x509_pem_cert_chain", ())]
+    return "".join(part.decode(errors="replace") for part in parts)
+
+
+def _subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:
+    counter[caller] -= amount
+    if counter[caller] <= 0:
+        del counter[caller]

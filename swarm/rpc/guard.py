@@ -1,0 +1,172 @@
+"""Who may call what: asked once, here, before any servicer sees a call.
+
+Given to every peer's gRPC server. In a locked run a caller needs a certificate that holds now, a trainer may call what
+trainers need and nothing else, and nobody may speak for another member. In both kinds of run the calls of one caller
+are counted. Never looks at what a call is about.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from inspect import isasyncgenfunction
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from swarm.authority import Authority
+from swarm.certificates import Role
+from swarm.clock import Clock
+from swarm.errors import MalformedMessage, NotAllowed, SwarmError
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.callers import Caller, Callers, caller_of, chain_of
+from swarm.rpc.channels import abort
+from swarm.rpc.v1 import averaging_pb2, lease_pb2
+
+FOR_TRAINERS = frozenset({
+    "/swarm.rpc.v1.StageService/Describe", "/swarm.rpc.v1.LeaseService/Acquire",
+    "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+})  # fmt: skip
+FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
+"""Later stages take activations from peers alone."""
+
+Context = Any
+"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+Behaviour = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In the place of a message that is none. gRPC itself would write a traceback into the log for each."""
+
+    reason: str
+
+    def WhichOneof(self, _: str) -> str:
+        """Nothing that a servicer knows, so that it refuses the message as it refuses others."""
+        return "nothing that can be read"
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """Stands before all services of one server."""
+
+    def __init__(
+        self, *, authority: Authority | None, callers: Callers, clock: Clock, stage: Callable[[], int]
+    ) -> None:
+        """
+        Args:
+            authority: the owner of a locked run; None in an open one, where nothing is asked.
+            stage: which one this peer serves now.
+        """
+        self._authority = authority
+        self._callers = callers
+        self._clock = clock
+        self._stage = stage
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """What gRPC asks for the handler of a call."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        make, behaviour = _PARTS[handler.request_streaming, handler.response_streaming](handler)
+        guarded = self._generator if isasyncgenfunction(behaviour) else self._coroutine
+        return make(
+            guarded(handler_call_details.method, behaviour),
+            request_deserializer=partial(_read, handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )  # fmt: skip
+
+    def _coroutine(self, method: str, behaviour: Behaviour) -> Behaviour:
+        async def guarded(request: Any, context: Context) -> Any:
+            caller = await self._admit(method, request, context)
+            try:
+                return await behaviour(request, context)
+            finally:
+                self._callers.leave(caller)
+
+        return guarded
+
+    def _generator(self, method: str, behaviour: Behaviour) -> Behaviour:
+        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+            caller = await self._admit(method, request, context)
+            if hasattr(request, "__aiter__"):
+                request = self._own_words(request, caller)
+            try:
+                async with aclosing(behaviour(request, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            finally:
+                self._callers.leave(caller)
+
+        return guarded
+
+    async def _admit(self, method: str, request: Any, context: Context) -> Caller:
+        try:
+            caller = caller_of(context)
+            if self._authority is not None:
+                self._require_right(method, self._authority, context)
+            self._require_own_words(request, caller)
+            seconds = self._callers.enter(caller)
+        except SwarmError as error:
+            await abort(context, error)
+        if seconds:
+            try:
+                await self._clock.sleep(seconds)
+            except BaseException:
+                self._callers.leave(caller)
+                raise
+        return caller
+
+    def _require_right(self, method: str, authority: Authority, context: Context) -> None:
+        member = authority.member(chain_of(context), self._clock.time())
+        if member.role is Role.PEER or method in FOR_TRAINERS:
+            return
+        if method not in FOR_TRAINERS_AT_STAGE_0 or self._stage() != 0:
+            name = method.rpartition("/")[2]
+            raise NotAllowed(f"a trainer's token does not give the right to call {name} at stage {self._stage()}")
+
+    def _require_own_words(self, request: Any, caller: Caller) -> None:
+        if isinstance(request, Unreadable):
+            raise MalformedMessage(request.reason)
+        if self._authority is None:
+            return
+        claimed = _claimed_id(request)
+        if claimed is not None and claimed != caller:
+            raise NotAllowed(f"{caller[:8]} speaks for {claimed[:40]!r}")
+
+    async def _own_words(self, requests: AsyncIterator[Any], caller: Caller) -> AsyncIterator[Any]:
+        async for request in requests:
+            self._require_own_words(request, caller)
+            yield request
+
+
+def _read(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        message = deserialize(data)
+        require_bounds(message, finite=True)
+    except DecodeError:
+        return Unreadable("that is no message of this call")
+    except MalformedMessage as error:
+        return Unreadable(str(error))
+    return message
+
+
+def _claimed_id(request: Any) -> str | None:
+    """As whom the sender of a request speaks; None where it does not say."""
+    match request:
+        case averaging_pb2.ReportRequest():
+            return request.sender.peer_id
+        case averaging_pb2.ExchangeRequest():
+            return request.open.peer_id if request.HasField("open") else None
+        case lease_pb2.AcquireRequest():
+            return request.trainer_id
+    claimed = getattr(request, "peer_id", None)
+    return claimed if isinstance(claimed, str) else None
+
+
+_PARTS: dict[tuple[bool, bool], Callable[[Any], tuple[Any, Behaviour]]] = {
+    (False, False): lambda handler: (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+    (False, True): lambda handler: (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+    (True, False): lambda handler: (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+    (True, True): lambda handler: (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+}

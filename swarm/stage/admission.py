@@ -1,0 +1,57 @@
+"""The slots of a stage: who gets one when there are not enough for all.
+
+Used by stage/stage. Everybody may take what nobody else wants; once somebody was refused, a slot is kept for him from
+those who hold clearly more, until he has come again or his time is over. So a flood of one caller leaves the others
+their share. Never waits: who is refused asks again.
+"""
+
+from collections import Counter
+
+from swarm.clock import Clock
+from swarm.errors import Overloaded
+
+PATIENCE_SECONDS = 0.5
+"""How long a slot is kept, beyond twice the seconds after which the refused caller was told to come again: lines are
+slow, and so are busy machines."""
+CLEARLY_MORE = 2
+"""By so many slots. One more or less is how it falls out among equals."""
+
+
+class Admission:
+    """Gives out slots."""
+
+    def __init__(self, capacity: int, clock: Clock) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._held: Counter[str] = Counter()
+        self._refused: dict[str, float] = {}
+        """Callers who were refused, and until when a slot is kept for them."""
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are taken."""
+        return self._held.total()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are not."""
+        return self._capacity - self.num_held
+
+    def take(self, caller: str, *, retry_after_seconds: float) -> None:
+        """Take a slot; `give_back` frees it. Raises Overloaded if there is none for this caller now."""
+        now = self._clock.monotonic()
+        self._refused = {other: until for other, until in self._refused.items() if until > now}
+        own = self._held[caller]
+        num_kept = sum(own - self._held[other] >= CLEARLY_MORE for other in self._refused if other != caller)
+        if self.num_free <= num_kept:
+            self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_after_seconds
+            reason = f"{self.num_held} microbatches are in flight"
+            raise Overloaded(reason, retry_after_seconds=retry_after_seconds)
+        self._refused.pop(caller, None)
+        self._held[caller] += 1
+
+    def give_back(self, caller: str) -> None:
+        """Free a slot that the caller took."""
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]

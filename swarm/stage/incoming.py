@@ -1,0 +1,97 @@
+"""The messages of one request to a stage: read with deadlines, and with a bound on what is kept of them.
+
+Used by stage/servicer. Knows nothing of what the messages are for.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import torch
+
+from swarm.errors import DeadlineExceeded, MalformedMessage
+from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.wire import TensorReader, TensorSpec
+
+FIRST_SECONDS = 10.0
+"""Longest wait for the first message: a stream that says nothing is not kept."""
+MESSAGE_SECONDS = 30.0
+"""Longest wait for the next message."""
+SLOWEST_BYTES_PER_SECOND = 32 << 10
+"""Whoever sends tensors more slowly than this, beyond the wait for one message, is cut off: he may hold a slot."""
+DRAIN_SECONDS = 5.0
+"""Longest wait for a refused caller to finish sending."""
+
+Context = Any
+"""grpc.aio.ServicerContext; its type arguments differ between calls."""
+
+
+class Incoming:
+    """The messages of one request."""
+
+    def __init__(self, context: Context, caller: Caller, callers: Callers) -> None:
+        self._context = context
+        self.caller = caller
+        self._callers = callers
+        self._reader: TensorReader | None = None
+        self._expected_bytes = 0
+        self._kept_bytes = 0
+
+    async def read(self, seconds: float | None = MESSAGE_SECONDS) -> Any:
+        """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no message for {seconds:.0f} s") from None
+        if message is grpc.aio.EOF:
+            self._expected_bytes = 0
+            return None
+        if message.WhichOneof("message") == "chunk":
+            self._expected_bytes -= len(message.chunk.data)
+        return message
+
+    def expect(self, specs: Mapping[str, TensorSpec]) -> None:
+        """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already."""
+        if self._reader is None:
+            num_bytes = sum(spec.num_bytes for spec in specs.values())
+            self._reader = TensorReader(specs)
+            self._expected_bytes = num_bytes
+            self._callers.keep(self.caller, num_bytes)
+            self._kept_bytes = num_bytes
+
+    async def tensors(self) -> dict[str, torch.Tensor]:
+        """The expected tensors, once they are whole. Raises MalformedMessage, DeadlineExceeded."""
+        assert self._reader is not None
+        seconds = MESSAGE_SECONDS + self._kept_bytes / SLOWEST_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._reader.complete:
+                    request = await self.read()
+                    if request is None:
+                        raise MalformedMessage("the request ended before its tensors")
+                    if request.WhichOneof("message") != "chunk":
+                        raise MalformedMessage("a tensor chunk is expected")
+                    self._reader.feed(request.chunk)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the tensors were not whole after {seconds:.0f} s") from None
+        return self._reader.tensors
+
+    async def drain(self) -> None:
+        """Read away what the caller is still sending.
+
+        A call that ends while its caller writes ends for the caller with an internal error of gRPC's, not with
+        what we have to say.
+        """
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._expected_bytes > 0:
+                    await self.read()
+        except (TimeoutError, DeadlineExceeded):
+            pass
+
+    def close(self) -> None:
+        """The call has ended: nothing is kept for it any more."""
+        self._callers.release(self.caller, self._kept_bytes)
+        self._kept_bytes = 0

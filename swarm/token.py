@@ -1,0 +1,160 @@
+"""Join tokens of a locked run, and the owner's key that issues them.
+
+Used by swarm-keys, which makes both, and by every program that joins. A token is a certificate of the owner's with
+its key, and the owner's certificate, in one string; whoever has the string may let any number of its processes in,
+each with a key of its own. Never leaves the machine by itself.
+"""
+
+import base64
+import binascii
+import datetime
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from swarm import certificates
+from swarm.authority import Authority
+from swarm.certificates import Role
+from swarm.errors import IntegrityError
+from swarm.identity import Identity, generate, write_private
+
+PREFIX = "swarm1-"
+"""Begins every token, so that one is known when it is seen."""
+_KEY_BYTES = 32
+_LENGTH_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Token:
+    """The right to join a run, for whoever holds it, until it expires."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+    owner: x509.Certificate
+
+    @property
+    def role(self) -> Role:
+        """What its bearer may do."""
+        return certificates.role_of(self.certificate)
+
+    @property
+    def name(self) -> str:
+        """What the owner called it."""
+        return certificates.common_name(self.certificate)
+
+    @property
+    def expires_at(self) -> float:
+        """Seconds since the epoch."""
+        return self.certificate.not_valid_after_utc.timestamp()
+
+    @property
+    def authority(self) -> Authority:
+        """The run's owner."""
+        return Authority(certificates.to_pem(self.owner))
+
+    def admit(self, identity: Identity) -> Identity:
+        """The same key and id, with a certificate that this token issues."""
+        own = certificates.member(certificates.load_key(identity.key_pem), self.certificate, self.key)
+        chain_pem = certificates.to_pem(own) + certificates.to_pem(self.certificate)
+        return replace(identity, certificate_pem=chain_pem, authority=self.authority)
+
+    def __str__(self) -> str:
+        """The string that is handed to those who may join: anybody who reads it may."""
+        der = self.certificate.public_bytes(serialization.Encoding.DER)
+        secret = self.key.private_numbers().private_value.to_bytes(_KEY_BYTES, "big")
+        parts = [secret, len(der).to_bytes(_LENGTH_BYTES, "big"), der]
+        parts.append(self.owner.public_bytes(serialization.Encoding.DER))
+        return PREFIX + base64.urlsafe_b64encode(b"".join(parts)).decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`.
+
+        Raises:
+            ValueError: one line, which does not repeat the text.
+        """
+        try:
+            return cls._parse(text.strip())
+        except (ValueError, binascii.Error, UnsupportedAlgorithm, InvalidSignature, IntegrityError):
+            raise ValueError(
+                f"that is no join token: copy all of what `swarm-keys issue` prints, {PREFIX}..., in one piece"
+            ) from None
+
+    @classmethod
+    def _parse(cls, text: str) -> Self:
+        if not text.startswith(PREFIX):
+            raise ValueError("no token")
+        encoded = text.removeprefix(PREFIX)
+        data = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+        key = ec.derive_private_key(int.from_bytes(data[:_KEY_BYTES], "big"), ec.SECP256R1())
+        begins = _KEY_BYTES + _LENGTH_BYTES
+        ends = begins + int.from_bytes(data[_KEY_BYTES:begins], "big")
+        certificate = x509.load_der_x509_certificate(data[begins:ends])
+        owner = x509.load_der_x509_certificate(data[ends:])
+        if certificates.public_key(certificate) != key.public_key():
+            raise ValueError("another key's certificate")
+        certificate.verify_directly_issued_by(owner)
+        token = cls(certificate=certificate, key=key, owner=owner)
+        # Whatever is missing is found now, not by those who are to let it in.
+        admitted = token.admit(generate())
+        token.authority.member(admitted.certificate_pem, token.expires_at)
+        return token
+
+
+@dataclass(frozen=True)
+class OwnerKey:
+    """What makes somebody the owner of a run."""
+
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+    certificate: x509.Certificate
+
+    @property
+    def authority(self) -> Authority:
+        """As everybody else knows the owner."""
+        return Authority(certificates.to_pem(self.certificate))
+
+    def issue(self, role: Role, *, name: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Token:
+        """Make a token.
+
+        Raises:
+            ValueError: it would hold longer than the owner's own certificate, or the name cannot be.
+        """
+        if not 0 < len(name) <= 64 or name == certificates.OWNER_NAME:
+            raise ValueError(f"a token's name has 1 to 64 characters and is not {certificates.OWNER_NAME!r}")
+        expires = (now + lifetime).replace(microsecond=0)
+        if expires > self.certificate.not_valid_after_utc:
+            raise ValueError(f"the owner's key holds until {self.certificate.not_valid_after_utc:%Y-%m-%d}, not longer")
+        key = certificates.new_key()
+        certificate = certificates.token(key, self.key, role=role, name=name, now=now, expires=expires)
+        return Token(certificate=certificate, key=key, owner=self.certificate)
+
+    def save(self, path: Path) -> None:
+        """Write it to a new file that only this user can read. Raises FileExistsError, OSError."""
+        if path.exists():
+            raise FileExistsError(f"{path} is there already: an owner's key is not replaced; take another name")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_private(path, certificates.key_pem(self.key) + certificates.to_pem(self.certificate))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read it. Raises ValueError if the file is none, OSError if it cannot be read."""
+        try:
+            content = path.read_text()
+            key = certificates.load_key(content)
+            certificate = certificates.load(content[content.index("-----BEGIN CERTIFICATE-----") :])
+            if certificates.public_key(certificate) != key.public_key():
+                raise ValueError("another key's certificate")
+        except (ValueError, TypeError, UnsupportedAlgorithm, IntegrityError):
+            raise ValueError(f"{path} is not an owner's key: `swarm-keys new FILE` makes one") from None
+        return cls(key=key, certificate=certificate)
+
+
+def new_owner(now: datetime.datetime) -> OwnerKey:
+    """Make an owner's key."""
+    key = certificates.new_key()
+    return OwnerKey(key=key, certificate=certificates.owner(key, now))

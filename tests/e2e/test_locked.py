@@ -1,0 +1,67 @@
+"""A locked run of two stages: everybody joins by the lines that the first peer prints, and strangers do not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.supervisor import Supervisor
+from tests.support import locked
+from tests.support.swarm import RealSwarm, command, run, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+PEER_TOKEN, TRAINER_TOKEN = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)
+
+
+def _printed(swarm: RealSwarm, which: str) -> list[str]:
+    """What the first peer says to type, after the program's name."""
+    log = swarm.folder / "logs" / "peer-1.log"
+    lines = [line for line in log.read_text().splitlines() if line.strip().startswith(f"{which}:")]
+    return lines[0].split()[2:]
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    folder = tmp_path_factory.mktemp("locked")
+    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+        swarm = RealSwarm(folder, children)
+        swarm.start_peers([0], "--token", PEER_TOKEN)
+        yield swarm
+
+
+def test_a_peer_and_a_trainer_join_by_the_printed_lines(swarm: RealSwarm) -> None:
+    ready = swarm.folder / "second.json"
+    line = ["1" if word == "N" else word for word in _printed(swarm, "join")]
+    own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
+    second = swarm.children.start("second", command("peer", *line, *own, "--ready-file", str(ready)))
+    wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")
+    line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "train")]
+    options = ["--steps", "6", "--output", str(swarm.folder / "trainer"), "--evaluation-samples", "16"]
+    trainer = swarm.children.start("trainer", command("trainer", *line, *options))
+    assert swarm.wait_for_end(trainer) == 0
+    steps = swarm.steps("trainer")
+    assert len(steps) == 6
+    assert steps[-1]["train/loss"] < steps[0]["train/loss"]
+    assert "this run is locked by owner" in second.log.read_text()
+
+
+def test_strangers_are_refused_in_one_line(swarm: RealSwarm, tmp_path: Path) -> None:
+    own = ["--stage", "1", "--host", "127.0.0.1", "--identity", str(tmp_path / "intruder.pem")]
+    foreign = str(locked.issue(by=locked.STRANGER))
+    for address, expected in {
+        swarm.address: "is locked: ask its owner for a token",
+        f"{swarm.address}#{foreign}": "the token is for the run of owner",
+    }.items():
+        result = run("peer", *own, "--initial-peers", address)
+        assert result.returncode == 2
+        assert expected in result.stderr
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_whoever_has_a_token_sees_the_members_and_nobody_else(swarm: RealSwarm) -> None:
+    result = run("status", "--initial-peers", f"{swarm.address}#{TRAINER_TOKEN}", "--json")
+    assert result.returncode == 0, result.stderr
+    assert '"state": "serving"' in result.stdout
+    assert "unreachable" not in result.stdout
+    assert result.stdout.count('"peer_id"') == 2

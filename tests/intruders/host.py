@@ -1,0 +1,134 @@
+"""A stage peer as its program wires it, in this process: what intruders attack, and what honest traffic needs.
+
+The last of two stages, with real TLS, in a locked run or an open one. Its DHT is a MemoryStore.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import torch
+
+from peers.network import KnownPeers
+from peers.resume import ResumeOptions
+from peers.stage_server import ServerOptions, StageServer
+from swarm.clock import SystemClock
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.events import NoEvents
+from swarm.hop import Hop, HopListener, Microbatch
+from swarm.identity import Identity
+from swarm.routing.router import Router
+from swarm.rpc import tls
+from swarm.rpc.channels import CLIENT_OPTIONS, ChannelPool
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
+from swarm.types import PROTOCOL_VERSION, PeerRecord
+from tests.support import locked
+
+STAGE = 1
+OPEN_RUN = RunConfig(
+    model=ModelConfig(num_layers=2, d_model=32, num_heads=2, vocab_size=64),
+    stages=StagesConfig(num_stages=2),
+    data=DataConfig(sequence_length=16, microbatch_size=2),
+    rounds=RoundsConfig(setting="diloco", round_samples=64, inner_batch_samples=8),
+)
+LOCKED_RUN = replace(OPEN_RUN, owner=locked.OWNER.authority.fingerprint)
+
+
+@dataclass
+class Host:
+    """The peer, and honest callers of it."""
+
+    config: RunConfig
+    record: PeerRecord
+    server: StageServer
+    hop: Hop
+    num_honest: int = 0
+
+    @property
+    def address(self) -> Address:
+        """What requests to it name."""
+        return Address(run_id=self.config.run_id, protocol_version=PROTOCOL_VERSION, stage=STAGE)
+
+    @asynccontextmanager
+    async def connected(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
+        """A connection of an intruder: one of its own, and without scruples about what it sends."""
+        options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS, ("grpc.max_send_message_length", -1))
+        local = (*options, ("grpc.use_local_subchannel_pool", 1))
+        credentials = tls.pinned_credentials(self.record.certificate_pem, identity)
+        async with grpc.aio.secure_channel(self.record.endpoint, credentials, options=local) as channel:
+            yield channel
+
+    async def train(self) -> float:
+        """One honest microbatch, acknowledged; gives its loss."""
+        index, self.num_honest = self.num_honest, self.num_honest + 1
+        generator = torch.Generator().manual_seed(index)
+        tensors = {
+            TOKENS: torch.randint(64, (2, 17), generator=generator, dtype=torch.int32),
+            HIDDEN: torch.randn(2, 16, 32, generator=generator),
+        }
+        async with asyncio.timeout(60):
+            reply = await self.hop.train(Microbatch(index=index, round=0, num_samples=2), tensors, HopListener(), {})
+            await reply.ack()
+        return reply.loss
+
+    @property
+    def num_idle(self) -> tuple[int, int, int]:
+        """What must be (0, 0, 0) when nothing is under way: slots, calls, bytes kept for calls."""
+        callers = self.server._callers
+        return self.server._stage.num_admitted, callers.num_calls, callers.num_bytes
+
+
+class _Over(Exception):
+    """Ends a task group."""
+
+
+@asynccontextmanager
+async def running(
+    *, identity: Identity = locked.PEER, honest: Identity = locked.OTHER_PEER, max_in_flight: int = 4
+) -> AsyncIterator[Host]:
+    """Serve; `identity` decides whether the run is locked."""
+    clock = SystemClock()
+    config = LOCKED_RUN if identity.authority is not None else OPEN_RUN
+    router = Router(clock, random.Random(0))
+    known = KnownPeers(Router(clock, random.Random(1)), own_id=identity.peer_id)
+    directory = Directory(MemoryStore(clock), identity, config.run_id, clock)
+    options = ServerOptions(
+        name="host", device=torch.device("cpu"), insecure=False, max_in_flight=max_in_flight, graph_bytes=1 << 28,
+        resume=ResumeOptions(folder=None, round_number=None, joins=False, had_checkpoints=False), checkpoints=None,
+        events=NoEvents(),
+    )  # fmt: skip
+    channels = ChannelPool(identity=honest)
+    hop = Hop(
+        run_id=config.run_id, stage=STAGE, reply_specs=reply_specs(config, STAGE), router=router, channels=channels,
+        clock=clock,
+    )  # fmt: skip
+    with suppress(_Over):
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                server = StageServer(
+                    config=config, stage=STAGE, identity=identity, known=known, router=known.router,
+                    directory=directory, clock=clock, tasks=tasks, options=options,
+                )  # fmt: skip
+                async with server.serving("127.0.0.1", 0, "127.0.0.1", "") as endpoint:
+                    record = server._record()
+                    assert record.endpoint == endpoint
+                    router.update(STAGE, [record])
+                    yield Host(config, record, server, hop)
+                    await channels.close()
+                raise _Over
+        except ExceptionGroup as errors:
+            _, others = errors.split(_Over)
+            if others is not None:
+                raise others from None
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096

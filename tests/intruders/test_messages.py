@@ -1,0 +1,219 @@
+"""Malformed and mutated messages to every call of a real stage peer: each gets an answer that fits, and nothing breaks.
+
+They come from a member with a peer's token, who may call everything, and from anybody in an open run.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from google.protobuf.message import Message
+
+from swarm.identity import Identity, generate
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1 import lease_pb2, stage_pb2
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.rpc.wire import chunks
+from swarm.stage.backend import HIDDEN, TOKENS
+from tests.intruders.host import Host, resident_bytes, running
+from tests.intruders.mutations import mutant
+from tests.support import locked
+from tests.support.chain import eventually
+
+AT_ONCE = 32
+MEMORY_BYTES = 200 << 20
+"""How much may be added to the process by whatever comes; its caches and arenas have to fit in."""
+
+UNEXPECTED = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
+"""What an exception that nobody caught ends in."""
+CUT_OFF = "Internal error from Core"
+"""What gRPC says to a caller whose call ended while it was still writing, whatever the server said."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A call, with the messages that would be right."""
+
+    method: str
+    messages: Sequence[Message]
+    streams: bool = False
+
+
+def attacks(address: Address, own_id: str) -> list[Attack]:
+    """Every call, made rightly."""
+    tokens, hidden = torch.zeros(2, 17, dtype=torch.int32), torch.zeros(2, 16, 32)
+    tensors = [*chunks(TOKENS, tokens), *chunks(HIDDEN, hidden)]
+    ballot, standing = pb.Ballot(attempt=1, leader_id=own_id), pb.Standing(round=0)
+    contact = pb.Contact(peer_id=own_id, endpoint="127.0.0.1:1")
+    common: dict[str, Any] = {"address": address, "peer_id": own_id}
+    share = pb.Share(contact=contact, num_samples=2, weight=1.0, num_elements=10, round_samples=2)
+    prepared = pb.Prepared(ballot=ballot, digest="d", squared_norm=1.0, member_ids=[own_id], num_samples=2)
+    partner = pb.Partner(stage=1, digest="d", contact=contact)
+    evaluation = stage_pb2.EvaluateOpen(address=address, num_samples=2, sequence_length=16)
+    opening = stage_pb2.Open(address=address, microbatch=1 << 20, num_samples=2)
+    exchange = pb.ExchangeOpen(**common, ballot=ballot, shares_digest="d")
+    report = pb.ReportRequest(
+        address=address, sender=contact, standing=standing, committed_gaps=[1, 2], begun=ballot, prepared=ballot
+    )
+    assert prepared.ByteSize()
+    unary = {
+        "/swarm.rpc.v1.StageService/Describe": stage_pb2.DescribeRequest(run_id=address.run_id),
+        "/swarm.rpc.v1.LeaseService/Acquire": lease_pb2.AcquireRequest(
+            address=address, trainer_id=own_id, count=2, holding=[1], released=[2]
+        ),
+        "/swarm.rpc.v1.AveragingService/Report": report,
+        "/swarm.rpc.v1.AveragingService/Begin": pb.BeginRequest(
+            **common, ballot=ballot, standing=standing, drop_gaps=[1]
+        ),
+        "/swarm.rpc.v1.AveragingService/Average": pb.AverageRequest(
+            **common, ballot=ballot, shares=[share], timeout_seconds=0.1
+        ),
+        "/swarm.rpc.v1.AveragingService/Commit": pb.CommitRequest(
+            **common, digest="d", total_squared_norm=1.0, partners=[partner], stage_squared_norm=1.0
+        ),
+        "/swarm.rpc.v1.AveragingService/Abort": pb.AbortRequest(**common, ballot=ballot, reason="r"),
+        "/swarm.rpc.v1.AveragingService/Barrier": pb.BarrierRequest(**common, wait_seconds=0.01),
+        "/swarm.rpc.v1.AveragingService/Shared": pb.SharedRequest(**common, digest="d"),
+        "/swarm.rpc.v1.AveragingService/Download": pb.DownloadRequest(**common, offer=pb.OfferRequest()),
+    }
+    streams: dict[str, list[Message]] = {
+        "/swarm.rpc.v1.StageService/Train": [
+            stage_pb2.TrainRequest(open=opening), *(stage_pb2.TrainRequest(chunk=chunk) for chunk in tensors),
+            stage_pb2.TrainRequest(ack=stage_pb2.Ack()),
+        ],
+        "/swarm.rpc.v1.StageService/Evaluate": [
+            stage_pb2.EvaluateRequest(open=evaluation), *(stage_pb2.EvaluateRequest(chunk=chunk) for chunk in tensors)
+        ],
+        "/swarm.rpc.v1.AveragingService/Exchange": [
+            pb.ExchangeRequest(open=exchange), pb.ExchangeRequest(data=b"\x00" * 40)
+        ],
+    }  # fmt: skip
+    segment = pb.DownloadRequest(**common, segment=pb.SegmentRequest(snapshot=b"s", index=1))
+    results = pb.DownloadRequest(**common, results=pb.ResultsRequest(standing=standing))
+    return [
+        *(Attack(method, [message]) for method, message in unary.items()),
+        *(Attack("/swarm.rpc.v1.AveragingService/Download", [request]) for request in (segment, results)),
+        *(Attack(method, messages, streams=True) for method, messages in streams.items()),
+    ]
+
+
+async def _answer(channel: grpc.aio.Channel, attack: Attack, requests: Sequence[bytes]) -> tuple[Any, str]:
+    """How a call with these bytes ends."""
+    streaming: Any = channel.stream_stream(attack.method)
+    unary: Any = channel.unary_stream(attack.method)
+    call: Any = streaming(timeout=20) if attack.streams else unary(requests[0], timeout=20)
+    try:
+        if attack.streams:
+            for request in requests:
+                await call.write(request)
+            await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        pass
+    return await call.code(), await call.details() or ""
+
+
+async def bombard(host: Host, channel: grpc.aio.Channel, num_messages: int, seed: int, own_id: str) -> Counter[str]:
+    """Send so many messages, of which every stream has several; gives how the calls ended."""
+    known = attacks(host.address, own_id)
+    chance = random.Random(seed)
+    endings: Counter[str] = Counter()
+    sent = 0
+
+    async def one(attack: Attack, requests: list[bytes]) -> None:
+        code, details = await _answer(channel, attack, requests)
+        endings[code.name] += 1
+        assert code not in UNEXPECTED or details == CUT_OFF, (attack.method, code, details)
+        assert "internal error" not in details, (attack.method, details)
+
+    while sent < num_messages:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                attack = chance.choice(known)
+                requests = [message.SerializeToString() for message in attack.messages]
+                victim = chance.randrange(len(requests))
+                requests[victim] = mutant(attack.messages[victim], chance)
+                tasks.create_task(one(attack, requests))
+                sent += len(requests)
+    return endings
+
+
+@pytest.fixture(params=["a member", "anybody in an open run"])
+def sides(request: pytest.FixtureRequest) -> tuple[Identity, Identity, Identity]:
+    """Who serves, who is honest and who is not."""
+    if request.param == "a member":
+        return locked.PEER, locked.OTHER_PEER, locked.PEER_TOKEN.admit(generate())
+    return locked.OPEN, generate(), generate()
+
+
+async def _survives(sides: tuple[Identity, Identity, Identity], num_messages: int) -> None:
+    serving, honest, intruder = sides
+    async with running(identity=serving, honest=honest) as host, host.connected(intruder) as channel:
+        await host.train()
+        await bombard(host, channel, 200, 0, intruder.peer_id)
+        before = resident_bytes()
+        endings = await bombard(host, channel, num_messages, 1, intruder.peer_id)
+        assert endings.total() > 0.3 * num_messages
+        assert endings["INVALID_ARGUMENT"] > 0
+        assert resident_bytes() - before < MEMORY_BYTES
+        await eventually(lambda: host.num_idle == (0, 0, 0))
+        assert await host.train() > 0
+
+
+async def test_a_few_hundred_messages(sides: tuple[Identity, Identity, Identity]) -> None:
+    await _survives(sides, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_50_000_messages(sides: tuple[Identity, Identity, Identity]) -> None:
+    """Of each kind; and as many records as messages are tried in test_records."""
+    await _survives(sides, 50_000)
+
+
+async def test_a_trainers_messages_come_to_nothing_but_what_trainers_do() -> None:
+    async with running() as host, host.connected(locked.TRAINER) as channel:
+        for attack in attacks(host.address, locked.TRAINER.peer_id):
+            code, _ = await _answer(channel, attack, [attack.messages[0].SerializeToString()])
+            allowed = attack.method.rpartition("/")[2] in ("Describe", "Acquire")
+            assert code is (grpc.StatusCode.OK if allowed else grpc.StatusCode.PERMISSION_DENIED), attack.method
+
+
+async def test_a_member_that_names_another_id_is_refused() -> None:
+    async with running() as host, host.connected(locked.OTHER_PEER) as channel:
+        for attack in attacks(host.address, locked.PEER.peer_id):
+            code, details = await _answer(channel, attack, [attack.messages[0].SerializeToString()])
+            service, name = attack.method.split("/")[1:]
+            if name == "Exchange":
+                # The blame travels as an answer where it is the member's own; this is not.
+                assert code is grpc.StatusCode.PERMISSION_DENIED
+            elif service.endswith("AveragingService") or name == "Acquire":
+                assert code is grpc.StatusCode.PERMISSION_DENIED, attack.method
+                assert "speaks for" in details
+
+
+@pytest.mark.parametrize(
+    "intruder",
+    [
+        locked.OPEN,
+        locked.EXPIRED,
+        locked.FOREIGN,
+        locked.passed_on(),
+        replace(locked.OTHER_PEER, key_pem=locked.OPEN.key_pem),
+    ],
+    ids=["no token", "expired", "another run", "passed on", "stolen"],
+)
+async def test_strangers_do_not_come_as_far_as_a_message(intruder: Identity) -> None:
+    async with running() as host, host.connected(locked.as_member_of_ours(intruder)) as channel:
+        for attack in attacks(host.address, intruder.peer_id)[:3]:
+            code, _ = await _answer(channel, attack, [attack.messages[0].SerializeToString()])
+            assert code is grpc.StatusCode.UNAVAILABLE
+        assert host.num_idle == (0, 0, 0)
+        assert await host.train() > 0

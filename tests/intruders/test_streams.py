@@ -1,0 +1,253 @@
+"""Streams that say nothing, little, or far too much: cut off in time, within bounds, and beside honest work."""
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from swarm import certificates
+from swarm.errors import DeadlineExceeded
+from swarm.rpc.callers import MAX_CALLS
+from swarm.rpc.channels import MAX_MESSAGE_BYTES
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+from swarm.rpc.wire import chunks
+from swarm.stage import incoming, servicer
+from swarm.stage.backend import HIDDEN, TOKENS
+from tests.intruders.host import Host, resident_bytes, running
+from tests.support import locked
+from tests.support.chain import eventually
+
+INTRUDER = locked.PEER_TOKEN.admit(locked.OPEN)
+TRAIN, EVALUATE = "Train", "Evaluate"
+BYTES_A_STREAM = 100_000
+"""What an idle stream may cost the process, both of its ends counted: they are in one process here."""
+
+
+async def _ended(call: Any) -> grpc.StatusCode:
+    """How a call ends that is left alone."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError:
+        pass
+    code: grpc.StatusCode = await call.code()
+    return code
+
+
+def _call(channel: grpc.aio.Channel, method: str) -> Any:
+    stub: Any = StageServiceStub(channel)
+    return stub.Train() if method == TRAIN else stub.Evaluate()
+
+
+def _open(host: Host, microbatch: int, **fields: Any) -> pb.TrainRequest:
+    return pb.TrainRequest(open=pb.Open(address=host.address, microbatch=microbatch, num_samples=2, **fields))
+
+
+async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them say nothing at all, the others open a microbatch and never send it."""
+    monkeypatch.setattr(incoming, "FIRST_SECONDS", 3.0)
+    monkeypatch.setattr(incoming, "MESSAGE_SECONDS", 3.0)
+    async with running() as host, host.connected(INTRUDER) as channel:
+        await host.train()
+        before = resident_bytes()
+        calls = [_call(channel, (TRAIN, EVALUATE)[number % 2]) for number in range(num_streams)]
+        async with asyncio.TaskGroup() as tasks:
+            ending = [tasks.create_task(_ended(call)) for call in calls]
+            await eventually(lambda: host.server._callers.num_calls >= min(num_streams, MAX_CALLS) // 2)
+            assert await host.train() > 0
+            assert host.server._callers.num_calls <= MAX_CALLS + 1
+            assert resident_bytes() - before < num_streams * BYTES_A_STREAM + (64 << 20)
+        codes = Counter(task.result() for task in ending)
+        assert codes.keys() <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}, codes
+        assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] >= min(num_streams, MAX_CALLS) // 2
+        await eventually(lambda: host.num_idle == (0, 0, 0))
+        assert await host.train() > 0
+
+
+async def test_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    await _idle_streams(200, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_10_000_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    await _idle_streams(10_000, monkeypatch)
+
+
+async def test_more_calls_than_one_caller_may_have_are_refused_at_once() -> None:
+    async with running() as host, host.connected(INTRUDER) as first, host.connected(INTRUDER) as second:
+        host.server._callers._max_calls = 20
+        calls = [_call(channel, TRAIN) for channel in (first, second) for _ in range(20)]
+        for call in calls:
+            await call.wait_for_connection()
+        await eventually(lambda: sum(call.done() for call in calls) == 20)
+        assert host.server._callers.num_calls == 20
+        codes = {await call.code() for call in calls if call.done()}
+        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert await host.train() > 0
+        for call in calls:
+            call.cancel()
+        await eventually(lambda: host.num_idle == (0, 0, 0))
+
+
+async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comes in time, and the whole would take a day."""
+    monkeypatch.setattr(incoming, "MESSAGE_SECONDS", 1.0)
+    monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 4 << 10)
+    async with running(max_in_flight=3) as host, host.connected(INTRUDER) as channel:
+        header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(2, 16, 32), num_bytes=4096)
+
+        async def drip(number: int) -> grpc.StatusCode:
+            call = _call(channel, TRAIN)
+            await call.write(_open(host, 1000 + number))
+            try:
+                await call.write(pb.TrainRequest(chunk=TensorChunk(header=header, data=b"x")))
+                while not call.done():
+                    await asyncio.sleep(0.1)
+                    await call.write(pb.TrainRequest(chunk=TensorChunk(data=b"x")))
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                pass
+            code: grpc.StatusCode = await call.code()
+            return code
+
+        async with asyncio.TaskGroup() as tasks:
+            dripping = [tasks.create_task(drip(number)) for number in range(3)]
+            await eventually(lambda: host.server._stage.num_free == 0)
+            # Every slot is taken: honest work waits for one, and gets the first that is given up.
+            assert await host.train() > 0
+        cut_off = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL}
+        assert {task.result() for task in dripping} <= cut_off
+        await eventually(lambda: host.num_idle == (0, 0, 0))
+
+
+async def test_who_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC waits for a reader as long as its connection lives."""
+    monkeypatch.setattr(servicer, "MESSAGE_SECONDS", 0.1)
+
+    class Deaf:
+        """The context of a caller that reads nothing."""
+
+        async def write(self, _: Any) -> None:
+            await asyncio.sleep(60)
+
+    with pytest.raises(DeadlineExceeded, match="the caller took nothing"):
+        await servicer._send(Deaf(), pb.TrainReply())
+
+
+# -- too much ----------------------------------------------------------------------------------------------------------
+
+
+BOMBER = """
+import grpc, sys
+address, root, key, chain = sys.argv[1:]
+credentials = grpc.ssl_channel_credentials(root.encode(), key.encode(), chain.encode())
+options = [("grpc.ssl_target_name_override", "swarm-peer"), ("grpc.max_send_message_length", -1)]
+with grpc.secure_channel(address, credentials, options=options) as channel:
+    call = channel.unary_unary("/swarm.rpc.v1.StageService/Describe")
+    for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+        try:
+            call(bytes(256 << 20), timeout=60, compression=compression)
+        except grpc.RpcError as error:
+            print(error.code().name)
+"""
+
+
+async def test_a_decompression_bomb_stays_packed() -> None:
+    """A quarter of a megabyte that would become a quarter of a gigabyte; packed in a process of its own."""
+    async with running() as host:
+        await host.train()
+        before = resident_bytes()
+        arguments = [
+            host.record.endpoint, certificates.first_pem(host.record.certificate_pem), INTRUDER.key_pem,
+            INTRUDER.certificate_pem,
+        ]  # fmt: skip
+        bomber = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", BOMBER, *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        largest = before
+        while bomber.returncode is None:
+            largest = max(largest, resident_bytes())
+            await asyncio.sleep(0.02)
+        output, _ = await bomber.communicate()
+        assert output.split() == [b"RESOURCE_EXHAUSTED"] * 2
+        assert largest - before < 64 << 20
+        assert await host.train() > 0
+
+
+async def test_messages_are_bounded() -> None:
+    async with running() as host, host.connected(INTRUDER) as channel:
+        call: Any = channel.unary_unary("/swarm.rpc.v1.StageService/Describe")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(bytes(MAX_MESSAGE_BYTES + 1), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await host.train() > 0
+
+
+async def test_what_is_kept_for_one_caller_is_bounded() -> None:
+    """Evaluations wait for the compute thread with their tensors."""
+    async with running() as host, host.connected(INTRUDER) as channel:
+        host.server._callers._max_bytes = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
+        opening = pb.EvaluateRequest(
+            open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
+        )  # fmt: skip
+        calls = [_call(channel, EVALUATE) for _ in range(15)]
+        for call in calls:
+            await call.write(opening)
+        await eventually(lambda: sum(call.done() for call in calls) == 5)
+        assert {await call.code() for call in calls if call.done()} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert await host.train() > 0
+        for call in calls:
+            call.cancel()
+        await eventually(lambda: host.num_idle == (0, 0, 0))
+
+
+# -- one caller's flood ------------------------------------------------------------------------------------------------
+
+
+async def test_a_flood_leaves_others_their_turn() -> None:
+    """Every microbatch of the flood is right; there are only too many, and busy is no reason for it to wait."""
+    async with running(max_in_flight=4) as host, host.connected(INTRUDER) as channel:
+        chance, over = random.Random(0), asyncio.Event()
+        tensors = {TOKENS: torch.zeros(2, 17, dtype=torch.int32), HIDDEN: torch.zeros(2, 16, 32)}
+        parts = [pb.TrainRequest(chunk=chunk) for name, value in tensors.items() for chunk in chunks(name, value)]
+        endings: Counter[str] = Counter()
+
+        async def flood() -> None:
+            while not over.is_set():
+                call = _call(channel, TRAIN)
+                try:
+                    await call.write(_open(host, chance.randrange(10**6, 10**9)))
+                    reply = await call.read()
+                    if reply is not grpc.aio.EOF and reply.WhichOneof("message") == "accepted":
+                        for part in parts:
+                            await call.write(part)
+                        while (reply := await call.read()) is not grpc.aio.EOF and not reply.HasField("done"):
+                            pass
+                        await call.write(pb.TrainRequest(ack=pb.Ack()))
+                        await call.done_writing()
+                    if reply is not grpc.aio.EOF:
+                        endings[reply.WhichOneof("message") or ""] += 1
+                except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                    endings["error"] += 1
+                finally:
+                    call.cancel()
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(8):
+                tasks.create_task(flood())
+            await eventually(lambda: endings["busy"] > 20)
+            before = host.server._stage.counters.committed
+            for _ in range(10):
+                assert await host.train() > 0
+            taken = host.server._stage.counters.committed - before
+            over.set()
+        # Half of the slots are the honest caller's for as long as it asks.
+        assert taken < 60
+        await eventually(lambda: host.num_idle == (0, 0, 0))

@@ -1,0 +1,63 @@
+"""swarm-keys: what it writes, prints and refuses."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from peers import keys
+from swarm.token import Token
+from tests.support import locked
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert keys.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_an_owner_issues_tokens_that_say_what_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "owner.pem"
+    made = _run(capsys, "new", str(file))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for role in ("peer", "trainer"):
+        printed = _run(capsys, "issue", str(file), "--role", role, "--expires", "12h", "--name", "Ada").strip()
+        token = Token.parse(printed)
+        assert token.role == role
+        shown = _run(capsys, "show", printed)
+        assert f"Ada: a {role}'s token of owner {token.authority.fingerprint}" in shown
+        assert token.authority.fingerprint in made
+        assert "holds until" in shown
+        assert printed[60:90] not in shown
+
+
+def test_an_expired_token_is_shown_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text(str(locked.expired()))
+    assert "expired on" in _run(capsys, "show", f"@{file}")
+
+
+@pytest.mark.parametrize("expires", ["", "d", "0d", "-1d", "1", "1w", "1.5h", "99999999d", "²d"])
+def test_lifetimes_are_numbers_and_units(tmp_path: Path, capsys: pytest.CaptureFixture[str], expires: str) -> None:
+    with pytest.raises(SystemExit):
+        keys.main(["issue", str(tmp_path / "x"), "--role", "peer", f"--expires={expires}"])
+    assert "--expires takes a number and d, h or m" in capsys.readouterr().err
+
+
+def test_faults_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys.main(["frob"]) == 2
+    assert keys.main([]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    with pytest.raises(SystemExit):
+        keys.main(["issue", str(tmp_path / "x")])
+    assert "missing --role" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        keys.main(["issue", str(tmp_path / "missing"), "--role", "peer"])
+    with pytest.raises(ValueError, match="that is no join token"):
+        keys.main(["show", "nonsense"])
+    (tmp_path / "there").write_text("")
+    with pytest.raises(FileExistsError):
+        keys.main(["new", str(tmp_path / "there")])
+
+
+def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "swarm-keys issue owner.pem" in _run(capsys, "--help")

@@ -1,0 +1,91 @@
+"""What each caller takes."""
+
+import pytest
+
+from swarm.clock import ManualClock
+from swarm.errors import Overloaded
+from swarm.rpc.callers import BURST_CALLS, CALLS_PER_SECOND, Caller, Callers, caller_of
+from tests.support import locked
+
+ONE, OTHER = Caller("one"), Caller("other")
+
+
+def test_calls_of_one_caller_are_limited_and_those_of_others_are_not_affected() -> None:
+    callers = Callers(max_calls=2)
+    for _ in range(2):
+        callers.enter(ONE)
+    with pytest.raises(Overloaded, match="2 calls of this caller are under way"):
+        callers.enter(ONE)
+    callers.enter(OTHER)
+    callers.leave(ONE)
+    callers.enter(ONE)
+
+
+def test_calls_beyond_a_rate_wait() -> None:
+    clock = ManualClock()
+    callers = Callers(clock, max_calls=10**6)
+    assert max(callers.enter(ONE) for _ in range(BURST_CALLS)) == pytest.approx(0.0, abs=1e-9)
+    assert callers.enter(ONE) == pytest.approx(1 / CALLS_PER_SECOND)
+    assert callers.enter(ONE) == pytest.approx(2 / CALLS_PER_SECOND)
+    assert callers.enter(OTHER) == 0.0
+    clock.advance(1.0)
+    later = [callers.enter(ONE) for _ in range(int(CALLS_PER_SECOND))]
+    assert later[-3:] == pytest.approx([0.0, 1 / CALLS_PER_SECOND, 2 / CALLS_PER_SECOND], abs=1e-9)
+
+
+def test_callers_are_forgotten() -> None:
+    clock = ManualClock()
+    callers = Callers(clock)
+    for number in range(1000):
+        caller = Caller(str(number))
+        callers.enter(caller)
+        callers.leave(caller)
+        clock.advance(1.0)
+    assert len(callers._due) < 100
+
+
+def test_what_is_kept_for_one_caller_is_limited() -> None:
+    callers = Callers(max_bytes=100)
+    callers.keep(ONE, 60)
+    with pytest.raises(Overloaded, match="60 bytes of this caller are kept already"):
+        callers.keep(ONE, 60)
+    callers.keep(OTHER, 60)
+    assert callers.num_bytes == 120
+    callers.release(ONE, 60)
+    callers.release(OTHER, 60)
+    assert callers.num_bytes == 0
+
+
+def test_something_large_is_possible_once() -> None:
+    callers = Callers(max_bytes=100)
+    callers.keep(ONE, 1000)
+    with pytest.raises(Overloaded):
+        callers.keep(ONE, 1)
+
+
+class _Context:
+    def __init__(self, peer: str, chain_pem: str = "") -> None:
+        self._peer = peer
+        self._chain_pem = chain_pem
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"x509_pem_cert": [self._chain_pem.encode()]} if self._chain_pem else {}
+
+
+@pytest.mark.parametrize(
+    ("peer", "caller"),
+    [
+        ("ipv4:192.0.2.1:5001", "ipv4:192.0.2.1"),
+        ("ipv6:%5B2001:db8::1%5D:5001", "ipv6:[2001:db8::1]"),
+    ],
+)
+def test_callers_without_certificates_are_addresses(peer: str, caller: str) -> None:
+    assert caller_of(_Context(peer)) == caller
+
+
+def test_callers_with_certificates_are_members() -> None:
+    context = _Context("ipv4:192.0.2.1:5001", locked.PEER.certificate_pem)
+    assert caller_of(context) == Caller(locked.PEER.peer_id)

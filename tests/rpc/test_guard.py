@@ -1,0 +1,278 @@
+"""Who may call what: real servers with real TLS, and all the services of a stage peer."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
+
+from swarm import certificates
+from swarm.clock import SystemClock
+from swarm.identity import Identity
+from swarm.rpc import tls
+from swarm.rpc.callers import Callers
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
+from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
+from swarm.rpc.v1.averaging_pb2_grpc import (
+    AveragingServiceServicer,
+    AveragingServiceStub,
+    add_AveragingServiceServicer_to_server,
+)
+from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub, add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub, add_StageServiceServicer_to_server
+from swarm.types import PeerRecord, PeerState
+from tests.support import locked
+from tests.support.chain import eventually
+from tests.support.locked import OTHER_PEER, OWNER, PEER, TRAINER
+
+DENIED, UNREACHABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAILABLE
+SERVED = grpc.StatusCode.UNIMPLEMENTED
+"""What the services below answer with, once a call has come as far as them."""
+
+
+class Clock(SystemClock):
+    """The machine's, and some time later."""
+
+    later_seconds = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.later_seconds
+
+
+@dataclass
+class Server:
+    """A server with every service, and none implemented."""
+
+    record: PeerRecord
+    callers: Callers
+    clock: Clock
+    stage: int = 0
+
+    @asynccontextmanager
+    async def called_by(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
+        """A connection of somebody who trusts this server."""
+        credentials = tls.pinned_credentials(self.record.certificate_pem, locked.as_member_of_ours(identity))
+        if identity is locked.OPEN:
+            credentials = tls.pinned_credentials(self.record.certificate_pem)
+        async with grpc.aio.secure_channel(self.record.endpoint, credentials, options=tls.PINNED_OPTIONS) as channel:
+            yield channel
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Any]]:
+    async with AsyncExitStack() as stack:
+
+        async def start_one(identity: Identity = PEER) -> Server:
+            clock, callers = Clock(), Callers(max_calls=2)
+            guard = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
+            server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+            # Abstract for the type checker only.
+            add_StageServiceServicer_to_server(StageServiceServicer(), server)  # type: ignore[abstract]
+            add_LeaseServiceServicer_to_server(LeaseServiceServicer(), server)  # type: ignore[abstract]
+            add_AveragingServiceServicer_to_server(Averaging(), server)  # type: ignore[abstract]
+            add_HealthServicer_to_server(HealthServicer(), server)
+            port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
+            record = PeerRecord(
+                peer_id=identity.peer_id, stage=0, announced_at=0.0, state=PeerState.SERVING,
+                endpoint=f"127.0.0.1:{port}", certificate_pem=identity.certificate_pem,
+            )  # fmt: skip
+            running = Server(record, callers, clock)
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            return running
+
+        yield start_one
+
+
+class Averaging(AveragingServiceServicer):
+    """Reads what comes, as the real one does."""
+
+    async def Exchange(self, request_iterator: Any, context: Any) -> AsyncIterator[averaging_pb2.ExchangeReply]:
+        num_messages = 0
+        async for _ in request_iterator:
+            num_messages += 1
+        yield averaging_pb2.ExchangeReply(data=bytes([num_messages]))
+
+
+async def _code(call: Any) -> grpc.StatusCode:
+    """How a call ended."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return grpc.StatusCode.OK
+
+
+def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
+    """Every call there is, made in one's own name."""
+    stage: Any = StageServiceStub(channel)
+    lease: Any = LeaseServiceStub(channel)
+    averaging: Any = AveragingServiceStub(channel)
+    health: Any = HealthStub(channel)
+    pb, own = averaging_pb2, identity.peer_id
+    seconds = {"timeout": 10.0}
+    calls: dict[str, Any] = {
+        "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(iter([stage_pb2.TrainRequest()]), **seconds),
+        "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(iter([stage_pb2.EvaluateRequest()]), **seconds),
+        "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(stage_pb2.DescribeRequest(), **seconds),
+        "/swarm.rpc.v1.LeaseService/Acquire": lambda: lease.Acquire(
+            lease_pb2.AcquireRequest(trainer_id=own), **seconds
+        ),
+        "/swarm.rpc.v1.AveragingService/Report": lambda: averaging.Report(
+            pb.ReportRequest(sender=pb.Contact(peer_id=own)), **seconds
+        ),
+        "/swarm.rpc.v1.AveragingService/Exchange": lambda: averaging.Exchange(
+            iter([pb.ExchangeRequest(open=pb.ExchangeOpen(peer_id=own)), pb.ExchangeRequest(data=b"x")]), **seconds
+        ),
+        "/grpc.health.v1.Health/Check": lambda: health.Check(health_pb2.HealthCheckRequest(service="none"), **seconds),
+    }
+    for name in ("Begin", "Average", "Commit", "Abort", "Barrier", "Shared", "Download"):
+        request = getattr(pb, f"{name}Request")(peer_id=own)
+        calls[f"/swarm.rpc.v1.AveragingService/{name}"] = (
+            lambda name=name, request=request: getattr(averaging, name)(request, **seconds)
+        )  # fmt: skip
+    return calls
+
+
+async def test_every_call_is_tried_here() -> None:
+    services = [
+        service
+        for file in (stage_pb2, lease_pb2, averaging_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+    ]
+    ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
+    health = {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")}
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        assert set(_calls(channel, PEER)) == ours | {"/grpc.health.v1.Health/Check"}
+    assert not (FOR_TRAINERS | FOR_TRAINERS_AT_STAGE_0) - ours - health
+
+
+async def _answers(server: Server, identity: Identity) -> dict[str, grpc.StatusCode]:
+    async with server.called_by(identity) as channel:
+        return {name: await _code(call()) for name, call in _calls(channel, identity).items()}
+
+
+def _is_served(code: grpc.StatusCode) -> bool:
+    return code in (SERVED, grpc.StatusCode.OK, grpc.StatusCode.NOT_FOUND)
+
+
+async def test_peers_may_call_everything_in_their_own_name(start: Any) -> None:
+    answers = await _answers(await start(), OTHER_PEER)
+    assert all(map(_is_served, answers.values())), answers
+    assert answers["/swarm.rpc.v1.AveragingService/Exchange"] is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> None:
+    server = await start()
+    server.stage = stage
+    allowed = FOR_TRAINERS | (FOR_TRAINERS_AT_STAGE_0 if stage == 0 else frozenset())
+    for name, code in (await _answers(server, TRAINER)).items():
+        # Whoever still writes when a call ends may hear gRPC's own word for that.
+        refused = (DENIED, grpc.StatusCode.INTERNAL) if name.endswith("Exchange") else (DENIED,)
+        assert _is_served(code) if name in allowed else code in refused, name
+    assert server.callers.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "intruder",
+    [locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.passed_on()],
+    ids=["no token", "expired", "another run", "passed on"],
+)
+async def test_strangers_are_not_even_heard(start: Any, intruder: Identity) -> None:
+    answers = await _answers(await start(), intruder)
+    assert set(answers.values()) == {UNREACHABLE}
+
+
+async def test_a_stolen_certificate_is_of_no_use_without_its_key(start: Any) -> None:
+    thief = replace(OTHER_PEER, key_pem=locked.OPEN.key_pem)
+    assert set((await _answers(await start(), thief)).values()) == {UNREACHABLE}
+
+
+async def test_a_tokens_own_certificate_is_nobody(start: Any) -> None:
+    token = locked.PEER_TOKEN
+    bearer = Identity(
+        PEER.peer_id, certificates.to_pem(token.certificate), certificates.key_pem(token.key),
+        OWNER.authority,
+    )  # fmt: skip
+    answers = await _answers(await start(), bearer)
+    assert set(answers.values()) <= {DENIED, UNREACHABLE}
+
+
+async def test_a_connection_ends_to_be_of_use_with_its_token(start: Any) -> None:
+    server = await start()
+    async with server.called_by(OTHER_PEER) as channel:
+        call = _calls(channel, OTHER_PEER)["/swarm.rpc.v1.AveragingService/Begin"]
+        assert await _code(call()) is SERVED
+        server.clock.later_seconds = 31 * 86_400.0
+        assert await _code(call()) is DENIED
+
+
+async def test_nobody_speaks_for_another_member(start: Any) -> None:
+    server = await start()
+    async with server.called_by(OTHER_PEER) as channel:
+        answers = {name: await _code(call()) for name, call in _calls(channel, PEER).items()}
+    silent = {"Train", "Evaluate", "Describe", "Check"}
+    for name, code in answers.items():
+        assert _is_served(code) if name.rpartition("/")[2] in silent else code is not grpc.StatusCode.OK, name
+        assert name.rpartition("/")[2] in {*silent, "Exchange"} or code is DENIED, name
+
+
+async def test_in_an_open_run_nothing_is_asked(start: Any) -> None:
+    server = await start(locked.OPEN)
+    answers = await _answers(server, locked.OPEN)
+    assert all(map(_is_served, answers.values())), answers
+
+
+@pytest.mark.parametrize(("server_is", "caller"), [(PEER, OTHER_PEER), (locked.OPEN, locked.OPEN)])
+async def test_the_calls_of_one_caller_are_counted(start: Any, server_is: Identity, caller: Identity) -> None:
+    server = await start(server_is)
+    async with server.called_by(caller) as channel:
+        stub: Any = AveragingServiceStub(channel)
+        idle = [stub.Exchange() for _ in range(2)]
+        for call in idle:
+            await call.write(averaging_pb2.ExchangeRequest(data=b"x"))
+        await eventually(lambda: server.callers.num_calls == 2)
+        assert await _code(stub.Exchange()) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in idle:
+            call.cancel()
+        await eventually(lambda: server.callers.num_calls == 0)
+        assert _is_served(await _code(_calls(channel, caller)["/swarm.rpc.v1.StageService/Describe"]()))
+
+
+# -- the other side --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("server_is", [locked.OPEN, locked.FOREIGN, locked.EXPIRED, TRAINER])
+async def test_members_call_nobody_but_the_peers_of_their_run(start: Any, server_is: Identity) -> None:
+    server = await start(server_is)
+    pool = ChannelPool(identity=PEER)
+    with pytest.raises(Exception, match="is no peer of this run"):
+        pool.channel(server.record)
+    await pool.close()
+
+
+async def test_members_call_the_very_peer_of_the_record(start: Any) -> None:
+    """Not another one that the same token let in."""
+    server = await start(OTHER_PEER)
+    pool = ChannelPool(identity=PEER)
+    stub: Any = StageServiceStub(pool.channel(server.record))
+    assert await _code(stub.Describe(stage_pb2.DescribeRequest(), timeout=10)) is SERVED
+    claimed = {"peer_id": locked.PEER.peer_id}
+    with pytest.raises(Exception, match="shows the certificate of"):
+        pool.channel(server.record.model_copy(update=claimed))
+    lured = server.record.model_copy(update={**claimed, "certificate_pem": PEER.certificate_pem})
+    stub = StageServiceStub(pool.channel(lured))
+    assert await _code(stub.Describe(stage_pb2.DescribeRequest(), timeout=10)) is UNREACHABLE
+    await pool.close()

@@ -1,0 +1,58 @@
+"""An owner, tokens and members of a locked run, and those who would like to be."""
+
+import datetime
+from dataclasses import replace
+
+from swarm import certificates
+from swarm.certificates import Role
+from swarm.identity import Identity, generate
+from swarm.token import OwnerKey, Token, new_owner
+
+NOW = datetime.datetime.now(datetime.UTC)
+OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2))
+"""Of the run, and of another one."""
+
+
+def issue(role: Role = Role.PEER, *, by: OwnerKey = OWNER, days: float = 30.0, made: datetime.datetime = NOW) -> Token:
+    """A token that was made at a time, for so long."""
+    return by.issue(role, name="test", now=made, lifetime=datetime.timedelta(days=days))
+
+
+def expired(role: Role = Role.PEER) -> Token:
+    """A token that held until an hour ago."""
+    return issue(role, days=29 + 23 / 24, made=NOW - datetime.timedelta(days=30))
+
+
+PEER_TOKEN, TRAINER_TOKEN = issue(), issue(Role.TRAINER)
+PEER, OTHER_PEER = PEER_TOKEN.admit(generate()), PEER_TOKEN.admit(generate())
+TRAINER = TRAINER_TOKEN.admit(generate())
+EXPIRED = expired().admit(generate())
+FOREIGN = issue(by=STRANGER).admit(generate())
+"""Of the other run."""
+OPEN = generate()
+"""Without a token."""
+
+
+def as_member_of_ours(intruder: Identity) -> Identity:
+    """Somebody who believes in our owner, whatever his own certificates say."""
+    return replace(intruder, authority=OWNER.authority)
+
+
+def passed_on() -> Identity:
+    """A member's certificate used to let in somebody else."""
+    key = certificates.new_key()
+    issuer = certificates.load(PEER.certificate_pem)
+    forged = certificates.member(key, issuer, certificates.load_key(PEER.key_pem))
+    chain_pem = certificates.to_pem(forged) + certificates.first_pem(PEER.certificate_pem)
+    return Identity(certificates.peer_id_of(chain_pem), chain_pem, certificates.key_pem(key), OWNER.authority)
+
+
+def promoted() -> Identity:
+    """A trainer's token that issued a peer's certificate."""
+    key, token = certificates.new_key(), TRAINER_TOKEN
+    as_peer = certificates.token(
+        token.key, token.key, role=Role.PEER, name=token.name, now=NOW, expires=NOW + datetime.timedelta(days=1)
+    )
+    own = certificates.member(key, as_peer, token.key)
+    chain_pem = certificates.to_pem(own) + certificates.to_pem(token.certificate)
+    return Identity(certificates.peer_id_of(chain_pem), chain_pem, certificates.key_pem(key), OWNER.authority)
