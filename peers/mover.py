@@ -1,8 +1,8 @@
 """Runs a stage peer's servers, one after another: at its first stage, then wherever it moves.
 
-Used by swarm-peer. To move is to drain, withdraw, and begin at the new stage like any joiner: same process, same
-identity, same DHT node. A peer that cannot begin there goes back; it never serves a stage whose state it has not got,
-and never leaves one that nobody else serves. When to move is peers/rebalancer's to say.
+Used by swarm-peer. To move is to wait for the end of a round, drain, withdraw, and begin at the new stage like any
+joiner: same process, same identity, same DHT node. A peer that cannot begin there goes back; it never serves a stage
+whose state it has not got, and never leaves one that nobody else serves. When to move is peers/rebalancer's to say.
 """
 
 import asyncio
@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 15.0
 """How long a peer that ends waits for its microbatches and for its round."""
-DRAIN_SECONDS = 120.0
-"""How long one that moves waits; if they take longer, it stays."""
+ROUND_SECONDS = 600.0
+"""How long one that moves serves on until its round is committed; what it holds of a longer one is lost."""
+DRAIN_SECONDS = 60.0
+"""How long it then waits for its microbatches; if they take longer, it stays."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
 """Wait after a stage could not be entered, doubled each time."""
 
@@ -147,9 +149,12 @@ class Mover:
                 await server.leave()
                 self._event_log.write(events.Leave())
                 return None
-            logger.info("moving to stage %d: finishing what is in flight", target)
+            logger.info("moving to stage %d after this round", target)
+            await self._first_of(server.end_of_round(ROUND_SECONDS), self._stop.wait())
+            if self._stop.is_set():
+                continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
-            is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
+            is_drained = await self._first_of(server.drain(DRAIN_SECONDS, round_too=False), self._stop.wait())
             if is_drained and await self._can_spare(stage):
                 await server.leave()
                 return move
@@ -167,7 +172,7 @@ class Mover:
             return False
 
     async def _first_of(
-        self, work: Coroutine[Any, Any, int | bool], stop: Coroutine[Any, Any, bool]
+        self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, bool]
     ) -> int | None:  # fmt: skip
         """What `work` gives; None if the peer is to stop before."""
         async with asyncio.TaskGroup() as tasks:

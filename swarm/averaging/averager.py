@@ -146,6 +146,12 @@ class Averager:
         progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         num_samples = sum(p.num_samples for p in progress.values())
+        decision = self._leader.decision
+        is_decided = decision is not None and decision.round == standing.round
+        if is_decided and self._config.rounds.synchronous:
+            # Whoever has left since: what is decided holds all of the round's microbatches, and none is missing.
+            size = self._config.microbatches_per_round
+            committed |= frozenset(range(standing.round * size, (standing.round + 1) * size))
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
             committed=committed,

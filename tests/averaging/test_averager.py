@@ -408,6 +408,27 @@ async def test_no_stage_commits_before_all_are_prepared() -> None:
         await network.stop()
 
 
+async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
+    """A stage that waits at the barrier has all it needs, also of a member that has left since."""
+    network = two_stages()
+    try:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        first[0].learn(0, 1, 2)
+        first[1].learn(3, 4, 5)
+        second[0].learn(0, 1, 2, 3)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().complete and all(stage.closed for stage in first))
+        await asyncio.sleep(0.3)
+        network.kill(2)
+        await until(lambda: len(view().progress) == 1)
+        assert view().committed == frozenset(range(6))
+        assert view().complete
+        second[1].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in [first[0], *second]))
+    finally:
+        await network.stop()
+
+
 async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
     """Stage 1 commits on the strength of stage 0's answer; stage 0's survivor must then commit that very result."""
     network = two_stages()

@@ -27,14 +27,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1500)]
 
 NUM_STAGES, PEERS_PER_STAGE = 3, 3
 SECONDS_PER_SAMPLE = 0.4
-PERIOD_SECONDS = 30.0
+PERIOD_SECONDS = 40.0
 MEASURED_SECONDS = 90.0
 LEAST_SHARE = 0.85
 CHANGES = {
     "num_layers = 2": 'num_layers = 3\ncustom_class = "scripts.benches.paced_stage:PacedTransformer"',
     "num_stages = 2": f"num_stages = {NUM_STAGES}",
-    "round_samples = 64": "round_samples = 120",
-    "inner_batch_samples = 8": "inner_batch_samples = 20",
+    "round_samples = 64": "round_samples = 60",
+    "inner_batch_samples = 8": "inner_batch_samples = 12",
 }
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
 
         trainer = swarm.start_trainer("trainer", steps=100_000)
         # By then the trainer's window has grown to what nine peers can take.
-        swarm.wait_for_steps("trainer", 6, 400)
+        swarm.wait_for_steps("trainer", 12, 500)
         whole = swarm.rate("trainer", MEASURED_SECONDS)
         assert whole > 0.5 * PEERS_PER_STAGE / SECONDS_PER_SAMPLE, "the machine has to keep up with its peers"
 
@@ -145,8 +145,8 @@ def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
             swarm.kill(_by_id(swarm)[peer])
         wait_until(lambda: len(watch.living()[1]) == 2, 2 * PERIOD_SECONDS + 30, "somebody to move")
         took = time.monotonic() - killed_at
-        # The trainer's window shrank while one peer did the work of three: two rounds later it has grown again.
-        swarm.wait_for_steps("trainer", len(swarm.steps("trainer")) + 2, 300)
+        # The trainer's window shrank while one peer did the work of three: four rounds later it has grown again.
+        swarm.wait_for_steps("trainer", len(swarm.steps("trainer")) + 4, 300)
         recovered = swarm.rate("trainer", MEASURED_SECONDS)
         time.sleep(PERIOD_SECONDS)
         counts = [len(watch.living()[stage]) for stage in range(NUM_STAGES)]

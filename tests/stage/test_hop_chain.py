@@ -10,8 +10,8 @@ import torch
 
 from swarm import optim
 from swarm.config import RoundsConfig, RunConfig
-from swarm.errors import RetriesExhausted
-from swarm.hop import HopLimits
+from swarm.errors import Overloaded, RetriesExhausted
+from swarm.hop import HopLimits, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.stage.backend import TOKENS, logits_spec
@@ -63,6 +63,21 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
         await chain.train_all([0, 1], accumulate_only_at=0)
         chain.assert_accumulated([0, 1])
         chain.assert_idle()
+
+
+async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round() -> None:
+    """Stage 0 waits for the others to commit; what a peer of theirs took with it has to come through stage 0."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1])
+        first = chain.peers[0]
+        await first.stage.runtime.control(first.weights.close)
+        await chain.train_all([2], accumulate_only_at=1)
+        await chain.train_all([2], accumulate_only_at=2)
+        assert chain.num_samples() == [4, 6, 6]
+        microbatch = Microbatch(index=3, round=0, num_samples=2)
+        for only_at in (None, 0):
+            with pytest.raises(Overloaded, match="is being averaged"):
+                first.stage.admit(dataclasses.replace(microbatch, accumulate_only_at=only_at))
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
