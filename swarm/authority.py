@@ -83,7 +83,7 @@ def _verified(owner_pem: str, chain_pem: str) -> Member:
             peer_id=certificates.peer_id_of(chain_pem), role=certificates.role_of(token),
             begins_at=begins_at.timestamp(), expires_at=expires_at.timestamp(),
         )  # fmt: skip
-    except IntegrityError as error:
+    except (IntegrityError, *certificates.FAULTS) as error:
         raise NotAllowed(f"no certificate of this run: {error}") from None
 
 
@@ -93,5 +93,5 @@ def _verify_chain(
     policy = verification.PolicyBuilder().store(verification.Store([owner])).time(at).max_chain_depth(1)
     try:
         policy.build_client_verifier().verify(own, [token])
-    except (verification.VerificationError, ValueError, x509.ExtensionNotFound, x509.DuplicateExtension):
+    except (verification.VerificationError, *certificates.FAULTS):
         raise NotAllowed("a certificate that this run's owner did not vouch for") from None

@@ -22,6 +22,12 @@ PEER_NAME = "swarm-peer"
 """Subject of every peer's certificate. TLS checks a name; which peer it is, the pinned certificate says."""
 OWNER_NAME = "swarm-owner"
 
+FAULTS = (
+    ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension, x509.ExtensionNotFound,
+    x509.UnsupportedGeneralNameType,
+)  # fmt: skip
+"""What the library raises for certificates that nobody made with it."""
+
 _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
 """A clock that runs slow must not refuse a certificate made just now."""
@@ -149,7 +155,7 @@ def load(pem: str) -> x509.Certificate:
     """The first certificate of a chain. Raises IntegrityError if it is none."""
     try:
         return x509.load_pem_x509_certificate(pem.encode())
-    except (ValueError, UnsupportedAlgorithm):
+    except FAULTS:
         raise IntegrityError("not an X.509 certificate") from None
 
 
@@ -157,7 +163,7 @@ def load_all(pem: str) -> list[x509.Certificate]:
     """Every certificate of a chain, the peer's own first. Raises IntegrityError if there is none, or a broken one."""
     try:
         return x509.load_pem_x509_certificates(pem.encode())
-    except (ValueError, UnsupportedAlgorithm):
+    except FAULTS:
         raise IntegrityError("not X.509 certificates") from None
 
 
@@ -170,7 +176,7 @@ def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
     """Its key. Raises IntegrityError if that is not an elliptic-curve key."""
     try:
         key = certificate.public_key()
-    except (ValueError, UnsupportedAlgorithm):
+    except FAULTS:
         raise IntegrityError("a certificate's key cannot be read") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise IntegrityError("not an elliptic-curve certificate")
@@ -200,7 +206,7 @@ def role_of(token_certificate: x509.Certificate) -> Role:
     """What a token's bearer may do. Raises IntegrityError if it does not say."""
     try:
         usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError):
+    except FAULTS:
         raise IntegrityError("a token's certificate names no role") from None
     for role, named in _USAGES.items():
         if usages == named:

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -65,8 +65,7 @@ def load_or_create(path: Path) -> Identity:
             certificate_pem = content[content.index("-----BEGIN CERTIFICATE-----") :]
             if certificates.public_key(certificates.load(certificate_pem)) != key.public_key():
                 raise ValueError("another key's certificate")
-        # TypeError: the key is encrypted.
-        except (ValueError, TypeError, UnsupportedAlgorithm, IntegrityError):
+        except (*certificates.FAULTS, IntegrityError):
             raise IntegrityError(f"{path} is not a peer's identity: delete it to start with a new one") from None
         peer_id = certificates.peer_id_of(certificate_pem)
         return Identity(peer_id=peer_id, certificate_pem=certificate_pem, key_pem=certificates.key_pem(key))

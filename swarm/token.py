@@ -6,21 +6,20 @@ each with a key of its own. Never leaves the machine by itself.
 """
 
 import base64
-import binascii
 import datetime
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from swarm import certificates
 from swarm.authority import Authority
 from swarm.certificates import Role
-from swarm.errors import IntegrityError
+from swarm.errors import IntegrityError, NotAllowed
 from swarm.identity import Identity, generate, write_private
 
 PREFIX = "swarm1-"
@@ -80,7 +79,7 @@ class Token:
         """
         try:
             return cls._parse(text.strip())
-        except (ValueError, binascii.Error, UnsupportedAlgorithm, InvalidSignature, IntegrityError):
+        except (*certificates.FAULTS, InvalidSignature, IntegrityError, NotAllowed):
             raise ValueError(
                 f"that is no join token: copy all of what `swarm-keys issue` prints, {PREFIX}..., in one piece"
             ) from None
@@ -149,7 +148,7 @@ class OwnerKey:
             certificate = certificates.load(content[content.index("-----BEGIN CERTIFICATE-----") :])
             if certificates.public_key(certificate) != key.public_key():
                 raise ValueError("another key's certificate")
-        except (ValueError, TypeError, UnsupportedAlgorithm, IntegrityError):
+        except (*certificates.FAULTS, IntegrityError):
             raise ValueError(f"{path} is not an owner's key: `swarm-keys new FILE` makes one") from None
         return cls(key=key, certificate=certificate)
 

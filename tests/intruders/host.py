@@ -49,6 +49,8 @@ class Host:
     server: StageServer
     hop: Hop
     num_honest: int = 0
+    num_busy: int = 0
+    """Times that honest callers were told to come again."""
 
     @property
     def address(self) -> Address:
@@ -75,6 +77,7 @@ class Host:
         async with asyncio.timeout(60):
             reply = await self.hop.train(Microbatch(index=index, round=0, num_samples=2), tensors, HopListener(), {})
             await reply.ack()
+        self.num_busy += reply.num_busy
         return reply.loss
 
     @property

@@ -243,11 +243,9 @@ async def test_a_flood_leaves_others_their_turn() -> None:
             for _ in range(8):
                 tasks.create_task(flood())
             await eventually(lambda: endings["busy"] > 20)
-            before = host.server._stage.counters.committed
-            for _ in range(10):
+            for _ in range(20):
                 assert await host.train() > 0
-            taken = host.server._stage.counters.committed - before
             over.set()
-        # Half of the slots are the honest caller's for as long as it asks.
-        assert taken < 60
+        # Refused once, it has the next slot that becomes free.
+        assert host.num_busy <= 3 * 20
         await eventually(lambda: host.num_idle == (0, 0, 0))

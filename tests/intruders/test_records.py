@@ -1,0 +1,117 @@
+"""DHT records that were changed on their way, or never were any: the node's validator and the readers take none.
+
+The validator is the one that the DHT node hands to hivemind, with hivemind's own hashes and packing.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+
+from swarm.clock import ManualClock
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.records import Envelope, seal
+from swarm.dht.validator import RecordValidator
+from swarm.identity import Identity
+from swarm.types import PeerRecord, PeerState
+from tests.intruders.mutations import changed_bytes
+from tests.support import locked
+
+NOW = locked.NOW.timestamp()
+KEY = "run.0123.stage.1"
+
+
+@dataclass
+class Stored:
+    """A DHTRecord, as hivemind shows it."""
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def _record(who: Identity) -> PeerRecord:
+    return PeerRecord(
+        peer_id=who.peer_id, announced_at=NOW, stage=1, endpoint="192.0.2.1:1", certificate_pem=who.certificate_pem,
+        state=PeerState.SERVING,
+    )  # fmt: skip
+
+
+def _hash(key: str) -> bytes:
+    hashed: bytes = DHTID.generate(key).to_bytes()
+    return hashed
+
+
+def _stored(value: bytes, subkey: str, expiration: float, key: str = KEY) -> Stored:
+    pack: Any = MSGPackSerializer.dumps
+    return Stored(_hash(key), pack(subkey), pack(value), expiration)
+
+
+def _validator(authority: Any) -> RecordValidator:
+    validator = RecordValidator(ManualClock(NOW), hash_key=_hash, pack=MSGPackSerializer.dumps)
+    validator.authority = authority
+    return validator
+
+
+async def _tried(num_records: int) -> None:
+    """Each once by a node of a locked run, and once by one of an open run, and by a reader."""
+    chance, clock = random.Random(0), ManualClock(NOW)
+    strict, lenient = _validator(locked.OWNER.authority), _validator(None)
+    expiration = NOW + 60
+    values = {who: seal(who, KEY, _record(who), expiration) for who in (locked.PEER, locked.OTHER_PEER, locked.OPEN)}
+    for who, value in values.items():
+        assert strict.validate(_stored(value, who.peer_id, expiration)) == (who is not locked.OPEN)
+        assert lenient.validate(_stored(value, who.peer_id, expiration))
+    store = MemoryStore(clock)
+    accepted = 0
+    for number in range(num_records):
+        who = chance.choice(list(values))
+        original = values[who]
+        subkey, lasts = str(who.peer_id), expiration
+        match chance.randrange(6):
+            case 0 | 1 | 2:
+                value = changed_bytes(original, chance)
+            case 3:
+                other = chance.choice(list(values))
+                fields = chance.choice([{"certificate_pem": other.certificate_pem}, {"key": "run.0123.stage.2"}])
+                value = Envelope.model_validate_json(original).model_copy(update=fields).model_dump_json().encode()
+            case 4:
+                value, lasts = original, chance.choice([expiration + 1e-3, NOW + 1e9, float("inf"), float("nan"), -1.0])
+            case _:
+                value = original
+                subkey = chance.choice(["", "x", locked.TRAINER.peer_id, who.peer_id[:-1] + "\x00", "é" * 40])
+        if value == original and (subkey, lasts) == (who.peer_id, expiration):
+            continue
+        stored = _stored(value, subkey, lasts)
+        if chance.random() < 0.2:
+            stored.value = changed_bytes(stored.value, chance)
+        for validator in (strict, lenient):
+            accepted += validator.validate(stored) and not _says_the_same(value, original)
+        if lasts > NOW:
+            await store.store(KEY, f"{subkey}#{number}" if number % 2 else subkey, value, lasts)
+    assert accepted == 0
+    reader = Directory(store, locked.TRAINER, "run.0123", clock)
+    assert {record.peer_id for record in await reader.peers(1)} <= {locked.PEER.peer_id, locked.OTHER_PEER.peer_id}
+
+
+def _says_the_same(value: bytes, original: bytes) -> bool:
+    """Whether nothing that counts was changed: white space in JSON or in a certificate's envelope is no forgery."""
+    try:
+        ours, theirs = (Envelope.model_validate_json(data) for data in (original, value))
+    except ValueError:
+        return False
+    return (ours.key, ours.payload) == (theirs.key, theirs.payload)
+
+
+async def test_a_few_hundred_records() -> None:
+    await _tried(500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_50_000_records() -> None:
+    await _tried(50_000)
