@@ -162,7 +162,9 @@ class Stage:
         # Later stages take whatever stage 0 admitted, and wait for their own commit if they must.
         if self.number == 0 and microbatch.round > self.round:
             raise Overloaded(f"round {self.round} has not committed yet", retry_after_seconds=0.05)
-        if self.number == 0 and self.backend.weights.round.closed:
+        # What another stage has lost goes through: that stage is what the others may be waiting for.
+        counts_here = microbatch.accumulate_only_at in (None, self.number)
+        if self.number == 0 and counts_here and self.backend.weights.round.closed:
             raise Overloaded(f"round {self.round} is being averaged", retry_after_seconds=0.05)
 
     async def _reach_round(self, microbatch: Microbatch) -> None:
