@@ -23,7 +23,7 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop import Hop, Microbatch, route_entries
+from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, Microbatch, route_entries
 from swarm.rpc.address import check_address
 from swarm.rpc.channels import abort
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -89,7 +89,7 @@ class StageServicer(StageServiceServicer):
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
         try:
-            acknowledged = await incoming.read(seconds=None)
+            acknowledged = await incoming.read(TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS)
             if acknowledged is None:
                 return
             if acknowledged.WhichOneof("message") != "ack":
@@ -242,7 +242,7 @@ class _Incoming:
         self._reader: TensorReader | None = None
         self._expected_bytes = 0
 
-    async def read(self, seconds: float | None = MESSAGE_SECONDS) -> Any:
+    async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream."""
         try:
             async with asyncio.timeout(seconds):
