@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 3.0
 """Leases are renewed at least this often."""
-HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS
+HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
 """Without a renewal, nothing is acknowledged any more after this long. What was acknowledged before counts before the
-lease ends, or never."""
+lease ends, or never, and a second is for clocks of different speeds."""
 REPORT_POLLS = 10
 """Times that a committed round's figures are asked for again."""
 MAX_FAILURES = 20

@@ -89,9 +89,15 @@ class StageServicer(StageServiceServicer):
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
         try:
-            acknowledged = await incoming.read(TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS)
+            now = asyncio.get_running_loop().time
+            patience_seconds = TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS
+            deadline = now() + patience_seconds
+            acknowledged = await incoming.read(patience_seconds)
             if acknowledged is None:
                 return
+            if now() > deadline:
+                # It came while this process was stopped; the time-out may be noticed after it.
+                raise DeadlineExceeded("an acknowledgement came too late")
             if acknowledged.WhichOneof("message") != "ack":
                 raise MalformedMessage("after Done only an Ack is expected")
             self._check_owner(context, computation)
