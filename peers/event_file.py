@@ -9,7 +9,8 @@ from pathlib import Path
 import swarm
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.events import EventLog, Events, NoEvents, Start, boot_id
+from swarm.event_log import EventLog, boot_id
+from swarm.events import Events, NoEvents, Start
 
 
 def open_events(path: Path | None, clock: Clock) -> Events:

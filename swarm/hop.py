@@ -42,6 +42,12 @@ logger = logging.getLogger(__name__)
 _NOBODY_SECONDS = 1.0
 """A stage whose every peer is banned for longer than this is reported as empty."""
 
+TRAINER_ACK_SECONDS = 7.0
+"""A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
+network may have held it back until another trainer was given the microbatch."""
+ACK_SECONDS = 120.0
+"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good."""
+
 _SHORTEST_WAIT_SECONDS = 0.005
 
 _Answer = TypeVar("_Answer")

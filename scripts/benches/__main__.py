@@ -18,6 +18,7 @@ from peers import cli, process
 PROG = "scripts/bench"
 BENCHES = {
     "parity": "a swarm follows the trajectory of one process",
+    "exactly-once": "every microbatch counts once, whatever fails (slow)",
     "pipeline": "tokens/s of two stages, against what the cores can do",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
     "hop": "activations there and gradients back, against hivemind.moe",
@@ -36,7 +37,7 @@ def main() -> int:
         known = ", ".join(f"{bench} ({purpose})" for bench, purpose in BENCHES.items())
         print(f"{PROG}: error: name one of the benches: {known}; {PROG} NAME --help says more", file=sys.stderr)
         return process.EXIT_USAGE
-    bench = import_module(f"scripts.benches.{name}")
+    bench = import_module(f"scripts.benches.{name.replace('-', '_')}")
     options = cli.parse(bench.Options, prog=f"{PROG} {name}", argv=arguments)
     process.setup_logging(f"bench {name}", "warning")
     figures: dict[str, Any] = bench.run(options)

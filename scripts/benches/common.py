@@ -22,7 +22,7 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.metrics import log as metrics_log
 from swarm.types import PeerRecord, PeerState
 
-START_SECONDS = 180.0
+START_SECONDS = 600.0
 """Longest wait for a peer to serve; many that start at once share the cores."""
 POLL_SECONDS = 0.05
 
@@ -77,6 +77,14 @@ class SwarmProcesses:
     children: Supervisor
     folder: Path
     peers: list[ServingPeer] = field(default_factory=list)
+    logs_events: bool = False
+    """Whether every process writes an event log, to `events`."""
+    _num_started: int = 0
+
+    @property
+    def events(self) -> Path:
+        """The folder of the event logs."""
+        return self.folder / "events"
 
     def start_peers(self, stages: Sequence[int]) -> None:
         """Start one peer for each entry, and return when all of them serve.
@@ -89,8 +97,8 @@ class SwarmProcesses:
         write_config(self.config, self.folder / "run.toml")
         # The first one has to be there before others can join it.
         for batch in (stages[:1], stages[1:]):
-            ready_files = [(self._start_peer(stage, number), stage) for number, stage in enumerate(batch)]
-            self.peers += [self._until_ready(child, stage) for child, stage in ready_files]
+            started = [(self.launch_peer(stage), stage) for stage in batch]
+            self.peers += [self.until_ready(child, stage) for child, stage in started]
 
     def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
         """Have a trainer train `steps` steps, and evaluate at the end; gives its metrics, one dictionary a step.
@@ -98,20 +106,28 @@ class SwarmProcesses:
         Raises:
             PeerUnavailable: the trainer or a peer ended with an error.
         """
-        output = self.folder / name
-        arguments = [
-            "--steps", str(steps), "--output", str(output), "--name", name, "--evaluate-every", "0",
-            "--evaluation-samples", str(evaluation_samples),
-            "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
-        ]  # fmt: skip
-        trainer = self.children.start(f"{self.folder.name}-{name}", program("trainer", arguments))
+        trainer = self.launch_trainer(name, steps, evaluation_samples=evaluation_samples)
         # Waited for without reaping, so that the supervisor can still tell how it ended.
         while not (ended := self.children.exits()):
             time.sleep(POLL_SECONDS)
         failed = [end for end in ended if end.name != trainer.name or end.returncode != 0]
         if failed:
             raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
-        return [row for row in metrics_log.read(output / "metrics.jsonl") if "train/loss" in row]
+        return self.steps(name)
+
+    def launch_trainer(self, name: str, steps: int, *, evaluation_samples: int = 1) -> Child:
+        """Start a trainer and do not wait."""
+        arguments = [
+            "--steps", str(steps), "--output", str(self.folder / name), "--name", name, "--evaluate-every", "0",
+            "--evaluation-samples", str(evaluation_samples), *self._event_log(name),
+            "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
+        ]  # fmt: skip
+        return self.children.start(f"{self.folder.name}-{name}", program("trainer", arguments))
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        """The metrics that a trainer has written so far, one dictionary a step."""
+        path = self.folder / name / "metrics.jsonl"
+        return [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
 
     def stop(self) -> None:
         """End all peers at once."""
@@ -119,18 +135,29 @@ class SwarmProcesses:
             self.children.kill9(peer.child)
         self.peers.clear()
 
-    def _start_peer(self, stage: int, number: int) -> Child:
-        name = f"{self.folder.name}-stage-{stage}-peer-{len(self.peers) + number}"
-        addresses = [peer.dht_address for peer in self.peers]
+    def launch_peer(self, stage: int) -> Child:
+        """Start a peer and do not wait."""
+        name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
+        self._num_started += 1
+        addresses = [peer.dht_address for peer in self.peers[:8]]
         arguments = [
             "--stage", str(stage), "--name", name[:64], "--host", "127.0.0.1", "--threads", "1", "--device", "cpu",
-            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(self.folder / f"{name}.json"),
+            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(self.ready_file(name)),
+            *self._event_log(name),
             *(["--initial-peers", *addresses] if addresses else ["--config", str(self.folder / "run.toml")]),
         ]  # fmt: skip
         return self.children.start(name, program("peer", arguments))
 
-    def _until_ready(self, child: Child, stage: int) -> ServingPeer:
-        ready = wait_for_json(self.folder / f"{child.name}.json", self.children)
+    def ready_file(self, name: str) -> Path:
+        """Of a peer: it is there once the peer serves."""
+        return self.folder / f"{name}.json"
+
+    def _event_log(self, name: str) -> list[str]:
+        return ["--events", str(self.events / f"{name}.jsonl")] if self.logs_events else []
+
+    def until_ready(self, child: Child, stage: int) -> ServingPeer:
+        """Wait until a peer serves. Raises as `start_peers` does."""
+        ready = wait_for_json(self.ready_file(child.name), self.children)
         record = PeerRecord(
             peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=stage,
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,

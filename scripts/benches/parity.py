@@ -78,20 +78,20 @@ def run(options: Options) -> dict[str, Any]:
     """Train all of it; gives the figures."""
     config, data = with_corpus(_config(options))
     say(f"reference: {options.steps} steps in one process")
-    reference = _train_reference(config, data, options.steps, {})
-    dropped = _train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 0})
-    doubled = _train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 2})
+    reference = train_reference(config, data, options.steps, {})
+    dropped = train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 0})
+    doubled = train_reference(config, data, options.steps, {CONTROL_MICROBATCH: 2})
     with tempfile.TemporaryDirectory(prefix="bench-parity-") as folder, Supervisor(Path(folder) / "logs") as children:
         swarm = _train_swarm(config, options.peers_per_stage, options.steps, children, Path(folder) / "swarm")
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
         single = _train_swarm(uncut, 1, options.steps, children, Path(folder) / "single")
         tied_config = dataclasses.replace(config, model=dataclasses.replace(config.model, tied_embeddings=True))
         tied_swarm = _train_swarm(tied_config, options.peers_per_stage, options.steps, children, Path(folder) / "tied")
-        tied_reference = _train_reference(tied_config, data, options.steps, {})
+        tied_reference = train_reference(tied_config, data, options.steps, {})
     expected = options.steps * MICROBATCHES_PER_ROUND
-    figures = _differences(swarm, reference)
-    one_by_one = _differences(single, reference)
-    tied = _differences(tied_swarm, tied_reference)
+    figures = differences(swarm, reference)
+    one_by_one = differences(single, reference)
+    tied = differences(tied_swarm, tied_reference)
     controls = {
         "dropped_microbatch": _weight_difference(swarm, dropped),
         "doubled_microbatch": _weight_difference(swarm, doubled),
@@ -124,7 +124,7 @@ def _config(options: Options) -> RunConfig:
     )
 
 
-def _train_reference(config: RunConfig, data: Microbatches, steps: int, counts: Mapping[int, int]) -> Trained:
+def train_reference(config: RunConfig, data: Microbatches, steps: int, counts: Mapping[int, int]) -> Trained:
     reference = Reference(config, data)
     losses = [reference.step(number, counts) for number in range(steps)]
     return Trained(losses=losses, weights=[reference.weights])
@@ -154,7 +154,7 @@ async def _inspect(
     committed = [0] * config.stages.num_stages
     channels = ChannelPool()
     for record in records:
-        weights.append(await _download(config, record, steps, channels))
+        weights.append(await download_weights(config, record, steps, channels))
         call: Any = StageServiceStub(channels.channel(record)).Describe
         reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id), timeout=ANSWER_SECONDS)
         committed[record.stage] += reply.counters.committed
@@ -162,7 +162,7 @@ async def _inspect(
     return weights, committed
 
 
-async def _download(
+async def download_weights(
     config: RunConfig, record: PeerRecord, steps: int, channels: ChannelPool
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     deadline = time.monotonic() + COMMIT_SECONDS
@@ -184,7 +184,7 @@ async def _download(
         return {name.removeprefix(prefix): t for name, t in fetched.snapshot.tensors.items() if name.startswith(prefix)}
 
 
-def _differences(trained: Trained, reference: Trained) -> dict[str, float]:
+def differences(trained: Trained, reference: Trained) -> dict[str, float]:
     assert len(trained.losses) == len(reference.losses), "a loss for every step"
     return {
         "max_loss_rel_diff": max(

@@ -119,8 +119,8 @@ class Rounds:
     def stood(self, stage: int, round_number: int, lineage: str, digest: str, file: str) -> None:
         """A peer reached a state."""
         first, first_file = self._states.setdefault((stage, lineage), (digest, file))
-        if first_file == file:
-            return
+        if (first, first_file) == (digest, file):
+            return  # The same process, or the one before it in its file.
         self._findings.digests_compared += 1
         if first != digest:
             self._findings.digests_differing += 1

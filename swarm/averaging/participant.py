@@ -267,17 +267,24 @@ class Participant:
         return None
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
-        """Give the attempt up, with what it prepared, and go on training."""
+        """Give the attempt up, with what it prepared, and go on training.
+
+        Runs to its end even if the leader hangs up.
+        """
         ballot = messages.require_ballot(request.ballot)
+        refused: Refused | None = await asyncio.shield(self._spawn(self._abort(request, ballot)))
+        return pb.AbortReply(refusal=self._refusal(refused)) if refused is not None else pb.AbortReply()
+
+    async def _abort(self, request: pb.AbortRequest, ballot: Ballot) -> Refused | None:
         async with self._lock:
             try:
                 was_active = self.group.active
                 self.group.abort(request.round, ballot, void=request.void)
             except Refused as refused:
-                return pb.AbortReply(refusal=self._refusal(refused))
+                return refused
             if was_active == ballot:
                 await self._reopen(request.reason, ballot)
-        return pb.AbortReply()
+        return None
 
     async def step_back(self, reason: str) -> None:
         """In doubt about the leader: go on training, but keep what is prepared for the next leader to find."""

@@ -19,7 +19,7 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents
-from swarm.hop import Hop, HopListener, HopReply, Microbatch
+from swarm.hop import TRAINER_ACK_SECONDS, Hop, HopListener, HopReply, Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 3.0
 """Leases are renewed at least this often."""
+HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
+"""Without a renewal, nothing is acknowledged any more after this long. What was acknowledged before counts before the
+lease ends, or never, and a second is for clocks of different speeds."""
 REPORT_POLLS = 10
 """Times that a committed round's figures are asked for again."""
 MAX_FAILURES = 20
@@ -94,6 +97,7 @@ class TrainLoop(HopListener):
         self._counted_until = clock.monotonic()
         self._paused = False
         self._num_failures = 0
+        self._renewed_at = clock.monotonic()
 
     @property
     def num_in_flight(self) -> int:
@@ -182,6 +186,11 @@ class TrainLoop(HopListener):
         try:
             tokens = torch.from_numpy(self._data.tokens(index))
             reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, {})
+            if self._is_overdue():
+                # As after a SIGSTOP: by now another trainer may have it.
+                reply.close()
+                self._released.append(index)
+                return
             answered = True
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
             self._answered(work.microbatch, reply)
@@ -229,14 +238,12 @@ class TrainLoop(HopListener):
     # -- leases --------------------------------------------------------------------------------------------------------
 
     async def _keep_leased(self, last_round: int) -> None:
-        renewed_at = self._clock.monotonic()
         while True:
+            if self._is_overdue():
+                self._let_go()
             asked_at = self._clock.monotonic()
             if await self._acquire(last_round):
-                renewed_at = asked_at
-            elif self._clock.monotonic() - renewed_at > LEASE_SECONDS - RENEW_SECONDS:
-                self._let_go()
-                renewed_at = self._clock.monotonic()
+                self._renewed_at = asked_at
             self._wanted.clear()
             if len(self._queue) < self._window.size:
                 # Nothing to be had just now, or more is wanted: ask again soon.
@@ -297,9 +304,14 @@ class TrainLoop(HopListener):
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._arrived.set()
 
+    def _is_overdue(self) -> bool:
+        return self._clock.monotonic() - self._renewed_at > HOLD_SECONDS
+
     def _let_go(self) -> None:
         """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
-        logger.warning("no peer of stage 0 renews the leases: %d microbatches given up", len(self._in_flight))
+        if self._in_flight:
+            logger.warning("the leases were not renewed in time: %d microbatches given up", len(self._in_flight))
+        self._released += [work.microbatch.index for work in self._queue]
         self._queue.clear()
         for _, task in self._in_flight.values():
             task.cancel()

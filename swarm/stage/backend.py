@@ -176,7 +176,7 @@ class StageBackend:
         *,
         accumulate: bool,
         only_at: int | None = None,
-    ) -> tuple[float, torch.Tensor | None, Accumulated | None]:
+    ) -> tuple[float, torch.Tensor | None, Accumulated | None]:  # fmt: skip
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
         Raises:

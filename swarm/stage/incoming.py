@@ -38,7 +38,7 @@ class Incoming:
         self._expected_bytes = 0
         self._kept_bytes = 0
 
-    async def read(self, seconds: float | None = MESSAGE_SECONDS) -> Any:
+    async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(seconds):

@@ -92,8 +92,11 @@ class StageMember:
         return closing
 
     async def reopen(self, round_number: int) -> None:
-        """The attempt was aborted: go on in the same round."""
-        if round_number == self._stage.round and self._closed is not None:
+        """The attempt was aborted: go on in the same round.
+
+        Also where nothing is known of a contribution: the leader may have gone while it was being closed.
+        """
+        if round_number == self._stage.round:
             self._closed = None
             await self._stage.runtime.control(self._weights.reopen)
             self._stage.on_change()

@@ -20,7 +20,7 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop import Hop, Microbatch, route_entries
+from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, Microbatch, route_entries
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Callers, caller_of
 from swarm.rpc.channels import abort
@@ -92,9 +92,15 @@ class StageServicer(StageServiceServicer):
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
         try:
-            acknowledged = await incoming.read(seconds=None)
+            now = asyncio.get_running_loop().time
+            patience_seconds = TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS
+            deadline = now() + patience_seconds
+            acknowledged = await incoming.read(patience_seconds)
             if acknowledged is None:
                 return
+            if now() > deadline:
+                # It came while this process was stopped; the time-out may be noticed after it.
+                raise DeadlineExceeded("an acknowledgement came too late")
             if acknowledged.WhichOneof("message") != "ack":
                 raise MalformedMessage("after Done only an Ack is expected")
             self._check_owner(context, computation)

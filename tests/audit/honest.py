@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.clock import ManualClock
+from swarm.event_log import EventLog
 from swarm.events import (
     Accumulate,
     Ack,
@@ -16,7 +17,6 @@ from swarm.events import (
     Close,
     Commit,
     Event,
-    EventLog,
     Install,
     Prepare,
     RollBack,
@@ -51,6 +51,7 @@ class HonestRun:
         self.lineages = [f"genesis {stage}" for stage in range(NUM_STAGES)]
         self._logs: dict[str, EventLog] = {}
         self.bucket = 0
+        folder.mkdir(exist_ok=True)
         self.write("trainer", start("trainer", -1, setting))
         for stage in range(NUM_STAGES):
             for peer in self.members(stage):

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.averaging import messages
+from swarm.averaging.transport import ABORT, BEGIN
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
 
@@ -455,3 +457,27 @@ async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -
         assert result.total_squared_norm == second[0].results[0].total_squared_norm
     finally:
         await network.stop()
+
+
+async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
+    """Else the stage would stay closed: nobody else knows of the attempt."""
+    async with network_of(make_config(), 1) as network:
+        (peer,) = network.peers.values()
+        release, reopen = asyncio.Event(), peer.stage.reopen
+
+        async def slowly(round_number: int) -> None:
+            await release.wait()
+            await reopen(round_number)
+
+        peer.stage.reopen = slowly  # type: ignore[method-assign]
+        await asyncio.sleep(0.01)
+        address, ballot = peer.averager._address, pb.Ballot(attempt=1, leader_id=peer_id(9))
+        standing = messages.pack_standing(peer.averager._participant.standing)
+        await peer.averager.handle(BEGIN, pb.BeginRequest(address=address, ballot=ballot, standing=standing))
+        assert peer.stage.closed
+        aborting = asyncio.create_task(peer.averager.handle(ABORT, pb.AbortRequest(address=address, ballot=ballot)))
+        await asyncio.sleep(0.01)
+        aborting.cancel()
+        await asyncio.wait([aborting])
+        release.set()
+        await until(lambda: not peer.stage.closed)

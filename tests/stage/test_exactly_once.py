@@ -10,6 +10,7 @@ import torch
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
+from swarm.stage import servicer
 from swarm.stage.ledger import EntryState
 from tests.support.chain import (
     DILOCO,
@@ -22,7 +23,7 @@ from tests.support.chain import (
     reference,
     running_chain,
 )
-from tests.support.proxy import Proxy
+from tests.support.proxy import Direction, Proxy
 
 _BOTH = pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 
@@ -193,6 +194,29 @@ async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
         await eventually(lambda: _is_idle(chain))
 
 
+@_BOTH
+async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time it arrives, another trainer may have been given the microbatch, and had it counted elsewhere."""
+    monkeypatch.setattr(servicer, "TRAINER_ACK_SECONDS", 1.0)
+    clock = ManualClock()
+    async with running_chain(config, clock=clock) as chain:
+        first = chain.peers[0]
+        async with Proxy("127.0.0.1", int(first.record.endpoint.rpartition(":")[2])) as proxy:
+            chain.router.update(0, [first.record.model_copy(update={"endpoint": proxy.address})])
+            reply = await chain.train(0)
+            proxy.links[Direction.TO_SERVER].open.clear()
+            acking = asyncio.create_task(reply.ack())
+            await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
+            proxy.resume()
+            await acking
+            await asyncio.sleep(0.1)
+        await eventually(lambda: _is_idle(chain))
+        assert _states(chain, 0) == [None] * 3
+        chain.assert_accumulated([])
+
+
 # -- peers that die ----------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +310,17 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
         assert chain.num_samples() == [0, 0, 0]
         await first.runtime.control(first.weights.reopen)
         await training
+        chain.assert_accumulated([0])
+
+
+async def test_what_a_later_stage_has_lost_goes_through_a_first_stage_that_has_closed() -> None:
+    """The first stage waits, closed, for the others to hold their results: these must be able to get there."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        first, middle, _ = chain.peers
+        await chain.train_all([0])
+        await middle.stage.settle_round(0, frozenset([0]))
+        await first.runtime.control(first.weights.close)
+        await chain.train_all([0], accumulate_only_at=1)
         chain.assert_accumulated([0])
 
 

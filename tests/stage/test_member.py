@@ -1,6 +1,8 @@
 """A stage entering a run with a state that no peer gave, and its copies of the state at a round's beginning."""
 
+import asyncio
 import dataclasses
+from contextlib import suppress
 
 import pytest
 
@@ -9,7 +11,7 @@ from swarm.errors import IntegrityError
 from swarm.rounds import Contribution, RoundResult, Snapshot
 from swarm.stage.member import StageMember
 from swarm.stage.weights import digest_of
-from tests.support.chain import DILOCO, SYNCHRONOUS, running_chain
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, running_chain
 
 
 def _result(round_number: int, contribution: Contribution) -> RoundResult:
@@ -55,3 +57,31 @@ async def test_a_checkpoint_s_state_enters_with_its_position() -> None:
             await member.begin_with(
                 dataclasses.replace(snapshot, digest="0"), highest_microbatch=-1, source="checkpoint"
             )
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize("held", [True, False])
+async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held: bool) -> None:
+    """Its leader died, and with it the call: whether the compute thread had begun or not."""
+    async with running_chain(config) as chain:
+        peer = chain.peers[1]
+        member = StageMember(peer.stage, num_alive=lambda: 1)
+        reply = await chain.train(0)
+        last_undo = peer.held()
+        if held:
+            await last_undo.__aenter__()
+        closing = asyncio.create_task(member.close(0, drop=()))
+        if held:
+            await asyncio.sleep(0.02)
+        else:
+            await eventually(lambda: peer.weights.round.closed)
+        closing.cancel()
+        with suppress(asyncio.CancelledError):
+            await closing
+        if held:
+            await last_undo.__aexit__(None, None, None)
+        await member.reopen(0)
+        assert not peer.weights.round.closed
+        reply.close()
+        await chain.train_all([1])
+        assert 1 in peer.stage.ledger.committed(0)

@@ -23,7 +23,7 @@ from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Directory, MemoryStore
-from swarm.events import EventLog
+from swarm.event_log import EventLog
 from swarm.hop import Hop
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.rounds import RoundWatcher

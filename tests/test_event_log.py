@@ -1,4 +1,4 @@
-"""The event log: what is on disk after writes, kills and full disks."""
+"""Event logs: what is on disk after writes, kills and full disks."""
 
 import dataclasses
 import errno
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from swarm.clock import ManualClock
-from swarm.events import NAMES, Accumulate, Ack, EventLog, Gap, Grant, Leave, NoEvents, ranges
+from swarm.event_log import EventLog
+from swarm.events import NAMES, Accumulate, Ack, Gap, Grant, Leave, NoEvents, ranges
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

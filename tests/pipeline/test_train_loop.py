@@ -1,0 +1,134 @@
+"""The trainer's loop with a hop and leases that do what the test says: what it acknowledges, and what it gives up."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+import numpy as np
+
+from swarm.clock import ManualClock
+from swarm.data.microbatches import Microbatches
+from swarm.hop import TRAINER_ACK_SECONDS, Hop, HopListener, Microbatch
+from swarm.pipeline.lease_service import LeaseClient, Leased
+from swarm.pipeline.leases import LEASE_SECONDS
+from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.train_loop import HOLD_SECONDS, TrainLoop
+from tests.support.chain import DILOCO, eventually
+
+
+class Reply:
+    """A microbatch's answer."""
+
+    loss, num_tokens, num_reroutes, num_busy = 1.0, 1, 0, 0
+
+    def __init__(self) -> None:
+        self.acked = self.closed = False
+
+    async def ack(self) -> None:
+        self.acked = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    """Stage 0 as a trainer sees it: it grants microbatch 0, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.reply = Reply()
+        self.answer = asyncio.Event()
+        self.reachable = True
+        self.released: list[int] = []
+        self.num_runs = 0
+        self._granted = False
+        self.round = 0
+
+    async def acquire(
+        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float
+    ) -> Leased | None:
+        if not self.reachable:
+            return None
+        self.released += released
+        fresh = [] if self._granted or not count else [0]
+        self._granted |= bool(fresh)
+        return Leased(stage=0, round=0, microbatches=fresh, accumulate_only_at=None, round_complete=False)
+
+    async def train(
+        self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[int, Any]
+    ) -> Reply:
+        self.num_runs += 1
+        await self.answer.wait()
+        return self.reply
+
+    async def poll(self) -> None:
+        """No stage gets any further."""
+
+    def is_behind(self, stage: int, round_number: int) -> bool:
+        return False
+
+    def tokens(self, index: int) -> Any:
+        return np.zeros((1, 2), dtype=np.int32)
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[World]:
+    """A loop that has begun with the microbatch."""
+    world = World()
+    loop = TrainLoop(
+        config=DILOCO, data=cast(Microbatches, world), hop=cast(Hop, world), leases=cast(LeaseClient, world),
+        watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=1, on_waiting=lambda stage: None,
+    )  # fmt: skip
+    never: Callable[[Any], Awaitable[None]] = cast(Any, None)
+    task = asyncio.create_task(loop.run(0, 1, never))
+    await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
+    try:
+        yield world
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def pass_time(world: World) -> None:
+    """A moment, in which everything has its turn."""
+    world.clock.advance(0.1)
+
+
+async def test_an_answer_is_acknowledged() -> None:
+    async with running() as world:
+        world.answer.set()
+        await eventually(lambda: world.reply.acked)
+        assert not world.released
+
+
+async def test_what_is_answered_after_a_freeze_is_given_up_whatever_comes_first() -> None:
+    """Its lease may be another's by then, who may have had it counted already."""
+    async with running() as world:
+        world.answer.set()
+        world.clock.advance(LEASE_SECONDS)
+        await eventually(lambda: 0 in world.released, meanwhile=lambda: pass_time(world))
+        assert not world.reply.acked
+
+
+async def test_what_is_under_way_after_a_freeze_is_given_up_although_leases_are_to_be_had_again() -> None:
+    async with running() as world:
+        world.clock.advance(LEASE_SECONDS)
+        await eventually(lambda: 0 in world.released, meanwhile=lambda: pass_time(world))
+        world.answer.set()
+        await asyncio.sleep(0.02)
+        assert not world.reply.acked
+        assert world.num_runs == 1
+
+
+async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:
+    assert HOLD_SECONDS + TRAINER_ACK_SECONDS <= LEASE_SECONDS
+    async with running() as world:
+        world.reachable = False
+        for _ in range(int(HOLD_SECONDS / 0.1) + 5):
+            pass_time(world)
+            await asyncio.sleep(0.001)
+        world.reachable = True
+        await eventually(lambda: 0 in world.released, meanwhile=lambda: pass_time(world))
+        assert not world.reply.acked
