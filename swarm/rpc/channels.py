@@ -49,7 +49,7 @@ BULK_OPTIONS: Options = (
 )
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Of one connection; the caller's own gRPC holds more than that back.
+    # Of one connection; gRPC itself holds the rest back, or refuses it.
     ("grpc.max_concurrent_streams", MAX_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),

@@ -51,22 +51,28 @@ def _open(host: Host, microbatch: int, **fields: Any) -> pb.TrainRequest:
 
 
 async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of them say nothing at all, the others open a microbatch and never send it."""
+    """They say nothing at all, until they are ended; honest work goes on meanwhile."""
     monkeypatch.setattr(incoming, "FIRST_SECONDS", 3.0)
-    monkeypatch.setattr(incoming, "MESSAGE_SECONDS", 3.0)
+    most_calls = most_bytes = num_honest = 0
     async with running() as host, host.connected(INTRUDER) as channel:
         await host.train()
         before = resident_bytes()
         calls = [_call(channel, (TRAIN, EVALUATE)[number % 2]) for number in range(num_streams)]
         async with asyncio.TaskGroup() as tasks:
             ending = [tasks.create_task(_ended(call)) for call in calls]
-            await eventually(lambda: host.server._callers.num_calls >= min(num_streams, MAX_CALLS) // 2)
-            assert await host.train() > 0
-            assert host.server._callers.num_calls <= MAX_CALLS + 1
-            assert resident_bytes() - before < num_streams * BYTES_A_STREAM + (64 << 20)
+            while not all(task.done() for task in ending):
+                most_calls = max(most_calls, host.server._callers.num_calls)
+                most_bytes = max(most_bytes, resident_bytes() - before)
+                assert await host.train() > 0
+                num_honest += 1
         codes = Counter(task.result() for task in ending)
-        assert codes.keys() <= {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}, codes
-        assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] >= min(num_streams, MAX_CALLS) // 2
+        # Unavailable are streams beyond those of one connection: gRPC itself refuses them.
+        expected = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+        assert codes.keys() <= expected, codes
+        assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] > 0
+        assert 20 < most_calls <= MAX_CALLS + 1
+        assert most_bytes < num_streams * BYTES_A_STREAM + (64 << 20)
+        assert num_honest > 5
         await eventually(lambda: host.num_idle == (0, 0, 0))
         assert await host.train() > 0
 
