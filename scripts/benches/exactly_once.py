@@ -122,7 +122,7 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
     return {
         **figures, "duplicates": report.duplicates, "missing": report.missing, "replayed": report.replayed,
         "rolled_back": report.rolled_back, "faults": faulty.faults.total(), "faults_by_kind": dict(faulty.faults),
-        "late_faults": faulty.late, "aborted_attempts": report.rounds_aborted, "audit": report.proven,
+        "skipped_faults": faulty.owed, "aborted_attempts": report.rounds_aborted, "audit": report.proven,
         "violations": list(report.violations[:10]), "digests_compared": report.digests_compared,
         "found_planted": planted,
         "passed": max(figures.values()) < BOUND and exactly_once and complete and found,

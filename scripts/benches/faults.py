@@ -33,8 +33,8 @@ class FaultySwarm:
     rng: random.Random
     faults: Counter[str] = field(default_factory=Counter)
     """By kind."""
-    late: int = 0
-    """Faults that had to wait for another step, since nobody could be spared."""
+    owed: int = 0
+    """Faults that are due: they wait while nobody can be spared."""
     _joining: list[tuple[Child, int]] = field(default_factory=list)
     _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
@@ -47,19 +47,19 @@ class FaultySwarm:
         """
         trainer = self.swarm.launch_trainer("trainer", steps)
         self._stepped_at = time.monotonic()
-        num_steps, planned, due_at = 0, EVERY, float("inf")
+        num_steps, planned, due_at = 0, 1, 0.0
         while not self._has_ended(trainer):
             now = time.monotonic()
             if (taken := len(self.swarm.steps("trainer"))) > num_steps:
                 seconds, self._stepped_at = (now - self._stepped_at) / (taken - num_steps), now
                 num_steps = taken
-                if num_steps >= planned:
-                    planned = num_steps - num_steps % EVERY + EVERY
-                    self.late += due_at < float("inf")
-                    due_at = min(due_at, now + self.rng.uniform(0.0, seconds))
+                while num_steps >= planned:
+                    planned += EVERY
+                    self.owed += 1
+                    due_at = now + self.rng.uniform(0.0, seconds)
                     say(f"step {num_steps}, {dict(self.faults)}, {len(self.swarm.peers)} peers")
-            if now >= due_at and fault(self):
-                due_at = float("inf")
+            if self.owed and now >= due_at and fault(self):
+                self.owed -= 1
             for entry in [entry for entry in self._timeline if entry[0] <= now]:
                 self._timeline.remove(entry)
                 entry[1]()

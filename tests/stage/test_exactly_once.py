@@ -313,17 +313,6 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
         chain.assert_accumulated([0])
 
 
-async def test_what_a_later_stage_has_lost_goes_through_a_first_stage_that_has_closed() -> None:
-    """The first stage waits, closed, for the others to hold their results: these must be able to get there."""
-    async with running_chain(SYNCHRONOUS) as chain:
-        first, middle, _ = chain.peers
-        await chain.train_all([0])
-        await middle.stage.settle_round(0, frozenset([0]))
-        await first.runtime.control(first.weights.close)
-        await chain.train_all([0], accumulate_only_at=1)
-        chain.assert_accumulated([0])
-
-
 async def _commit(peer: Peer) -> None:
     """End its round, with a gradient of ones."""
 
