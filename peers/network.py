@@ -79,12 +79,17 @@ async def agree_on_config(
         published = await _look_up(node, initial_peers[0], clock, authority)
         if own is not None:
             configs.check_same(own, published)
+    if authority is not None:
+        node.lock(authority)
+    return published
+
+
+def say_who_may_join(authority: Authority | None) -> None:
+    """In the log, once."""
     if authority is None:
         logger.info("this run is open: whoever reaches one of its peers can join")
     else:
         logger.info("this run is locked by owner %s", authority.fingerprint[:16])
-        node.lock(authority)
-    return published
 
 
 async def _look_up(node: DhtNode, address: str, clock: Clock, authority: Authority | None) -> RunConfig:

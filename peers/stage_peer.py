@@ -28,7 +28,7 @@ from peers.claim import Claim
 from peers.event_file import open_events, start_of
 from peers.identity_file import claim_identity
 from peers.mover import Listen, Mover
-from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name, say_who_may_join
 from peers.rebalancer import Rebalancer
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
@@ -240,6 +240,7 @@ async def run(
     config = await agree_on_config(node, own, options.initial_peers, clock, identity.authority)
     if options.stage != "auto":
         require_stage(config, options.stage)
+    say_who_may_join(identity.authority)
     directory = Directory(node, identity, config.run_id, clock)
     rng = random.Random(identity.peer_id)
     router = Router(clock, rng)

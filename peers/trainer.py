@@ -21,7 +21,7 @@ from rich.console import Console
 
 from peers import cli, process
 from peers.event_file import open_events, start_of
-from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name
+from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name, say_who_may_join
 from peers.report import Report
 from peers.stage_peer import CACHE
 from peers.token_option import admitted, find_token, stop_or_expiry
@@ -128,6 +128,7 @@ async def run(
     """Join, train, and leave; gives the exit code."""
     clock = SystemClock()
     config = await agree_on_config(node, None, addresses, clock, identity.authority)
+    say_who_may_join(identity.authority)
     corpus, data = await asyncio.to_thread(open_corpus, config, options.dataset)
     name = options.name or default_name()
     events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))

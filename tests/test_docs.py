@@ -13,6 +13,7 @@ from peers.local import LocalOptions
 from peers.stage_peer import PeerOptions
 from peers.status import StatusOptions
 from peers.trainer import TrainerOptions
+from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.common import BenchOptions
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
@@ -28,6 +29,7 @@ OPTIONS: dict[str, type] = {
     "swarm-local": LocalOptions,
     "scripts/demo": LocalOptions,
     "scripts/bench": BenchOptions,
+    "scripts/chaos": ChaosOptions,
 }
 DESIGN_SENTENCES = (
     "stages discovered via a hivemind DHT",
@@ -110,7 +112,7 @@ def test_sections_of_operations_name_their_own_program_s_options(program: str) -
 
 def test_readme_names_every_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    commands = [*project["scripts"], *(f"scripts/{name}" for name in ("demo", "test", "check", "bench"))]
+    commands = [*project["scripts"], *(f"scripts/{name}" for name in ("demo", "test", "check", "bench", "chaos"))]
     named = {word for cell in _rows(README.read_text()) for word in re.findall(r"[\w/-]+", cell)}
     assert set(commands) <= named
 

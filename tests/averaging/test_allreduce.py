@@ -112,7 +112,8 @@ def test_all_end_with_the_same_weighted_mean(
         np.testing.assert_allclose(result.vector_D.numpy(), expected, atol=1e-6 if codec == "fp32" else 4e-3)
         assert torch.equal(result.vector_D, results[0].vector_D)
         assert (result.digest, result.squared_norm) == (results[0].digest, results[0].squared_norm)
-        assert result.squared_norm == pytest.approx(float(np.sum(expected**2)), rel=1e-2)
+        # A mean in which the vectors cancel out is small, and their roundings are not.
+        assert result.squared_norm == pytest.approx(float(np.sum(expected**2)), rel=1e-2, abs=2e-3)
         assert result.num_samples == sum(samples)
 
 
