@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hivemind.dht.routing import DHTID
-from hivemind.utils import MSGPackSerializer
 
 from swarm.clock import ManualClock
 from swarm.dht.directory import Directory, MemoryStore
@@ -42,17 +40,26 @@ def _record(who: Identity) -> PeerRecord:
 
 
 def _hash(key: str) -> bytes:
+    # Not at the top: importing hivemind changes the logging of the process.
+    from hivemind.dht.routing import DHTID
+
     hashed: bytes = DHTID.generate(key).to_bytes()
     return hashed
 
 
+def _pack(value: object) -> bytes:
+    from hivemind.utils import MSGPackSerializer
+
+    packed: bytes = MSGPackSerializer.dumps(value)
+    return packed
+
+
 def _stored(value: bytes, subkey: str, expiration: float, key: str = KEY) -> Stored:
-    pack: Any = MSGPackSerializer.dumps
-    return Stored(_hash(key), pack(subkey), pack(value), expiration)
+    return Stored(_hash(key), _pack(subkey), _pack(value), expiration)
 
 
 def _validator(authority: Any) -> RecordValidator:
-    validator = RecordValidator(ManualClock(NOW), hash_key=_hash, pack=MSGPackSerializer.dumps)
+    validator = RecordValidator(ManualClock(NOW), hash_key=_hash, pack=_pack)
     validator.authority = authority
     return validator
 

@@ -33,6 +33,12 @@ def test_calls_beyond_a_rate_wait() -> None:
     assert later[-3:] == pytest.approx([0.0, 1 / CALLS_PER_SECOND, 2 / CALLS_PER_SECOND], abs=1e-9)
 
 
+def test_processes_beside_this_one_do_not_wait() -> None:
+    callers = Callers(ManualClock(), max_calls=10**6)
+    for here in ("ipv4:127.0.0.1", "ipv6:[::1]"):
+        assert {callers.enter(Caller(here)) for _ in range(3 * BURST_CALLS)} == {0.0}
+
+
 def test_callers_are_forgotten() -> None:
     clock = ManualClock()
     callers = Callers(clock)
