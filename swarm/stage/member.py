@@ -167,7 +167,6 @@ class StageMember:
     async def _install(self, snapshot: Snapshot, *, source: str, parent: str | None = None) -> None:
         await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest)
         self._closed = None
-        await self._stage.forget_all()
 
         def install() -> None:
             new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
@@ -179,7 +178,12 @@ class StageMember:
                 )
             )
 
-        await self._stage.runtime.control(install)
+        self._stage.is_changing_state = True
+        try:
+            await self._stage.forget_all()
+            await self._stage.runtime.control(install)
+        finally:
+            self._stage.is_changing_state = False
         self._stage.round_began()
 
     async def begin(self) -> None:

@@ -77,6 +77,8 @@ class Stage:
         self.counters = Counters()
         self.serving = False
         """Whether microbatches are admitted: not while joining or leaving."""
+        self.is_changing_state = False
+        """Whether another state is about to be installed: nothing is accumulated in the one that goes."""
         self.on_change = on_change
         """Called when what counts towards the round has changed."""
         self._events = events or NoEvents()
@@ -223,6 +225,8 @@ class Stage:
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
         subscriber: object, *, accumulate: bool, adopts: Computation | None = None,
     ) -> Computation:  # fmt: skip
+        if accumulate and self.is_changing_state:
+            raise NotReady("this peer takes over another state")
         if accumulate and self.config.rounds.synchronous and self.backend.weights.round.closed:
             raise NotReady(f"round {self.round} is being averaged")
         computation = Computation(

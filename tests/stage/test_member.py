@@ -85,3 +85,23 @@ async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held:
         reply.close()
         await chain.train_all([1])
         assert 1 in peer.stage.ledger.committed(0)
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(config: RunConfig) -> None:
+    async with running_chain(config) as chain:
+        last = chain.peers[2]
+        member = StageMember(last.stage, num_alive=lambda: 1)
+        snapshot = await member.snapshot()
+        await chain.train(1)
+        async with last.held():
+            # What is tentative is rolled back first, which has to wait.
+            installing = asyncio.create_task(member.install(snapshot))
+            await eventually(lambda: last.stage.ledger.find(1) is None)
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: last.stage.num_admitted > 0 or chain.peers[1].hop._credits.get(last.peer_id) == 0)
+            await asyncio.sleep(0.1)
+        await installing
+        await chain.ack(await training)
+        assert last.stage.ledger.committed(0) == {0}
+        assert last.weights.open_bucket.num_samples == config.data.microbatch_size
