@@ -240,7 +240,6 @@ async def run(
     config = await agree_on_config(node, own, options.initial_peers, clock, identity.authority)
     if options.stage != "auto":
         require_stage(config, options.stage)
-    say_who_may_join(identity.authority)
     directory = Directory(node, identity, config.run_id, clock)
     rng = random.Random(identity.peer_id)
     router = Router(clock, rng)
@@ -278,6 +277,7 @@ async def run(
     def on_serving(stage: int, endpoint: str) -> None:
         nonlocal has_said
         if not has_said:
+            say_who_may_join(identity.authority)
             announce_to_people(options, stage, config, node, known, token)
             has_said = True
         write_ready_file(options, stage, identity, endpoint, node)

@@ -128,8 +128,8 @@ async def run(
     """Join, train, and leave; gives the exit code."""
     clock = SystemClock()
     config = await agree_on_config(node, None, addresses, clock, identity.authority)
-    say_who_may_join(identity.authority)
     corpus, data = await asyncio.to_thread(open_corpus, config, options.dataset)
+    say_who_may_join(identity.authority)
     name = options.name or default_name()
     events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))
     router = Router(clock, random.Random(identity.peer_id))
