@@ -269,16 +269,18 @@ class TrainLoop(HopListener):
             for stage in range(1, self._config.stages.num_stages):
                 behind = self._watcher.is_behind(stage, leased.round)
                 if behind or (leased.round_complete and room):
-                    lost = await self._ask(stage, max(room, self._window.size), wait_seconds=0.0)
+                    lost = await self._ask(stage, max(room, self._window.size), wait_seconds=0.0, newest=leased.round)
                     if lost is not None:
                         self._take(lost, last_round)
         return True
 
-    async def _ask(self, stage: int, count: int, wait_seconds: float) -> Leased | None:
+    async def _ask(self, stage: int, count: int, wait_seconds: float, newest: int | None = None) -> Leased | None:
         work = [*self._queue, *(work for work, _ in self._in_flight.values())]
         holding = [entry.microbatch.index for entry in work if entry.granted_by == stage]
         released, self._released = self._released, []
-        leased = await self._leases.acquire(stage, count, holding=holding, released=released, wait_seconds=wait_seconds)
+        leased = await self._leases.acquire(
+            stage, count, holding=holding, released=released, wait_seconds=wait_seconds, newest_round=newest
+        )
         if leased is None:
             self._released += released
         return leased

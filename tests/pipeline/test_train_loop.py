@@ -46,8 +46,9 @@ class World:
         self.round = 0
 
     async def acquire(
-        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float
-    ) -> Leased | None:
+        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
+        newest_round: int | None = None,
+    ) -> Leased | None:  # fmt: skip
         if not self.reachable:
             return None
         self.released += released

@@ -80,6 +80,21 @@ async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round()
                 first.stage.admit(dataclasses.replace(microbatch, accumulate_only_at=only_at))
 
 
+async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_has_closed_its_round() -> None:
+    """Stage 0 has it run as if it were new, since its leader does not know better; stage 1 waits for stage 0."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1])
+        middle = chain.peers[1]
+        await middle.stage.runtime.control(middle.weights.close)
+        await chain.train_all([2])
+        assert chain.num_samples() == [6, 4, 6]
+        assert [2 in peer.stage.ledger.committed(0) for peer in chain.peers] == [True, False, True]
+        await middle.stage.runtime.control(middle.weights.reopen)
+        await chain.train_all([2], accumulate_only_at=1)
+        chain.assert_accumulated([0, 1, 2])
+        chain.assert_idle()
+
+
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
