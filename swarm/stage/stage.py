@@ -227,9 +227,9 @@ class Stage:
     ) -> Computation:  # fmt: skip
         if accumulate and self.is_changing_state:
             raise NotReady("this peer takes over another state")
-        # A stage closes when its members have the whole round. If one has died since, the stage may still commit what it
-        # contributed; what then lacks all the same is replayed. Nor may another stage, which did lose something, wait
-        # for this one to open again: this one may be waiting for it.
+        # A stage closes when its members have the whole round. If one of them has died since, what it contributed may
+        # still be committed; what then lacks all the same is replayed. And another stage that did lose something must
+        # not wait for this one to open again: this one may be waiting for that.
         accumulate = accumulate and not (self.config.rounds.synchronous and self.backend.weights.round.closed)
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, age=next(self._ages), hints=hints,
