@@ -32,6 +32,10 @@ RENEW_SECONDS = 3.0
 HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
 """Without a renewal, nothing is acknowledged any more after this long. What was acknowledged before counts before the
 lease ends, or never, and a second is for clocks of different speeds."""
+GRANT_WAIT_SECONDS = 0.25
+"""How long stage 0 may look for more to grant before it answers that there is none."""
+ROUND_WAIT_SECONDS = 1.0
+"""Likewise, how long a stage may wait for its next round."""
 REPORT_POLLS = 10
 """Times that a committed round's figures are asked for again."""
 MAX_FAILURES = 20
@@ -128,7 +132,7 @@ class TrainLoop(HopListener):
         for number in range(first, first + count):
             while self._watcher.round <= number:
                 await self._clock.sleep(0.1)
-                await self._watcher.poll()
+                await self._watcher.poll(ROUND_WAIT_SECONDS)
             now = self._clock.monotonic()
             # A peer is in the next round a moment before it has the figures of the last one.
             for _ in range(REPORT_POLLS):
@@ -246,7 +250,7 @@ class TrainLoop(HopListener):
                 self._renewed_at = asked_at
             self._wanted.clear()
             if len(self._queue) < self._window.size:
-                # Nothing to be had just now, or more is wanted: ask again soon.
+                # More is wanted: stage 0 answers as soon as there is some.
                 await self._clock.sleep(0.02)
                 continue
             try:
@@ -258,10 +262,10 @@ class TrainLoop(HopListener):
     async def _acquire(self, last_round: int) -> bool:
         """Renew, and ask for more: new microbatches first, then what some stage has lost. True if stage 0 answered."""
         room = max(0, 2 * self._window.size - len(self._queue))
-        idle = not self._queue and not self._in_flight
-        leased = await self._ask(0, room, wait_seconds=0.5 if idle else 0.0)
+        wanting = len(self._queue) < self._window.size
+        leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if wanting else 0.0)
         if leased is None:
-            if idle:
+            if not self._queue and not self._in_flight:
                 self._on_waiting(0)
             return False
         self._take(leased, last_round)

@@ -63,7 +63,7 @@ class World:
         await self.answer.wait()
         return self.reply
 
-    async def poll(self) -> None:
+    async def poll(self, wait_seconds: float = 0.0) -> None:
         """No stage gets any further."""
 
     def is_behind(self, stage: int, round_number: int) -> bool:

@@ -14,6 +14,7 @@ from swarm.errors import Overloaded, RetriesExhausted
 from swarm.hop import HopLimits, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
+from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage.backend import TOKENS, logits_spec
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
@@ -132,6 +133,19 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        servicer = chain.peers[0].servicer
+        request = DescribeRequest(after_round=0, wait_seconds=60.0)
+        waiting = asyncio.create_task(servicer.Describe(request, None))
+        await servicer.Describe(DescribeRequest(after_round=0, wait_seconds=0.1), None)
+        assert not waiting.done()
+        await chain.train_all([0])
+        await _commit(chain)
+        async with asyncio.timeout(10.0):
+            await waiting
 
 
 async def _commit(chain: Chain) -> None:
