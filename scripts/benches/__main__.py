@@ -20,6 +20,7 @@ BENCHES = {
     "parity": "a swarm follows the trajectory of one process",
     "exactly-once": "every microbatch counts once, whatever fails (slow)",
     "pipeline": "tokens/s of two stages, against what the cores can do",
+    "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
     "hop": "activations there and gradients back, against hivemind.moe",
     "allreduce": "an averaging round of four processes, against hivemind's averager",
