@@ -97,7 +97,8 @@ class TrainLoop(HopListener):
         self._wanted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._totals = StepTotals()
-        self._losses: dict[int, list[float]] = {}
+        self._losses: dict[int, dict[int, float]] = {}
+        """By round and microbatch: one that is run again, since a peer died with it, has one loss all the same."""
         self._counted_until = clock.monotonic()
         self._paused = False
         self._num_failures = 0
@@ -144,7 +145,7 @@ class TrainLoop(HopListener):
             totals, self._totals = self._totals, StepTotals()
             # By round, not by time: the next round may be under way already.
             for round_number in [known for known in self._losses if known <= number]:
-                totals.losses += self._losses.pop(round_number)
+                totals.losses += self._losses.pop(round_number).values()
             report = self._watcher.report(number)
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
             started_at = now
@@ -220,7 +221,10 @@ class TrainLoop(HopListener):
     def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
         if microbatch.accumulate_only_at is not None or microbatch.round < self._watcher.round:
             return  # A replay: its loss has been counted before.
-        self._losses.setdefault(microbatch.round, []).append(reply.loss)
+        losses = self._losses.setdefault(microbatch.round, {})
+        if microbatch.index in losses:
+            return
+        losses[microbatch.index] = reply.loss
         self._totals.num_tokens += reply.num_tokens
         self._totals.num_microbatches += 1
         self._totals.num_rerouted += reply.num_reroutes > 0
