@@ -319,14 +319,20 @@ def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> 
 
 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:
-    """By member, the microbatches that a member before it counts as well."""
+    """By member, the microbatches that it is to give up, since another counts them as well."""
+    committed = {peer: messages.unpack_indices(reply.committed_gaps) for peer, reply in begun.items()}
+    num_holders = Counter(index for indices in committed.values() for index in indices)
+
+    def has_nothing_alone(peer: PeerId) -> bool:
+        return all(num_holders[index] > 1 for index in committed[peer])
+
     seen: set[int] = set()
     drops: dict[PeerId, set[int]] = {}
-    for peer in sorted(begun):
-        committed = messages.unpack_indices(begun[peer].committed_gaps)
-        if twice := committed & seen:
+    # Who was away and has only what was replayed meanwhile gives up all of it: unlike a part, that costs nothing.
+    for peer in sorted(committed, key=lambda peer: (has_nothing_alone(peer), peer)):
+        if twice := committed[peer] & seen:
             drops[peer] = set(twice)
-        seen |= committed
+        seen |= committed[peer]
     return drops
 
 

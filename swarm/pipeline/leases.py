@@ -14,7 +14,7 @@ from swarm.config import RunConfig
 
 LEASE_SECONDS = 15.0
 """Lifetime of a lease that is not renewed."""
-SETTLE_SECONDS = 1.5
+SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
 SKIP_ON_TAKEOVER = 4096
 """DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone

@@ -6,7 +6,8 @@ who asked. Backward uses the weights that forward used, whatever steps came betw
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D width of the residual stream, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -217,8 +218,27 @@ class StageBackend:
             accumulated.version.users -= 1
             self.weights.step_if_due()
 
-    def roll_back(self, accumulated: Accumulated) -> None:
-        """Compute the gradient again, with the same weights and randomness, and subtract it."""
+    def roll_back(self, all_accumulated: Sequence[Accumulated]) -> None:
+        """Take gradients out of the sum: computed again, or by emptying a bucket that holds nothing else."""
+        num_samples = Counter[GradientBucket]()
+        for accumulated in all_accumulated:
+            num_samples[accumulated.bucket] += accumulated.num_samples
+        emptied = {bucket for bucket, number in num_samples.items() if number == bucket.num_samples}
+        for bucket in emptied:
+            bucket.clear()
+        for accumulated in all_accumulated:
+            if accumulated.bucket not in emptied:
+                self._subtract(accumulated)
+            self.events.write(
+                RollBack(
+                    microbatch=accumulated.microbatch, samples=accumulated.num_samples,
+                    bucket=accumulated.bucket.number,
+                )
+            )  # fmt: skip
+            self.settle(accumulated)
+
+    def _subtract(self, accumulated: Accumulated) -> None:
+        """Compute a gradient again, with the same weights and randomness, and subtract it."""
         forward = Forward(
             microbatch=accumulated.microbatch, wire_inputs=accumulated.wire_inputs, version=accumulated.version
         )
@@ -227,12 +247,6 @@ class StageBackend:
         parameters = list(accumulated.version.parameters.values())
         gradients = torch.autograd.grad(root, parameters, root_gradient, allow_unused=True, materialize_grads=True)
         accumulated.bucket.add(gradients, -accumulated.num_samples)
-        self.events.write(
-            RollBack(
-                microbatch=accumulated.microbatch, samples=accumulated.num_samples, bucket=accumulated.bucket.number
-            )
-        )  # fmt: skip
-        self.settle(accumulated)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

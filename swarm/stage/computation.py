@@ -136,24 +136,22 @@ class Computation(HopListener):
             self._reply = None
 
     def stop(self) -> None:
-        """Go no further, here and downstream; to be followed by `undo`."""
+        """Go no further, here and downstream; to be followed by `give_up`."""
         if self._task is not None:
             self._task.cancel()
         self.close_downstream()
 
-    async def undo(self) -> None:
-        """Once stopped: take out of the sum whatever is in it."""
+    async def stopped(self) -> None:
+        """Return when it has stopped; what it has begun on the compute thread may go on there."""
         if self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
-        # After whatever the compute thread is still doing for us: there is only one thread.
-        await self._runtime.control(self._undo_on_thread)
 
-    def _undo_on_thread(self) -> None:
-        if self._accumulated is not None:
-            self._backend.roll_back(self._accumulated)
-        elif self._forward is not None:
+    def give_up(self) -> Accumulated | None:
+        """On the compute thread, once stopped: what of it is in the sum, and now the caller's to take out."""
+        if self._forward is not None:
             self._backend.release(self._forward)
-        self._accumulated = self._forward = None
+        accumulated, self._accumulated, self._forward = self._accumulated, None, None
+        return accumulated
 
     # -- the work --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -301,17 +301,29 @@ class Stage:
             if computation.adopts is not None and computation.adopts.subscriber is computation:
                 self._discard(computation.adopts)
 
-    def _discard(self, computation: Computation) -> asyncio.Task[None]:
-        """Undo a computation that will not be acknowledged; the task ends when nothing of it is left.
+    def _discard(self, *computations: Computation) -> asyncio.Task[None]:
+        """Undo computations that will not be acknowledged; the task ends when nothing of them is left.
 
-        It is forgotten at once: a retry that comes meanwhile starts afresh, rather than adopt what is going away.
+        They are forgotten at once: a retry that comes meanwhile starts afresh, rather than adopt what is going away.
         """
-        entry = self.ledger.find(computation.microbatch.index)
-        if entry is not None and entry.computation is computation:
-            self.counters.rolled_back += entry.state is not EntryState.RUNNING
-            self.ledger.forget(computation.microbatch.index)
-        computation.stop()
-        return self._tasks.create_task(computation.undo())
+        for computation in computations:
+            entry = self.ledger.find(computation.microbatch.index)
+            if entry is not None and entry.computation is computation:
+                self.counters.rolled_back += entry.state is not EntryState.RUNNING
+                self.ledger.forget(computation.microbatch.index)
+            computation.stop()
+        return self._tasks.create_task(self._undo(computations))
+
+    async def _undo(self, computations: Sequence[Computation]) -> None:
+        for computation in computations:
+            await computation.stopped()
+
+        def undo() -> None:
+            given_up = [computation.give_up() for computation in computations]
+            self.backend.roll_back([accumulated for accumulated in given_up if accumulated is not None])
+
+        # After whatever the compute thread is still doing for them: there is only one thread.
+        await self.runtime.control(undo)
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -326,9 +338,9 @@ class Stage:
         self.ledger.prune(self.round + 1)
 
     async def _discard_all(self, entries: Iterable[Entry[Computation]]) -> None:
-        undone = [self._discard(entry.computation) for entry in entries if entry.computation is not None]
-        if undone:
-            await asyncio.wait(undone)
+        computations = [entry.computation for entry in entries if entry.computation is not None]
+        if computations:
+            await asyncio.wait([self._discard(*computations)])
 
     def round_began(self) -> None:
         """The weights are at a new round."""

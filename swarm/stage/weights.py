@@ -57,6 +57,11 @@ class GradientBucket:
         torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
         self.num_samples += num_samples
 
+    def clear(self) -> None:
+        """Take all gradients out."""
+        torch._foreach_zero_(list(self.sums.values()))
+        self.num_samples = 0
+
     def mean(self) -> Tensors:
         """The mean over the samples; zeros where there are none."""
         scale = 1.0 / max(1, self.num_samples)

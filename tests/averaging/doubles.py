@@ -82,6 +82,7 @@ class FakeStage:
         self.digests: list[str] = []
         self.closed = False
         self.num_installs = 0
+        self.dropped: set[int] = set()
         self.poison = False
         """Contribute NaN."""
         self.averager: Averager | None = None
@@ -102,6 +103,7 @@ class FakeStage:
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         assert round_number == self.round
         self.closed = True
+        self.dropped |= set(drop)
         kept = sorted(self.indices - set(drop))
         total = sum((gradient(i) for i in kept), torch.zeros(17))
         mean = total / max(1, len(kept))

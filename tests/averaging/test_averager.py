@@ -117,6 +117,19 @@ async def test_duplicates_count_once() -> None:
         np.testing.assert_allclose(result_vector(members[2]), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
 
 
+async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
+    """As when it was away, and what it had was replayed."""
+    async with network_of(make_config(), 1, 2, 3) as network:
+        returned, *others = stages(network, 1, 2, 3)
+        returned.learn(1, 3)
+        others[0].learn(0, 1, 2)
+        others[1].learn(3, 4)
+        await asyncio.sleep(0.15)
+        others[0].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
+        assert [stage.dropped for stage in (returned, *others)] == [{1, 3}, set(), set()]
+
+
 # -- leaders that die ------------------------------------------------------------------------------------------------
 
 

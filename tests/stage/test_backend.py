@@ -185,11 +185,22 @@ def test_rolling_back_brings_the_sum_back(config: RunConfig) -> None:
     before = _sums(chain)
     _, entries = _run(chain, 1)
     for backend, entry in zip(chain, entries, strict=True):
-        backend.roll_back(entry)
+        backend.roll_back([entry])
     _assert_close(_sums(chain), before, 1e-6)
     for backend in chain:
         bucket = backend.weights.open_bucket
         assert (bucket.num_samples, bucket.num_tentative) == (2, 1)
+
+
+def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> None:
+    backend = _backend(_CONFIG, 2)
+    results = [backend.forward_loss(i, 0, {TOKENS: _tokens(i), HIDDEN: _hidden(i)}, accumulate=True) for i in range(3)]
+    entries = [entry for _, _, entry in results if entry is not None]
+    backend.settle(entries[0])
+    bucket = backend.weights.open_bucket
+    backend.roll_back(entries)
+    assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
+    assert not any(bool(value.any()) for value in bucket.sums.values())
 
 
 def test_a_settled_gradient_can_still_be_taken_out() -> None:
@@ -201,7 +212,7 @@ def test_a_settled_gradient_can_still_be_taken_out() -> None:
     backend.settle(entry)
     bucket = backend.weights.open_bucket
     assert (bucket.num_tentative, backend.weights.version.users) == (0, 0)
-    backend.roll_back(entry)
+    backend.roll_back([entry])
     assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
     assert max(float(value.abs().max()) for value in bucket.sums.values()) < 1e-6
 
@@ -251,8 +262,13 @@ def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
     _, entry = backend.backward(forward, _hidden(8), accumulate=True)
     assert entry is not None
     assert entry.version is not backend.weights.version
-    backend.roll_back(entry)
-    assert max(float(value.abs().max()) for value in entry.bucket.sums.values()) < 1e-6
+    first = [value.clone() for value in entry.bucket.sums.values()]
+    forward = backend.forward(2, 0, {TOKENS: _tokens(2), HIDDEN: _hidden(2)})
+    backend.backward(forward, _hidden(9), accumulate=True)
+    second = [both - one for both, one in zip(entry.bucket.sums.values(), first, strict=True)]
+    backend.roll_back([entry])
+    for value, expected in zip(entry.bucket.sums.values(), second, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
     assert entry.version.users == 0
 
 
