@@ -75,8 +75,9 @@ class Options(BenchOptions):
     """Training before that."""
     settling_seconds: float = 30.0
     """After the storm, until everything is ended."""
-    round_samples: int = 128
-    """Samples of a round."""
+    round_samples: int = 0
+    """Samples of a round; 0 for 256 in the synchronous setting, where each round ends with the replays of what was lost
+    in it, and 128 with DiLoCo, where a dead peer's work of the round is gone."""
     bound_seconds: float = 60.0
     """A round that is not committed by all of its stages after so long counts as not committed."""
     keep: Path | None = None
@@ -85,9 +86,11 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.kinds if name not in KINDS]:
             raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
-        for name in ("minutes", "faults_per_hour", "stages", "trainers", "calibration_seconds", "round_samples"):
+        for name in ("minutes", "faults_per_hour", "stages", "trainers", "calibration_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        if self.round_samples < 0:
+            raise ValueError(f"--round-samples must not be negative, not {self.round_samples}")
         if self.peers_per_stage < 2:
             raise ValueError("--peers-per-stage must be at least 2: a stage's last peer is spared")
         if self.keep is not None and self.keep.exists():
@@ -139,6 +142,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _config(options: Options) -> RunConfig:
     synchronous = options.setting == "synchronous"
+    round_samples = options.round_samples or (256 if synchronous else 128)
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(
@@ -147,9 +151,7 @@ def _config(options: Options) -> RunConfig:
         ),
         stages=StagesConfig(num_stages=options.stages),
         data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=4, max_tokens=1_000_000),
-        rounds=RoundsConfig(
-            setting=options.setting, round_samples=options.round_samples, inner_batch_samples=8
-        ),
+        rounds=RoundsConfig(setting=options.setting, round_samples=round_samples, inner_batch_samples=8),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         outer=OuterConfig(learning_rate=0.7, momentum=0.0 if synchronous else 0.6),
         averaging=AveragingConfig(codec="fp32" if synchronous else "int8"),
