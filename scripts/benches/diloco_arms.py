@@ -44,7 +44,7 @@ class Arm:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-SPARSE = {"codec": "topk", "top_k": 104, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.95}
+SPARSE = {"codec": "topk", "top_k": 112, "values": "2bit", "indices": "elias-fano", "feedback_decay": 0.99}
 DCT = {"codec": "dct-topk", "top_k": 64, "values": "lut8", "indices": "12bit", "feedback_decay": 0.95}
 NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}
 """Error feedback takes momentum's place."""
@@ -66,7 +66,9 @@ ARMS: Mapping[str, Arm] = {
         learning_rate=SHORT_ROUNDS_RATE,
         changes={"averaging": {"codec": "int8"}, "outer": SHORT_ROUNDS_OUTER},
     ),
-    "sparse-h10": Arm(inner_steps=10, changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
+    "sparse-h10": Arm(
+        inner_steps=10, learning_rate=SHORT_ROUNDS_RATE, changes={"averaging": SPARSE, "outer": NO_MOMENTUM}
+    ),
 }
 
 
