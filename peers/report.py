@@ -36,7 +36,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self.num_rerouted = 0
         self.tokens_per_second = 0.0
         self.seconds = 0.0
-        self._run_samples = 0
+        self._run_samples: int | None = None
+        """Samples of the run; not known before a step of which the stages told."""
         self._config = config
         self._output = output
         self._metrics = metrics
@@ -58,7 +59,6 @@ class Report(contextlib.AbstractContextManager["Report"]):
     def begin(self, first_step: int) -> None:
         """The swarm is at this step now."""
         self.first_step = self.step_number = first_step
-        self._run_samples = first_step * self._config.rounds.round_samples
         self._metrics.event(first_step, "training begins")
 
     def waiting(self, stage: int) -> None:
@@ -84,10 +84,15 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self.num_microbatches += totals.num_microbatches
         self.num_rerouted += totals.num_rerouted
         self.seconds += step.seconds
-        before = self._run_samples
-        self._run_samples = report.run_samples if report else before + self._config.rounds.round_samples
+        usual, before = self._config.rounds.round_samples, self._run_samples
+        if report:
+            self._run_samples = report.run_samples
+        else:
+            self._run_samples = step.number * usual if before is None else before + usual
+        # A stage that came back from a checkpoint has fewer than before.
+        gained = usual if before is None else max(0, self._run_samples - before)
         length = self._config.data.sequence_length
-        self.tokens_per_second = (self._run_samples - before) * length / max(step.seconds, 1e-9)
+        self.tokens_per_second = gained * length / max(step.seconds, 1e-9)
         self._metrics.step(
             StepMetrics(
                 step=step.number,

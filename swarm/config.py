@@ -269,9 +269,9 @@ class AveragingConfig:
     ones each tile has an owner that sums it and encodes the sum again, with four times as many coefficients."""
     clip_to_median: float = 3.0
     """DiLoCo only: a contribution's norm is cut to so many times the median norm of the members; 0 turns it off."""
-    overlap_steps: int = 0
+    overlap_steps: int = 5
     """DiLoCo only: inner steps a peer may take while a round is exchanged; the result is merged as soon as it is
-    committed. 0: it waits, accumulating gradients."""
+    committed. A few cost no loss (docs/performance.md). 0: it waits, accumulating gradients."""
     num_fragments: int = 1
     """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn."""
     quorum: Literal["majority", "available"] = "available"
@@ -356,8 +356,8 @@ class RunConfig:
             f"({fewest})",
         )
         _require(
-            not self.rounds.synchronous or (self.averaging.num_fragments == 1 and self.averaging.overlap_steps == 0),
-            "averaging.num_fragments and averaging.overlap_steps are for rounds.setting = 'diloco' only",
+            not self.rounds.synchronous or self.averaging.num_fragments == 1,
+            "averaging.num_fragments is for rounds.setting = 'diloco' only",
         )
         size = self.data.microbatch_size
         _require(

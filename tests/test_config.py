@@ -41,7 +41,10 @@ def test_toml_overrides_the_defaults() -> None:
             "model.tied_embeddings is not for a model.custom_class",
         ),
         ("[averaging]\nnum_fragments = 2", "averaging.num_fragments (2) must not exceed the layers of a stage (1)"),
-        ("[averaging]\noverlap_steps = 2\n[rounds]\nsetting = 'synchronous'", "are for rounds.setting = 'diloco' only"),
+        (
+            "[model]\nnum_layers = 8\n[averaging]\nnum_fragments = 2\n[rounds]\nsetting = 'synchronous'",
+            "is for rounds.setting = 'diloco' only",
+        ),
         ("[averaging]\ntop_k = 6", "averaging.top_k must be a multiple of 4 between 4 and 1024, not 6"),
         ("[averaging]\nclip_to_median = 0.5", "averaging.clip_to_median must be 0 or at least 1, not 0.5"),
         ("[averaging]\nfeedback_decay = 2.0", "averaging.feedback_decay must be in [0, 1], not 2.0"),

@@ -106,6 +106,7 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
             "total_samples": samples, "warmup_samples": samples // 50,
         },
         "outer": OUTER,
+        "averaging": {"overlap_steps": 0},
     }  # fmt: skip
     for section, changes in arm.changes.items():
         values[section] = {**values.get(section, {}), **changes}

@@ -257,8 +257,8 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
         _assert_same(weights.version.parameters, anchor)
 
 
-def test_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
-    weights = _weights("diloco")
+def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
+    weights = _overlapping(0)
     for number in range(2):
         _accumulate(weights, number)
     contribution, version = weights.close().tensors, weights.version

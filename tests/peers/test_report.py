@@ -1,0 +1,45 @@
+"""What a trainer tells of its steps."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from peers.report import Report
+from swarm.config import RunConfig
+from swarm.metrics.log import MetricsLog, StepMetrics
+from swarm.pipeline.rounds import StepReport
+from swarm.pipeline.train_loop import Step, StepTotals
+
+
+class Metrics:
+    """Remembers the steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def event(self, step: int, text: str) -> None:
+        """Nothing is made of it."""
+
+
+def _step(number: int, run_samples: int) -> Step:
+    figures: dict[str, Any] = {name: 0 for name in StepReport.__dataclass_fields__}
+    report = StepReport(**{**figures, "run_samples": run_samples})
+    return Step(number=number, seconds=2.0, totals=StepTotals(losses=[1.0]), report=report)
+
+
+def test_a_speed_is_never_negative(tmp_path: Path) -> None:
+    """DiLoCo's rounds are of unequal length, and a stage that came back from a checkpoint has lost some samples."""
+    config, metrics = RunConfig(), Metrics()
+    report = Report(config, steps=9, output=tmp_path, metrics=cast(MetricsLog, metrics), console=Console(quiet=True))
+    report.begin(100)
+    usual, length = config.rounds.round_samples, config.data.sequence_length
+    speeds = []
+    for number, run_samples in enumerate([90 * usual, 91 * usual, 89 * usual, 91 * usual], start=101):
+        report.step(_step(number, run_samples), None)
+        speeds.append(report.tokens_per_second)
+    assert speeds == [usual * length / 2.0, usual * length / 2.0, 0.0, usual * length]
+    assert [entry.total_tokens for entry in metrics.steps] == [n * usual * length for n in (90, 91, 89, 91)]
