@@ -6,6 +6,7 @@ before the stage's state is here: bind -> get the state -> announce, average, wr
 
 import asyncio
 import logging
+import random
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -185,8 +186,9 @@ class StageServer:
             callers=self._callers,
         )  # fmt: skip
         lease_servicer = LeaseServicer(
-            config=self._config, stage=self._number, clock=self._clock, lead=self._lead, events=self._events
-        )
+            config=self._config, stage=self._number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
+            events=self._events,
+        )  # fmt: skip
         averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
         add_StageServiceServicer_to_server(stage_servicer, server)
         add_LeaseServiceServicer_to_server(lease_servicer, server)

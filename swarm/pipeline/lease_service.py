@@ -5,6 +5,7 @@ and keeps what it was granted alive by asking again.
 """
 
 import asyncio
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,12 +49,13 @@ class LeaseServicer(LeaseServiceServicer):
     """Answers trainers at one stage peer."""
 
     def __init__(
-        self, *, config: RunConfig, stage: int, clock: Clock, lead: Callable[[], GroupLead],
+        self, *, config: RunConfig, stage: int, clock: Clock, rng: random.Random, lead: Callable[[], GroupLead],
         events: Events | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._stage = stage
         self._clock = clock
+        self._rng = rng
         self._lead = lead
         self._events = events or NoEvents()
         self._table: LeaseTable | None = None
@@ -80,7 +82,7 @@ class LeaseServicer(LeaseServiceServicer):
 
     def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
         if self._table is None:
-            self._table = LeaseTable(self._config, self._stage, self._clock)
+            self._table = LeaseTable(self._config, self._stage, self._clock, self._rng)
         # All of a round that stage 0 has not begun yet is lacking here, and can be had from nobody.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         grant = self._table.acquire(

@@ -6,6 +6,7 @@ trainer's microbatches go to another. `LeaseTable` decides and is pure; lease_se
 carries its answers.
 """
 
+import random
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ LEASE_SECONDS = 15.0
 """Lifetime of a lease that is not renewed."""
 SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
-SKIP_ON_TAKEOVER = 4096
-"""DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone
-who has not reported yet. Missing is allowed there, double is not."""
+LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
+"""DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone who has not
+reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
+where the network is parted. Missing is allowed there, double is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +55,14 @@ class _Lease:
 class LeaseTable:
     """The leases of one stage, while this peer leads it."""
 
-    def __init__(self, config: RunConfig, stage: int, clock: Clock) -> None:
+    def __init__(self, config: RunConfig, stage: int, clock: Clock, rng: random.Random) -> None:
         self._config = config
         self._stage = stage
         self._clock = clock
+        self._rng = rng
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
-        self._returned: list[int] = []
-        """DiLoCo: granted once, not run, to be granted again."""
         self._next: int | None = None
         self._round = -1
 
@@ -96,7 +97,6 @@ class LeaseTable:
         for microbatch in [m for m, lease in self._leases.items() if lease.trainer_id == trainer_id]:
             if microbatch in released:
                 del self._leases[microbatch]
-                self._returned.append(microbatch)
             elif microbatch not in holding:
                 del self._leases[microbatch]
                 self._finished[microbatch] = now
@@ -107,7 +107,6 @@ class LeaseTable:
                 lease.expires_at = now + LEASE_SECONDS
         for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
             del self._leases[microbatch]
-            self._returned.append(microbatch)
 
     def _grant_of_round(self, view: RoundView, trainer_id: str, count: int) -> Grant:
         if view.round != self._round:
@@ -115,7 +114,6 @@ class LeaseTable:
             size = self._config.microbatches_per_round
             self._leases = {m: lease for m, lease in self._leases.items() if m // size == view.round}
             self._finished.clear()
-        self._returned.clear()
         size = self._config.microbatches_per_round
         wanted = [
             microbatch
@@ -134,18 +132,14 @@ class LeaseTable:
         return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
 
     def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
+        """Each is granted once: what is given back, or expires here, another leader may have granted again."""
         if self._next is None:
             known = max([view.highest_microbatch, *self._leases], default=-1)
-            self._next = known + 1 + SKIP_ON_TAKEOVER if known >= 0 else 0
+            self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
         self._finished.clear()
-        granted: list[int] = []
-        while self._returned and len(granted) < count:
-            microbatch = self._returned.pop(0)
-            if microbatch not in view.committed and microbatch not in self._leases:
-                granted.append(microbatch)
-        fresh = range(self._next, self._next + count - len(granted))
+        fresh = range(self._next, self._next + count)
         self._next = fresh.stop
-        return self._lease(trainer_id, [*granted, *fresh])
+        return self._lease(trainer_id, list(fresh))
 
     def _lease(self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None) -> Grant:
         expires_at = self._clock.monotonic() + LEASE_SECONDS

@@ -1,5 +1,6 @@
 """A stage's leader answering trainers: what it grants them, and when it has nothing for them."""
 
+import random
 from typing import Any
 
 from swarm.clock import ManualClock
@@ -15,8 +16,9 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
     """What the leader of a stage answers that is at a round and lacks all of it."""
     view = RoundView(round=round_number, committed=set(), highest_microbatch=-1, quiet_seconds=60.0, complete=False)
     servicer = LeaseServicer(
-        config=SYNCHRONOUS, stage=stage, clock=ManualClock(), lead=lambda: GroupLead(leader_id=PeerId("me"), view=view)
-    )
+        config=SYNCHRONOUS, stage=stage, clock=ManualClock(), rng=random.Random(0),
+        lead=lambda: GroupLead(leader_id=PeerId("me"), view=view),
+    )  # fmt: skip
     address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
     return await servicer.Acquire(pb.AcquireRequest(address=address, trainer_id="trainer", count=2, **fields), None)
 
