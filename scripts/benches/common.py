@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,11 @@ class SwarmProcesses:
         """The folder of the event logs."""
         return self.folder / "events"
 
-    def start_peers(self, stages: Sequence[int]) -> None:
+    def start_peers(self, stages: Sequence[int], environments: Sequence[Mapping[str, str]] = ()) -> None:
         """Start one peer for each entry, and return when all of them serve.
+
+        Args:
+            environments: of each of them, added to this process's own.
 
         Raises:
             PeerUnavailable: one ended instead.
@@ -95,9 +98,10 @@ class SwarmProcesses:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         write_config(self.config, self.folder / "run.toml")
+        peers = list(zip(stages, environments or [{}] * len(stages), strict=True))
         # The first one has to be there before others can join it.
-        for batch in (stages[:1], stages[1:]):
-            started = [(self.launch_peer(stage), stage) for stage in batch]
+        for batch in (peers[:1], peers[1:]):
+            started = [(self.launch_peer(stage, environment=added), stage) for stage, added in batch]
             self.peers += [self.until_ready(child, stage) for child, stage in started]
 
     def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
@@ -136,8 +140,8 @@ class SwarmProcesses:
             self.children.kill9(peer.child)
         self.peers.clear()
 
-    def launch_peer(self, stage: int) -> Child:
-        """Start a peer and do not wait."""
+    def launch_peer(self, stage: int, *, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a peer and do not wait; `environment` is added to this process's own."""
         name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
         self._num_started += 1
         addresses = [peer.dht_address for peer in self.peers[:8]]
@@ -147,7 +151,7 @@ class SwarmProcesses:
             *self._event_log(name),
             *(["--initial-peers", *addresses] if addresses else ["--config", str(self.folder / "run.toml")]),
         ]  # fmt: skip
-        return self.children.start(name, program("peer", arguments))
+        return self.children.start(name, program("peer", arguments), environment=environment)
 
     def ready_file(self, name: str) -> Path:
         """Of a peer: it is there once the peer serves."""

@@ -64,24 +64,30 @@ def decide(
         return None
     rates = _own_rates(layout, own, own_rates or {})
     before = layout.pipeline_throughput
-    if layout.throughput[own.stage] - rates[own.stage] < before or not _may_pay(layout, own, rates, policy):
+    # For most checks find all in balance: a quick no.
+    most = _best_balance(layout, own, rates) - before
+    least = min(_margin(layout, policy, own.stage, stage) for stage in rates if stage != own.stage)
+    if layout.throughput[own.stage] - rates[own.stage] < before or most < least:
         return None
     plan = _Plan(layout, own, rates, near=0.0 if waited else policy.near)
-    best_value, best_target, best_gain, lost, num_moves = 0.0, None, 0.0, 0.0, 0
-    while plan.take_step():
+    target, best_value, best_gain, lost, num_moves = None, 0.0, 0.0, 0.0, 0
+    # Until nothing is left to gain that could be told from an error.
+    while most >= best_gain + least and plan.take_step():
         if plan.target in closed:
             return None
         lost += plan.rate * policy.move_seconds
         num_moves += 1
         gain = min(plan.throughput) - before
         value = gain * (policy.stay_seconds - policy.move_seconds) - lost
-        if value > best_value:
-            # A plan may look good by an error in somebody else's figure: a small step of it is not worth making then.
-            best_gain = min(gain, plan.own_share * num_moves)
-            best_value, best_target = value, plan.own_target
-    if best_target is None:
-        return None
-    return best_target if best_gain >= _margin(layout, policy, own.stage, best_target) else None
+        # A longer plan may look better by an error in somebody else's figure, and would make this move look needless.
+        if value > best_value and gain >= best_gain + _margin(layout, policy, own.stage, plan.target):
+            best_value, best_gain = value, gain
+            # Likewise, a small step of it is not worth making for a plan that only looks good.
+            if plan.own_target is not None and min(gain, plan.own_share * num_moves) >= _margin(
+                layout, policy, own.stage, plan.own_target
+            ):
+                target = plan.own_target
+    return target
 
 
 def choose_stage(layout: Layout, *, num_before: int = 0, closed: Collection[int] = ()) -> int | None:
@@ -126,9 +132,9 @@ class _Plan:
         self._near = near
         self._costs = layout.costs
         self._num_serving = list(layout.num_serving)
-        self._movable = [
-            [candidate for candidate in candidates if candidate[1] != own.peer_id] for candidates in layout.movable
-        ]
+        # Shared with the layout, but for those that change here.
+        self._movable = list(layout.movable)
+        self._movable[own.stage] = [one for one in layout.movable[own.stage] if one[1] != own.peer_id]
 
     def take_step(self) -> bool:
         """Make the next move; whether there is one."""
@@ -144,7 +150,9 @@ class _Plan:
         if best is None:
             return False
         _, _, source, position = best
-        speed, _ = self._movable[source].pop(position)
+        candidates = self._movable[source]
+        speed, _ = candidates[position]
+        self._movable[source] = candidates[:position] + candidates[position + 1 :]
         self._move(source, speed / self._costs[source], speed / self._costs[target])
         return True
 
@@ -197,12 +205,10 @@ def _own_rates(layout: Layout, own: Worker, measured: Mapping[int, float]) -> di
     return rates | elsewhere
 
 
-def _may_pay(layout: Layout, own: Worker, rates: Mapping[int, float], policy: Policy) -> bool:
-    """A quick no, for most checks find all in balance: whether even a perfect balance would bring enough."""
+def _best_balance(layout: Layout, own: Worker, rates: Mapping[int, float]) -> float:
+    """What the weakest stage would manage if all were spread perfectly."""
     fastest = max(rate * cost for rate, cost in zip(rates.values(), layout.costs, strict=True))
-    total = layout.total_speed - layout.speed(own) + fastest
-    least = min(_margin(layout, policy, own.stage, stage) for stage in rates if stage != own.stage)
-    return total / sum(layout.costs) - layout.pipeline_throughput >= least
+    return (layout.total_speed - layout.speed(own) + fastest) / sum(layout.costs)
 
 
 def _margin(layout: Layout, policy: Policy, one: int, other: int) -> float:

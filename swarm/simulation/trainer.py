@@ -1,0 +1,34 @@
+"""A simulated trainer: as many microbatches in flight as its window says.
+
+Used by `validate`. The window is the real one (swarm.pipeline.window). Never chooses a peer: the pipeline does.
+"""
+
+from swarm.pipeline.window import Window
+from swarm.simulation.pipeline import SimulatedPipeline, View
+
+
+class SimulatedTrainer:
+    """Sends microbatches for ever.
+
+    Attributes:
+        num_done: microbatches that came back.
+    """
+
+    def __init__(self, pipeline: SimulatedPipeline, view: View, *, max_in_flight: int = 256) -> None:
+        self.num_done = 0
+        self._pipeline = pipeline
+        self._view = view
+        self._window = Window(start=2 * pipeline.num_stages, largest=max_in_flight)
+        self._num_in_flight = 0
+
+    def fill(self) -> None:
+        """Send what the window has room for."""
+        while self._num_in_flight < self._window.size:
+            self._num_in_flight += 1
+            self._pipeline.train(self._view, self._came_back)
+
+    def _came_back(self, num_busy: int) -> None:
+        self.num_done += 1
+        self._window.finished(num_busy=num_busy, in_flight=self._num_in_flight)
+        self._num_in_flight -= 1
+        self.fill()

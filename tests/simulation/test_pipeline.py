@@ -1,0 +1,103 @@
+"""Microbatches on their way through simulated peers."""
+
+import random
+
+import pytest
+
+from swarm.simulation.choosers.chooser import Ours
+from swarm.simulation.machine import Machine
+from swarm.simulation.pipeline import NOTICE_SECONDS, SimulatedPipeline, View
+from swarm.simulation.timeline import Timeline
+from swarm.simulation.trainer import SimulatedTrainer
+from swarm.types import PeerId
+
+
+def build(
+    *stages: tuple[float, ...], link_seconds: float = 0.0, max_in_flight: int = 8
+) -> tuple[SimulatedPipeline, View]:
+    """Peers by stage, with what each takes for a microbatch; peer 2 of stage 1 is number 12."""
+    timeline = Timeline()
+    pipeline = SimulatedPipeline(
+        timeline, random.Random(0), num_stages=len(stages), num_samples=4, max_in_flight=max_in_flight
+    )
+    for stage, peers in enumerate(stages):
+        for number, seconds in enumerate(peers):
+            machine = Machine(
+                peer_id=peer_id(10 * stage + number), stage=stage, busy_seconds=seconds, link_seconds=link_seconds,
+                jitter=0.0,
+            )  # fmt: skip
+            pipeline.start(machine)
+    view = View(Ours(timeline, random.Random(1)))
+    pipeline.announce([view])
+    return pipeline, view
+
+
+def peer_id(number: int) -> PeerId:
+    return PeerId(f"{number:040x}")
+
+
+def test_one_microbatch_takes_computing_and_links_there_and_back() -> None:
+    pipeline, view = build((3.0,), (6.0,), link_seconds=0.2)
+    times: list[float] = []
+    pipeline.train(view, lambda _: times.append(pipeline.timeline.monotonic()))
+    pipeline.timeline.run(30.0)
+    # Asked, accepted, tensors and gradient: four times 0.1 s to stage 0, and four times 0.2 s between two peers.
+    assert times == [pytest.approx(3.0 + 6.0 + 4 * 0.1 + 4 * 0.2)]
+    pipeline.train(view, lambda _: times.append(pipeline.timeline.monotonic()))
+    pipeline.timeline.run(60.0)
+    assert times[1] - 30.0 == pytest.approx(9.0 + 2 * 0.1 + 2 * 0.2), "with credits nothing is asked"
+
+
+def test_a_busy_peer_is_no_failure_and_is_asked_again() -> None:
+    pipeline, view = build((1.0,), max_in_flight=1)
+    num_busy: list[int] = []
+    for _ in range(3):
+        pipeline.train(view, num_busy.append)
+    pipeline.timeline.run(30.0)
+    assert len(num_busy) == 3
+    assert sum(num_busy) > 0
+    assert pipeline.num_reroutes == 0
+
+
+def test_what_a_dead_peer_had_goes_to_another_one() -> None:
+    pipeline, view = build((2.0,), (4.0, 4.0))
+    done: list[float] = []
+    pipeline.train(view, lambda _: done.append(pipeline.timeline.monotonic()))
+    pipeline.timeline.run(1.5)
+    (working,) = [peer for peer in pipeline.peers.values() if peer.machine.stage == 1 and peer.queue_length]
+    pipeline.kill(working.peer_id)
+    pipeline.timeline.run(30.0)
+    assert pipeline.num_reroutes == 1
+    # A forward of 2/3 s, then 5/6 s that are lost, then noticed; and the whole of stage 1 again.
+    assert done == [pytest.approx(1.5 + NOTICE_SECONDS + 4.0 + 4 / 3)]
+
+
+def test_nothing_is_lost_when_any_peer_dies_at_any_moment() -> None:
+    pipeline, view = build((0.5, 0.7, 0.6), (0.5, 0.6, 0.8), (0.6, 0.5, 0.9), link_seconds=0.05)
+    rng = random.Random(7)
+    done: list[int] = []
+    for _ in range(200):
+        pipeline.timeline.at(rng.uniform(0, 60), lambda: pipeline.train(view, done.append))
+
+    def restart(number: int) -> None:
+        machine = pipeline.peers[peer_id(number)].machine
+        pipeline.kill(machine.peer_id)
+        pipeline.timeline.after(1.0, lambda: pipeline.start(machine))
+        pipeline.timeline.after(2.0, lambda: pipeline.announce([view]))
+
+    for at in range(2, 60, 4):
+        pipeline.timeline.at(float(at), lambda: restart(10 * rng.randrange(3) + rng.randrange(3)))
+    pipeline.timeline.run(400.0)
+    assert len(done) == 200
+    assert pipeline.num_reroutes > 5
+    assert all(peer.queue_length == 0 and peer.num_credits == 1 for peer in pipeline.peers.values()), "no slot is left"
+
+
+def test_a_trainer_finds_the_swarm_s_capacity_and_shares_follow_speed() -> None:
+    pipeline, view = build((0.2, 0.4, 0.6), link_seconds=0.01)
+    trainer = SimulatedTrainer(pipeline, view)
+    trainer.fill()
+    pipeline.timeline.run(20.0)
+    before = trainer.num_done
+    pipeline.timeline.run(120.0)
+    assert (trainer.num_done - before) / 100.0 == pytest.approx(1 / 0.2 + 1 / 0.4 + 1 / 0.6, rel=0.05)
