@@ -1,0 +1,59 @@
+"""The command line of a program with many things to run: PROG NAME [--json] [options].
+
+Used by scripts/bench and scripts/simulate. Progress goes to stderr; with --json the last line of stdout is one JSON
+object, else a table follows. What is run is a module with a class `Options` and a function `run(options) -> figures`.
+Never measures anything.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from peers import cli, process
+
+
+def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType]) -> int:
+    """Run what the command line names; gives the exit code.
+
+    Args:
+        kind: what the things are called, in the plural.
+        known: what there is, and what for.
+        module_of: imports one, by its name.
+    """
+    name, *arguments = sys.argv[1:] or [""]
+    if name not in known:
+        listed = ", ".join(f"{one} ({purpose})" for one, purpose in known.items())
+        print(f"{prog}: error: name one of the {kind}: {listed}; {prog} NAME --help says more", file=sys.stderr)
+        return process.EXIT_USAGE
+    module = module_of(name)
+    options = cli.parse(module.Options, prog=f"{prog} {name}", argv=arguments)
+    process.setup_logging(f"{prog.rpartition('/')[2]} {name}", "warning")
+    figures: dict[str, Any] = module.run(options)
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        Console().print(_table(name, figures))
+    return 0
+
+
+def _table(name: str, figures: Mapping[str, Any]) -> Table:
+    table = Table("figure", "value", title=name)
+    for figure, value in _flatten(figures):
+        table.add_row(figure, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
+            for number, entry in enumerate(value):
+                yield from _flatten(entry, f"{prefix}{name}.{number}.")
+        else:
+            yield prefix + name, value

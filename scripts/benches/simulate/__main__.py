@@ -1,0 +1,31 @@
+"""scripts/simulate NAME [--json] [options]: run a study on virtual time and print its figures.
+
+A study is a module of swarm/simulation/studies, with a class `Options` and a function `run(options) -> figures`;
+`validate`, which starts real processes to compare with, lies beside this file.
+"""
+
+import sys
+from importlib import import_module
+
+from peers import process
+from scripts.benches.menu import run_named
+
+PROG = "scripts/simulate"
+STUDIES = {
+    "rebalancing": "400 peers that come and go: what each rule keeps of the best throughput",
+    "routing": "throughput and tail latency of ways to choose a peer, under failures",
+}
+REAL = {"validate": "the simulator against a real local swarm (slow)"}
+
+
+def main() -> int:
+    """Run the study that the command line names; gives the exit code."""
+    packages = dict.fromkeys(STUDIES, "swarm.simulation.studies") | dict.fromkeys(REAL, "scripts.benches.simulate")
+    return run_named(
+        PROG, "studies", STUDIES | REAL, lambda name: import_module(f"{packages[name]}.{name.replace('-', '_')}")
+    )
+
+
+if __name__ == "__main__":
+    process.prepare_environment()
+    sys.exit(process.run_program(PROG, main))

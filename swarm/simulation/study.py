@@ -1,0 +1,13 @@
+"""What every study (swarm/simulation/studies) can be told. Never runs one."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """A study's options; the same options give the same figures."""
+
+    json: bool = False
+    """Print one JSON object as the last line of stdout, instead of a table."""
+    seed: int = 0
+    """Of all that is drawn by chance."""
