@@ -10,7 +10,7 @@ and nothing is drawn by chance.
 import heapq
 import itertools
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -144,10 +144,10 @@ def _transfer(pipeline: Pipeline, sender: int, receiver: int, *, num_tensors: in
 
 def _enough(pipeline: Pipeline, visits: list[Visit]) -> int:
     """Microbatches in flight, a multiple of the peers of a stage."""
-    busy: Counter[tuple[str, int]] = Counter()
+    busy: defaultdict[tuple[str, int], float] = defaultdict(float)
     for visit in visits:
         sharers = 1 if visit.place[1] == TRAINER else pipeline.peers_per_stage
-        busy[visit.place] += visit.seconds / sharers  # type: ignore[assignment]  # a Counter adds floats as well
+        busy[visit.place] += visit.seconds / sharers
     alone_seconds = sum(visit.seconds + visit.away_seconds for visit in visits)
     return pipeline.peers_per_stage * math.ceil(SLACK * alone_seconds / max(busy.values()) / pipeline.peers_per_stage)
 

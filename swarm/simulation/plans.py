@@ -67,7 +67,9 @@ def ours(training: Training, averaging: AveragingConfig, *, in_fragments: bool) 
         steps, num_layers = _fragment_steps(training), FRAGMENT_LAYERS
     else:
         steps, num_layers = [training.steps_between - 1], training.num_layers
-    gaps = [after - before for before, after in zip(steps, [*steps[1:], steps[0] + training.steps_between], strict=True)]
+    gaps = [
+        after - before for before, after in zip(steps, [*steps[1:], steps[0] + training.steps_between], strict=True)
+    ]
     assert averaging.overlap_steps < min(gaps), "a round ends before the next one begins"
     num_bytes = sent_bytes(averaging, round(training.num_parameters * num_layers / training.num_layers))
     return Plan(

@@ -36,6 +36,16 @@ class Options(StudyOptions):
     overlap_steps: int = 5
     """Of our own rows: `averaging.overlap_steps` of those that average the whole model while they train."""
 
+    def __post_init__(self) -> None:
+        largest = max(training.num_layers for training in published.TRAININGS.values()) // plans.FRAGMENT_LAYERS
+        least = largest * (STREAMING_DELAY_STEPS + 1)
+        if self.round_steps < least:
+            raise ValueError(
+                f"round_steps must be at least {least}, for {largest} fragments in turn, not {self.round_steps}"
+            )
+        if not 0 <= self.overlap_steps < self.round_steps:
+            raise ValueError(f"overlap_steps must be at least 0 and below round_steps, not {self.overlap_steps}")
+
 
 def run(options: Options) -> dict[str, Any]:
     """Gigabits a second by model, method and utilisation; those of the paper with their distance in grid steps."""
