@@ -10,7 +10,7 @@ def test_printed_bandwidths_lie_on_the_grid() -> None:
     for rows in published.BANDWIDTHS.values():
         for row in rows.values():
             for printed in row:
-                # Half of what was printed last, and what stands for 2.95 as well as for 1.15 and 0.95.
+                # One decimal was printed, rounded in either direction.
                 point = published.GRID_START * published.GRID_STEP ** round(bandwidth._steps(printed))
                 assert printed == pytest.approx(point, abs=0.0551)
 
