@@ -38,8 +38,6 @@ class FluidSwarm:
     timeline: Timeline
     num_stages: int
     download_seconds: float
-    on_change: Callable[[], None] = lambda: None
-    """Called when somebody has begun or ceased to serve, or has come or gone."""
     stage_of: dict[int, int] = field(default_factory=dict)
     peers: list[dict[int, None]] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
@@ -79,7 +77,6 @@ class FluidSwarm:
         del self.peers[self.stage_of.pop(peer)][peer]
         self.num_moves += 1
         self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
-        self.on_change()
 
     def leave(self, peer: int) -> None:
         """A peer is gone, from one moment to the next."""
@@ -89,7 +86,6 @@ class FluidSwarm:
         stage = self.stage_of.pop(peer, None)
         if stage is not None:
             del self.peers[stage][peer]
-        self.on_change()
 
     def _arrive(self, peer: int, stage: int, then: Callable[[], object]) -> None:
         if peer in self.present:
@@ -101,7 +97,6 @@ class FluidSwarm:
         self._ready.add(peer)
         self.stage_of[peer] = stage
         self.peers[stage][peer] = None
-        self.on_change()
 
     def _count(self) -> None:
         now = self.timeline.monotonic()

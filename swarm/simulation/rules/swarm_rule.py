@@ -1,11 +1,9 @@
 """The SWARM paper's rule (arXiv 2301.11913, appendix, Algorithm 2).
 
 Every T seconds the idlest peer of the stage with the least waiting work goes to the stage with the most; newcomers go
-there too. Favoured here: everybody sees the queues as they are at that moment, and a stage is never left empty.
-
-Queues come from a closed pipeline's: before a stage that manages more than the weakest one, a number of microbatches
-waits at each peer that is geometrically distributed, as before a server that is as busy as the weakest stage lets it
-be; before the weakest stage the rest of what is in flight waits.
+there too. In a full pipeline all work that can wait, waits before the weakest stage, and the more another stage could
+manage the less waits there: so the stages are in the order of what they manage, and equal ones in any order. Favoured
+here: everybody sees the queues as they are at that moment, and a stage is never left empty.
 """
 
 import random
