@@ -1,8 +1,8 @@
 """Which stage a newcomer takes, and when a peer moves to another one.
 
 Used by peers/mover. Reads the DHT, asks swarm.rebalancing.judgement, and claims in the DHT what it is about to do; the
-move itself is the mover's. The DHT may be wrong about who is alive, so nobody leaves a stage before a peer that stays has
-answered, nor for one whose state nobody would give it.
+move itself is the mover's. The DHT may be wrong about who is alive, so nobody leaves a stage before a peer that stays
+has answered, nor for one whose state nobody would give it.
 """
 
 import asyncio
