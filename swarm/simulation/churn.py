@@ -30,21 +30,21 @@ class Market:
     num_machines: int = 400
     """There at the start; never more."""
     hours: float = 32.0
-    stay_hours: float = 12.0
+    stay_hours: float = 24.0
     """Mean time until a single machine is taken."""
     return_hours: float = 1.5
     """Mean time until it is given again."""
-    wave_hours: float = 4.0
+    wave_hours: float = 1.0
     """Mean time from one wave of demand to the next; there is none in the first hour."""
-    wave_share: tuple[float, float] = (0.1, 0.5)
+    wave_share: tuple[float, float] = (0.1, 0.6)
     """Of the machines, taken by a wave; drawn evenly."""
     wave_minutes: float = 10.0
     """Within which it takes them, and gives them back."""
-    hold_hours: float = 2.0
+    hold_hours: float = 0.75
     """Mean time for which it keeps them."""
     shortage_hours: float = 8.0
     """At the end; in these, machines that are taken come back less and less."""
-    shortage_share: float = 0.8
+    shortage_share: float = 0.9
     """Of the machines, that cannot be had at the very end."""
 
 
@@ -77,7 +77,10 @@ def _machine(market: Market, waves: list[_Wave], rng: random.Random) -> Iterator
         gone -= rng.random() * min(market.shortage_hours * 3600, end)
     spread = market.wave_minutes * 60
     takers = [wave for wave in waves if rng.random() < wave.share]
-    taken = [(wave.begins + rng.random() * spread, wave.ends + rng.random() * spread) for wave in takers]
+    taken = []
+    for wave in takers:
+        begins = wave.begins + rng.random() * spread
+        taken.append((begins, max(begins, wave.ends) + rng.random() * spread))
     at = 0.0
     while at < gone:
         alone = at + rng.expovariate(1 / (market.stay_hours * 3600))

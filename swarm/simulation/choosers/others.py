@@ -16,6 +16,8 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 SMOOTHING = 0.1
 """Weight of the newest observation in the SWARM paper's moving average, as in its published code."""
+UNKNOWN_SECONDS = 1.0
+"""What a peer that never answered is taken to need: for a sample in the SWARM paper's published code."""
 MAX_DRAWS = 20
 """Peers drawn before somebody is looked for one by one."""
 
@@ -94,8 +96,7 @@ class BetterOfTwo(ByChance):
         self._seconds[peer_id] = known + 0.2 * (answer.busy_seconds - known)
 
     def _expected(self, peer_id: PeerId) -> float:
-        # Who never answered counts as quick: it has to be tried to be known.
-        return (1 + self._waiting.get(peer_id, 0)) * self._seconds.get(peer_id, 0.0)
+        return (1 + self._waiting.get(peer_id, 0)) * self._seconds.get(peer_id, UNKNOWN_SECONDS)
 
 
 class SwarmQueue(ByChance):
@@ -127,7 +128,7 @@ class SwarmQueue(ByChance):
             priority, tie, peer_id = heapq.heappop(queue)
             if self._can_be_asked(peer_id, exclude):
                 chosen = peer_id
-                priority += self._seconds.get(peer_id, 0.0)
+                priority += self._seconds.get(peer_id, UNKNOWN_SECONDS * num_samples)
             skipped.append((priority, tie, peer_id))
         for entry in skipped:
             heapq.heappush(queue, entry)

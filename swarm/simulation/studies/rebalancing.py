@@ -37,9 +37,9 @@ class Options(StudyOptions):
     """Length of a trace."""
     num_peers: int = 400
     """At its start."""
-    num_stages: int = 8
+    num_stages: int = 6
     """Of the pipeline."""
-    download_seconds: float = 120.0
+    download_seconds: float = 60.0
     """From giving up one stage to serving another one."""
     round_seconds: float = 60.0
     """A peer of this project serves on until its round's end before it moves."""
