@@ -1,12 +1,11 @@
 """Which stage a newcomer takes, and when a peer moves to another one.
 
-Used by peers/mover. Reads the DHT, asks swarm.rebalancing, and claims in the DHT what it is about to do; the move
-itself is the mover's. The DHT may be wrong about who is alive, so nobody leaves a stage before a peer that stays has
-answered, nor for one whose state nobody would give it.
+Used by peers/mover. Reads the DHT, asks swarm.rebalancing.judgement, and claims in the DHT what it is about to do; the
+move itself is the mover's. The DHT may be wrong about who is alive, so nobody leaves a stage before a peer that stays
+has answered, nor for one whose state nobody would give it.
 """
 
 import asyncio
-import dataclasses
 import logging
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -20,23 +19,17 @@ from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, SwarmError
-from swarm.rebalancing.claims import layout_of, newcomers_before, without_choosing
+from swarm.rebalancing.claims import layout_of
 from swarm.rebalancing.costs import stage_costs
-from swarm.rebalancing.decision import DEFAULT, choose_stage, decide, next_check_seconds
-from swarm.rebalancing.layout import Layout
-from swarm.rebalancing.stays import Stays
+from swarm.rebalancing.decision import next_check_seconds
+from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
 from swarm.rpc.channels import ChannelPool
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 3.0
-"""From a claim to the second look: until then, everybody's claim of the same time is there to be read."""
 ASKED = 8
 """Peers of a stage that are asked whether they are there; one that answers will do."""
-AVOID_SECONDS = 60.0
-"""For how long a stage is left alone that could not be entered; twice as long each time."""
-MAX_AVOID_SECONDS = 3600.0
 
 
 class Rebalancer:
@@ -62,12 +55,7 @@ class Rebalancer:
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
         self._costs = stage_costs(config)
-        self._policy = DEFAULT
-        self._stays = Stays()
-        self._rates: dict[int, float] = {}
-        self._avoided: dict[int, tuple[float, float]] = {}
-        """By stage: until when, and for how long the next time."""
-        self._saw_gap = False
+        self._judgement = Judgement(own_id=own_id, costs=self._costs)
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
@@ -78,33 +66,26 @@ class Rebalancer:
             PeerUnavailable: no DHT.
             Fatal: there is a run, but no stage that could be entered.
         """
-        layout = layout_of(*await self._look(), self._costs)
-        # Of several that start together each places those before it by the same rule.
-        own = await self._claim.make(self._choice(layout, 0), from_stage=None)
+        records, claims = await self._look()
+        first = _some(self._judgement.first_choice(records, claims, self._lost()))
+        own = await self._claim.make(first, from_stage=None)
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
-        layout = layout_of(records, without_choosing(claims), self._costs, own=own)
-        stage = self._choice(layout, len(newcomers_before(claims, own, layout)))
+        stage = _some(self._judgement.choice(records, claims, own, self._lost()))
         await self._claim.confirm(stage)
         logger.info("chose stage %d of 0 to %d", stage, len(self._costs) - 1)
-        return stage
-
-    def _choice(self, layout: Layout, num_before: int) -> int:
-        stage = choose_stage(layout, num_before=num_before, closed=self._closed())
-        if stage is None:
-            raise Fatal("nobody holds any stage of this run any more: start a peer with --stage N and --resume DIR")
         return stage
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
     async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
         """Wait until this peer, which serves `stage`, should move; gives the new stage, claimed. May take for ever."""
-        self._saw_gap = False
+        self._judgement.serves()
         while True:
             if self._every_seconds <= 0:
                 await asyncio.Event().wait()
             await self._clock.sleep(next_check_seconds(self._rng, self._every_seconds))
-            self._rates[stage] = rate()
+            self._judgement.measured(stage, rate())
             try:
                 target = await self._check(stage)
             except SwarmError as error:
@@ -116,27 +97,21 @@ class Rebalancer:
     async def _check(self, stage: int) -> int | None:
         records, claims = await self._look()
         layout = layout_of(records, claims, self._costs)
-        target = self._decide(layout)
+        target = self._judgement.wants(layout, self._lost(), self._clock.monotonic())
         if target is None:
-            self._saw_gap = self._decide(layout, waited=True) is not None
             return None
         if not await self.can_spare(stage) or not await self._can_enter(target):
             return None
         own = await self._claim.make(target, from_stage=stage)
         await self._clock.sleep(SETTLE_SECONDS)
         records, claims = await self._look()
-        if self._decide(layout_of(records, claims, self._costs, own=own)) != target:
+        layout = layout_of(records, claims, self._costs, own=own)
+        if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
             logger.info("stays at stage %d: others are on their way to stage %d", stage, target)
             await self._claim.withdraw()
             return None
         await self._claim.confirm(target)
         return target
-
-    def _decide(self, layout: Layout, *, waited: bool = False) -> int | None:
-        policy = dataclasses.replace(self._policy, stay_seconds=self._stays.mean_seconds)
-        return decide(
-            layout, self._own_id, policy, own_rates=self._rates, closed=self._closed(), waited=waited or self._saw_gap
-        )
 
     async def can_spare(self, stage: int) -> bool:
         """Whether another peer of the stage answers that it serves and is not about to leave."""
@@ -166,15 +141,12 @@ class Rebalancer:
 
     async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
         """It serves there now; the next move is expected to take as long as this one did."""
-        if move_seconds is not None:
-            self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
-        self._avoided.pop(stage, None)
+        self._judgement.arrived(stage, move_seconds=move_seconds)
         await self._claim.withdraw()
 
     async def gave_up(self, stage: int) -> None:
         """It could not leave for a stage, or not enter it: that is not tried again for a while."""
-        _, seconds = self._avoided.get(stage, (0.0, AVOID_SECONDS))
-        self._avoided[stage] = self._clock.monotonic() + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
+        self._judgement.gave_up(stage, self._clock.monotonic())
         await self._claim.withdraw()
 
     # -- what the DHT tells ------------------------------------------------------------------------------------------
@@ -186,18 +158,23 @@ class Rebalancer:
         records = dict(self._known.records)
         present = {PeerId(record.peer_id) for row in records.values() for record in row}
         under_way = {PeerId(claim.peer_id) for claim in claims}
-        self._stays.look(present | under_way, self._clock.monotonic())
+        self._judgement.look(present | under_way, self._clock.monotonic())
         return records, claims
 
-    def _closed(self) -> Collection[int]:
-        """Stages that this peer cannot enter: what they learnt is not to be had, or it has failed there lately."""
-        now, rows = self._clock.monotonic(), self._known.records
-        closed = {stage for stage, (until, _) in self._avoided.items() if until > now}
-        if any(record.round for row in rows.values() for record in row):
-            closed |= {stage for stage in range(len(self._costs)) if not self._known.others(stage)} - self._restorable()
-        return closed
+    def _lost(self) -> Collection[int]:
+        """Stages that nobody can enter: what they learnt is not to be had."""
+        rows = self._known.records
+        if not any(record.round for row in rows.values() for record in row):
+            return ()
+        return {stage for stage in range(len(self._costs)) if not self._known.others(stage)} - self._restorable()
 
     def _restorable(self) -> set[int]:
         if self._checkpoints is None:
             return set()
         return {name.stage for name in file.names(self._checkpoints) if name.num_stages == len(self._costs)}
+
+
+def _some(stage: int | None) -> int:
+    if stage is None:
+        raise Fatal("nobody holds any stage of this run any more: start a peer with --stage N and --resume DIR")
+    return stage

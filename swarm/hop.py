@@ -30,6 +30,7 @@ from swarm.errors import (
 )
 from swarm.events import Events, NoEvents
 from swarm.events import Hop as HopEvent
+from swarm.routing.credits import Credits
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -150,7 +151,7 @@ class Hop:
         self._clock = clock
         self._limits = limits or HopLimits()
         self._events = events or NoEvents()
-        self._credits: dict[PeerId, int] = {}
+        self._credits = Credits()
 
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
@@ -247,7 +248,7 @@ class Hop:
         logger.info("stage %d: %s failed: %s", self.stage, name or peer_id[:8], error)
         if isinstance(error, PeerUnavailable):
             self._router.failed(peer_id)
-        self._credits.pop(peer_id, None)
+        self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
         pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0
         attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
@@ -270,7 +271,7 @@ class Hop:
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=attempt.forward_passed and attempt.route.get(self.stage) != peer_id,
-            eager=self._take_credit(peer_id),
+            eager=self._credits.take(peer_id),
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             opened_at = self._clock.monotonic()
@@ -313,7 +314,7 @@ class Hop:
             if not reader.complete:
                 raise PeerUnavailable("the reply ended before its tensors")
             self._require_in_range(reader.tensors)
-            self._credits[peer_id] = done.credits
+            self._credits.granted(peer_id, done.credits)
             self._router.succeeded(
                 peer_id, num_samples=microbatch.num_samples, busy_seconds=done.busy_seconds,
                 link_seconds=None if request.eager else accepted_at - opened_at, queue_length=done.queue_length,
@@ -398,11 +399,6 @@ class Hop:
             raise Overloaded(reply.busy.reason, retry_after_seconds=reply.busy.retry_after_seconds)
         if kind != "accepted":
             raise PeerUnavailable(f"{kind} before accepted")
-
-    def _take_credit(self, peer_id: PeerId) -> bool:
-        credit = self._credits.get(peer_id, 0)
-        self._credits[peer_id] = max(0, credit - 1)
-        return credit > 0
 
     @staticmethod
     def _feed(reader: TensorReader, chunk: Any) -> None:

@@ -1,0 +1,102 @@
+"""What one peer concludes from its looks at the DHT: which stage to join, and whether to move.
+
+Asked by the stage peer's program and by simulations, which bring what was read and carry out what is concluded. Keeps
+what the peer has learnt from look to look: how long others stay, what it managed itself, which stages it could not
+enter, whether it has seen a gap before. Pure: it never waits, reads or claims.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence, Set
+
+from swarm.rebalancing.claims import layout_of, newcomers_before, without_choosing
+from swarm.rebalancing.decision import DEFAULT, Policy, choose_stage, decide
+from swarm.rebalancing.layout import Layout
+from swarm.rebalancing.stays import Stays
+from swarm.types import ClaimRecord, PeerId, PeerRecord
+
+SETTLE_SECONDS = 3.0
+"""From a claim to the second look: until then, everybody's claim of the same time is there to be read."""
+AVOID_SECONDS = 60.0
+"""For how long a stage is left alone that could not be entered; twice as long each time."""
+MAX_AVOID_SECONDS = 3600.0
+
+Records = Mapping[int, Sequence[PeerRecord]]
+
+
+class Judgement:
+    """One peer's. Every `closed` is the stages that it cannot enter, beside those that it avoids."""
+
+    def __init__(self, *, own_id: PeerId, costs: Sequence[float], policy: Policy = DEFAULT) -> None:
+        self._own_id = own_id
+        self._costs = costs
+        self._policy = policy
+        self._stays = Stays()
+        self._rates: dict[int, float] = {}
+        self._avoided: dict[int, tuple[float, float]] = {}
+        """By stage: until when, and for how long the next time."""
+        self._saw_gap = False
+
+    def look(self, present: Set[PeerId], now: float) -> None:
+        """Take note of who is there, on their way to another stage included.
+
+        Args:
+            now: seconds, of a clock that never goes back; of the other methods as well.
+        """
+        self._stays.look(present, now)
+
+    # -- joining -----------------------------------------------------------------------------------------------------
+
+    def first_choice(self, records: Records, claims: Sequence[ClaimRecord], closed: Collection[int]) -> int | None:
+        """The stage that a newcomer should claim; None if there is none that it can enter."""
+        return choose_stage(layout_of(records, claims, self._costs), closed=closed)
+
+    def choice(
+        self, records: Records, claims: Sequence[ClaimRecord], own: ClaimRecord, closed: Collection[int]
+    ) -> int | None:
+        """The stage that it should serve, after the second look: of several that start together each places those
+        before it by the same rule."""
+        layout = layout_of(records, without_choosing(claims), self._costs, own=own)
+        return choose_stage(layout, num_before=len(newcomers_before(claims, own, layout)), closed=closed)
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def serves(self) -> None:
+        """The peer has begun at a stage: what it saw from another one does not count."""
+        self._saw_gap = False
+
+    def measured(self, stage: int, samples_per_second: float) -> None:
+        """What the peer manages where it serves."""
+        self._rates[stage] = samples_per_second
+
+    def wants(self, layout: Layout, closed: Collection[int], now: float) -> int | None:
+        """The stage that the peer should claim; None if it should stay until its next look."""
+        target = self._decide(layout, closed, now, waited=self._saw_gap)
+        if target is None:
+            self._saw_gap = self._decide(layout, closed, now, waited=True) is not None
+        return target
+
+    def still_wants(self, layout: Layout, target: int, closed: Collection[int], now: float) -> bool:
+        """After the second look, of a layout with `own` claim: whether the move is still called for."""
+        return self._decide(layout, closed, now, waited=self._saw_gap) == target
+
+    def _decide(self, layout: Layout, closed: Collection[int], now: float, *, waited: bool) -> int | None:
+        policy = dataclasses.replace(self._policy, stay_seconds=self._stays.mean_seconds)
+        closed = self.avoided(now) | set(closed)
+        return decide(layout, self._own_id, policy, own_rates=self._rates, closed=closed, waited=waited)
+
+    # -- what came of it ---------------------------------------------------------------------------------------------
+
+    def arrived(self, stage: int, *, move_seconds: float | None) -> None:
+        """It serves there now; the next move is expected to take as long as this one did."""
+        if move_seconds is not None:
+            self._policy = dataclasses.replace(self._policy, move_seconds=move_seconds)
+        self._avoided.pop(stage, None)
+
+    def gave_up(self, stage: int, now: float) -> None:
+        """It could not leave for a stage, or not enter it: that is not tried again for a while."""
+        _, seconds = self._avoided.get(stage, (0.0, AVOID_SECONDS))
+        self._avoided[stage] = now + seconds, min(2 * seconds, MAX_AVOID_SECONDS)
+
+    def avoided(self, now: float) -> set[int]:
+        """Stages that it has failed to enter lately."""
+        return {stage for stage, (until, _) in self._avoided.items() if until > now}

@@ -1,0 +1,71 @@
+"""What a way to choose peers is to a simulated pipeline, and this project's: the real router."""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.clock import Clock
+from swarm.routing.router import Router
+from swarm.types import PeerId, PeerRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a sender learns from a reply."""
+
+    num_samples: int
+    busy_seconds: float
+    """The peer's own computing, forward and backward."""
+    link_seconds: float | None
+    """Round trip; None if the tensors went along with the request."""
+    queue_length: int
+    """Tasks that wait or run at the peer."""
+    call_seconds: float
+    """From the request to the reply, without what happened further downstream: waiting, computing and the link."""
+
+
+class Chooser(Protocol):
+    """One sender's view of all stages."""
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        """Take over what the directory says about one stage."""
+        ...
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+        """Who computes next; None if nobody can be asked now."""
+        ...
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        """A peer has answered."""
+        ...
+
+    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+        """A peer had no room."""
+        ...
+
+    def failed(self, peer_id: PeerId) -> None:
+        """A peer is gone."""
+        ...
+
+
+class Ours:
+    """The router of swarm.routing."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        self._router = Router(clock, rng)
+        self.update = self._router.update
+        self.busy = self._router.busy
+        self.failed = self._router.failed
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+        """See Router."""
+        record = self._router.choose(stage, num_samples, exclude=exclude)
+        return None if record is None else PeerId(record.peer_id)
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        """See Router."""
+        self._router.succeeded(
+            peer_id, num_samples=answer.num_samples, busy_seconds=answer.busy_seconds,
+            link_seconds=answer.link_seconds, queue_length=answer.queue_length,
+        )  # fmt: skip

@@ -1,0 +1,140 @@
+"""Other ways to choose: by chance, the better of two, and the SWARM paper's queue.
+
+Used by the study `routing`. All of them leave a peer that has failed alone for 5 seconds and one that was busy for as
+long as it asked for, as this project's does: what differs is the choice.
+"""
+
+import heapq
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from swarm.clock import Clock
+from swarm.routing.peer_queue import BASE_BAN_SECONDS
+from swarm.simulation.choosers.chooser import Answer
+from swarm.types import PeerId, PeerRecord, PeerState
+
+SMOOTHING = 0.1
+"""Weight of the newest observation in the SWARM paper's moving average, as in its published code."""
+UNKNOWN_SECONDS = 1.0
+"""What a peer that never answered is taken to need: for a sample in the SWARM paper's published code."""
+MAX_DRAWS = 20
+"""Peers drawn before somebody is looked for one by one."""
+
+
+@dataclass(eq=False)
+class _Stage:
+    peers: list[PeerId] = field(default_factory=list)
+    queue: list[tuple[float, float, PeerId]] = field(default_factory=list)
+    """(cumulative expected seconds, tie-break, peer), for the SWARM paper's."""
+
+
+class ByChance:
+    """Everybody who can be asked is as likely as everybody else."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._stages: dict[int, _Stage] = {}
+        self._away_until: dict[PeerId, float] = {}
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        """See Chooser."""
+        known = self._stages.setdefault(stage, _Stage())
+        known.peers = [PeerId(record.peer_id) for record in records if record.state is PeerState.SERVING]
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+        """See Chooser."""
+        return self._draw(stage, exclude)
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        """Nothing is learnt."""
+
+    def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+        """See Chooser."""
+        self._away_until[peer_id] = self._clock.monotonic() + retry_after_seconds
+
+    def failed(self, peer_id: PeerId) -> None:
+        """See Chooser."""
+        self._away_until[peer_id] = self._clock.monotonic() + BASE_BAN_SECONDS
+
+    def _draw(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
+        peers = self._stages[stage].peers
+        for _ in range(MAX_DRAWS if peers else 0):
+            peer_id = self._rng.choice(peers)
+            if self._can_be_asked(peer_id, exclude):
+                return peer_id
+        left = [peer_id for peer_id in peers if self._can_be_asked(peer_id, exclude)]
+        return self._rng.choice(left) if left else None
+
+    def _can_be_asked(self, peer_id: PeerId, exclude: Collection[PeerId]) -> bool:
+        return peer_id not in exclude and self._away_until.get(peer_id, 0.0) <= self._clock.monotonic()
+
+
+class BetterOfTwo(ByChance):
+    """Two by chance; of them, the one that this sender expects to be done first: tasks that waited there when it last
+    answered and what was sent since, times its usual seconds."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        super().__init__(clock, rng)
+        self._waiting: dict[PeerId, int] = {}
+        self._seconds: dict[PeerId, float] = {}
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+        """See Chooser."""
+        one, other = self._draw(stage, exclude), self._draw(stage, exclude)
+        if one is None or other is None:
+            return one or other
+        chosen = min(one, other, key=self._expected)
+        self._waiting[chosen] = self._waiting.get(chosen, 0) + 1
+        return chosen
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        """See Chooser."""
+        self._waiting[peer_id] = answer.queue_length
+        known = self._seconds.get(peer_id, answer.busy_seconds)
+        self._seconds[peer_id] = known + 0.2 * (answer.busy_seconds - known)
+
+    def _expected(self, peer_id: PeerId) -> float:
+        return (1 + self._waiting.get(peer_id, 0)) * self._seconds.get(peer_id, UNKNOWN_SECONDS)
+
+
+class SwarmQueue(ByChance):
+    """The SWARM paper's Algorithm 1: the peer with the least cumulative expected time, a moving average of its calls.
+
+    A newcomer joins at the head of the queue, as in the published code: with nothing behind it, as in the text, it
+    would be given everything until it had caught up with the others' whole past.
+    """
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        super().__init__(clock, rng)
+        self._seconds: dict[PeerId, float] = {}
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        """See Chooser."""
+        super().update(stage, records)
+        known = self._stages[stage]
+        present = set(known.peers)
+        known.queue = [entry for entry in known.queue if entry[2] in present]
+        heapq.heapify(known.queue)
+        head = known.queue[0][0] if known.queue else 0.0
+        for peer_id in present - {entry[2] for entry in known.queue}:
+            heapq.heappush(known.queue, (head, self._rng.random(), peer_id))
+
+    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+        """See Chooser."""
+        queue, skipped, chosen = self._stages[stage].queue, [], None
+        while queue and chosen is None:
+            priority, tie, peer_id = heapq.heappop(queue)
+            if self._can_be_asked(peer_id, exclude):
+                chosen = peer_id
+                priority += self._seconds.get(peer_id, UNKNOWN_SECONDS * num_samples)
+            skipped.append((priority, tie, peer_id))
+        for entry in skipped:
+            heapq.heappush(queue, entry)
+        return chosen
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        """See Chooser."""
+        known = self._seconds.get(peer_id, answer.call_seconds)
+        self._seconds[peer_id] = known + SMOOTHING * (answer.call_seconds - known)

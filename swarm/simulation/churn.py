@@ -1,0 +1,92 @@
+"""Peers that come and go like preemptible machines of one cloud.
+
+Used by the study `rebalancing`. Synthetic, because no such log is public: what is known of the SWARM paper's (400
+preemptible T4 machines, 32 hours) is what a swarm keeps of its throughput in it, without any rule and with the paper's.
+The generator does what spot markets do. Single machines are taken all the time, and given again after a while. Now and
+then demand elsewhere rises, and a good part of all machines goes within minutes; when it is over they come back, also
+within minutes, to a group that has been asking for them all the while. Towards the end fewer and fewer can be had.
+Never knows of stages.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One machine's time in the run; when it comes back it is another peer."""
+
+    arrives: float
+    """Seconds since the start of the trace; 0 for those that are there from the start."""
+    leaves: float
+    """Infinite for those that are there at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Market:
+    """How machines are given and taken."""
+
+    num_machines: int = 400
+    """There at the start; never more."""
+    hours: float = 32.0
+    stay_hours: float = 24.0
+    """Mean time until a single machine is taken."""
+    return_hours: float = 1.5
+    """Mean time until it is given again."""
+    wave_hours: float = 1.0
+    """Mean time from one wave of demand to the next; there is none in the first hour."""
+    wave_share: tuple[float, float] = (0.1, 0.6)
+    """Of the machines, taken by a wave; drawn evenly."""
+    wave_minutes: float = 10.0
+    """Within which it takes them, and gives them back."""
+    hold_hours: float = 0.75
+    """Mean time for which it keeps them."""
+    shortage_hours: float = 8.0
+    """At the end; in these, machines that are taken come back less and less."""
+    shortage_share: float = 0.9
+    """Of the machines, that cannot be had at the very end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wave:
+    begins: float
+    ends: float
+    share: float
+
+
+def visits(market: Market, rng: random.Random) -> list[Visit]:
+    """All visits of a trace, those that begin first first."""
+    waves = list(_waves(market, rng))
+    found = [visit for _ in range(market.num_machines) for visit in _machine(market, waves, rng)]
+    return sorted(found, key=lambda visit: visit.arrives)
+
+
+def _waves(market: Market, rng: random.Random) -> Iterator[_Wave]:
+    at = 3600.0
+    while (at := at + rng.expovariate(1 / (market.wave_hours * 3600))) < market.hours * 3600:
+        ends = at + rng.expovariate(1 / (market.hold_hours * 3600))
+        yield _Wave(begins=at, ends=ends, share=rng.uniform(*market.wave_share))
+
+
+def _machine(market: Market, waves: list[_Wave], rng: random.Random) -> Iterator[Visit]:
+    end = market.hours * 3600
+    # From then on this machine is not given any more, and is taken if it is there.
+    gone = end
+    if rng.random() < market.shortage_share:
+        gone -= rng.random() * min(market.shortage_hours * 3600, end)
+    spread = market.wave_minutes * 60
+    takers = [wave for wave in waves if rng.random() < wave.share]
+    taken = []
+    for wave in takers:
+        begins = wave.begins + rng.random() * spread
+        taken.append((begins, max(begins, wave.ends) + rng.random() * spread))
+    at = 0.0
+    while at < gone:
+        alone = at + rng.expovariate(1 / (market.stay_hours * 3600))
+        ends = [(alone, alone + rng.expovariate(1 / (market.return_hours * 3600)))]
+        ends += [(begins, back) for begins, back in taken if begins > at]
+        leaves, back = min(ends)
+        yield Visit(arrives=at, leaves=min(leaves, gone) if min(leaves, gone) < end else float("inf"))
+        # It may be wanted by another wave when it comes back from one.
+        at = max([back, *(until for begins, until in taken if begins < back < until)])

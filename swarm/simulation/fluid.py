@@ -1,0 +1,105 @@
+"""A swarm without microbatches: a stage manages what its peers manage together, and a pipeline what its weakest stage.
+
+Used by the study `rebalancing`, over hours and hundreds of peers. All machines are alike and all stages are equally
+heavy, so the best that any assignment reaches is the number of peers over the number of stages, rounded down. Who
+moves stops serving at once and serves again after its download. Decides nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What was done, of what could have been done: in units of one peer's throughput times seconds."""
+
+    done: float
+    best: float
+
+    @property
+    def percent(self) -> float:
+        """Of the optimum."""
+        return 100.0 * self.done / self.best if self.best else 100.0
+
+
+@dataclass(eq=False)
+class FluidSwarm:
+    """Who serves where, and what that amounted to so far.
+
+    Attributes:
+        stage_of: of all that serve.
+        peers: by stage, those that serve it; in the order in which they came.
+        present: all that have not left; also those that download, at first or between two stages.
+        num_moves: moves that began.
+    """
+
+    timeline: Timeline
+    num_stages: int
+    download_seconds: float
+    stage_of: dict[int, int] = field(default_factory=dict)
+    peers: list[dict[int, None]] = field(default_factory=list)
+    present: set[int] = field(default_factory=set)
+    num_moves: int = 0
+    _ready: set[int] = field(default_factory=set)
+    """Of those present, the ones that have served already: whoever downloads for the first time cannot do better."""
+    _counted_until: float = 0.0
+    _done: float = 0.0
+    _best: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.peers = [{} for _ in range(self.num_stages)]
+
+    @property
+    def num_serving(self) -> list[int]:
+        """By stage."""
+        return [len(peers) for peers in self.peers]
+
+    def kept(self) -> Kept:
+        """Since the start."""
+        self._count()
+        return Kept(done=self._done, best=self._best)
+
+    def start(self, peer: int, stage: int) -> None:
+        """A peer is there from the start, and serves."""
+        self.present.add(peer)
+        self._serve(peer, stage)
+
+    def join(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
+        """A peer that has just come downloads a stage's state, and serves it `then`."""
+        self.present.add(peer)
+        self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
+
+    def move(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
+        """A peer that serves gives its stage up, downloads another one's state, and serves that `then`."""
+        self._count()
+        del self.peers[self.stage_of.pop(peer)][peer]
+        self.num_moves += 1
+        self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
+
+    def leave(self, peer: int) -> None:
+        """A peer is gone, from one moment to the next."""
+        self._count()
+        self.present.discard(peer)
+        self._ready.discard(peer)
+        stage = self.stage_of.pop(peer, None)
+        if stage is not None:
+            del self.peers[stage][peer]
+
+    def _arrive(self, peer: int, stage: int, then: Callable[[], object]) -> None:
+        if peer in self.present:
+            self._serve(peer, stage)
+            then()
+
+    def _serve(self, peer: int, stage: int) -> None:
+        self._count()
+        self._ready.add(peer)
+        self.stage_of[peer] = stage
+        self.peers[stage][peer] = None
+
+    def _count(self) -> None:
+        now = self.timeline.monotonic()
+        seconds, self._counted_until = now - self._counted_until, now
+        self._done += seconds * min(self.num_serving)
+        self._best += seconds * (len(self._ready) // self.num_stages)

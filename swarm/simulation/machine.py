@@ -1,0 +1,127 @@
+"""A simulated stage peer: slots, a queue and one thread that computes, in virtual time.
+
+Used by swarm/simulation/pipeline. Who gets a slot and what is computed next is decided by the very classes that a real
+peer has (swarm.stage.admission, swarm.stage.task_queue); only the computing is replaced by waiting. Knows nothing of
+other peers.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from swarm.routing.throughput import MovingAverage
+from swarm.simulation.timeline import Timeline
+from swarm.stage.admission import Admission
+from swarm.stage.task_queue import Priority, TaskQueue
+from swarm.types import PeerId, PeerRecord, PeerState
+
+QUEUE_CAPACITY = 1024
+BACKWARD_SHARE = 2 / 3
+"""Of a microbatch's computing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a peer is like."""
+
+    peer_id: PeerId
+    stage: int
+    busy_seconds: float
+    """Of its compute for one microbatch, forward and backward."""
+    link_seconds: float
+    """To any other peer and back again, half of the way each."""
+    jitter: float = 0.1
+    """How far a single computation is off, at most, as a share."""
+
+
+class SimulatedPeer:
+    """One machine while it lives; when it comes back it is another one of these."""
+
+    def __init__(
+        self, machine: Machine, timeline: Timeline, rng: random.Random, *, num_samples: int, max_in_flight: int
+    ) -> None:
+        self.machine = machine
+        self.is_gone = False
+        self._timeline = timeline
+        self._rng = rng
+        self._num_samples = num_samples
+        self._queue = TaskQueue(QUEUE_CAPACITY)
+        self._admission = Admission(max_in_flight, timeline)
+        self._seconds_per_sample = MovingAverage(0.1)
+        self._is_running = False
+        self._num_begun = 0
+        self._endpoint = f"{machine.peer_id[:8]}:{rng.randrange(1, 65536)}"
+
+    @property
+    def peer_id(self) -> PeerId:
+        """The machine's: it keeps its key."""
+        return self.machine.peer_id
+
+    @property
+    def queue_length(self) -> int:
+        """Tasks waiting or running."""
+        return len(self._queue) + self._is_running
+
+    @property
+    def num_credits(self) -> int:
+        """What a reply grants."""
+        return max(0, min(1, self._admission.num_free))
+
+    def record(self) -> PeerRecord:
+        """What it announces now."""
+        seconds = self._seconds_per_sample.value
+        return PeerRecord(
+            peer_id=self.peer_id, announced_at=self._timeline.time(), stage=self.machine.stage,
+            endpoint=self._endpoint, state=PeerState.SERVING, queue_length=self.queue_length,
+            samples_per_second=1.0 / seconds if seconds else 0.0,
+        )  # fmt: skip
+
+    # -- slots -------------------------------------------------------------------------------------------------------
+
+    def admit(self, caller: str) -> None:
+        """Take a slot. Raises Overloaded."""
+        seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
+        self._admission.take(caller, retry_after_seconds=min(max(seconds, 0.02), 1.0))
+
+    def give_back(self, caller: str) -> None:
+        """Free a slot."""
+        self._admission.give_back(caller)
+
+    # -- computing ---------------------------------------------------------------------------------------------------
+
+    def begin(self, then: Callable[[float], None]) -> int:
+        """Have a forward computed; gives the microbatch's age here. `then` is told how many seconds it took."""
+        age = self._num_begun
+        self._num_begun += 1
+        self._submit(Priority.FORWARD, age, (1 - BACKWARD_SHARE) * self.machine.busy_seconds, then)
+        return age
+
+    def end(self, age: int, then: Callable[[float], None]) -> None:
+        """Have the backward of a microbatch computed."""
+        self._submit(Priority.BACKWARD, age, BACKWARD_SHARE * self.machine.busy_seconds, then)
+
+    def measured(self, busy_seconds: float) -> None:
+        """A microbatch was acknowledged that took so long, both ways."""
+        self._seconds_per_sample.observe(busy_seconds / self._num_samples)
+
+    def _submit(self, priority: Priority, age: int, seconds: float, then: Callable[[float], None]) -> None:
+        seconds *= 1.0 + self.machine.jitter * self._rng.uniform(-1.0, 1.0)
+        self._queue.push(partial(self._run, seconds, then), priority=priority, age=age)
+        if not self._is_running:
+            self._next()
+
+    def _next(self) -> None:
+        task = self._queue.pop()
+        self._is_running = task is not None
+        if task is not None:
+            task.work()
+
+    def _run(self, seconds: float, then: Callable[[float], None]) -> None:
+        self._timeline.after(seconds, partial(self._done, seconds, then))
+
+    def _done(self, seconds: float, then: Callable[[float], None]) -> None:
+        if self.is_gone:
+            return
+        then(seconds)
+        self._next()

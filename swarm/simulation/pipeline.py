@@ -1,0 +1,224 @@
+"""A pipeline of simulated peers: one microbatch after another goes through its stages and comes back.
+
+Used by the study `routing` and by `validate`. A microbatch is handed on as swarm.hop does it: a peer is chosen, asked
+unless it gave a credit, left alone when it is busy or fails, and another one is chosen. What is sent when, and how long
+that takes, is simulated; choices, credits, slots and queues are the real classes'. Simpler than the real thing: a
+sender's view of the swarm is shared by whatever peers its microbatches pass, a microbatch whose peer failed is computed
+again further downstream as well, and nothing is ever lost for good.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from swarm.errors import Overloaded
+from swarm.routing.credits import Credits
+from swarm.simulation.choosers.chooser import Answer, Chooser
+from swarm.simulation.machine import Machine, SimulatedPeer
+from swarm.simulation.timeline import Timeline
+from swarm.types import PeerId
+
+NOTICE_SECONDS = 1.0
+"""From a peer's death until those whose microbatches it had know of it."""
+RETRY_SECONDS = 0.25
+"""As in swarm.hop: until a peer is looked for again when nobody can be asked, and for how long one that failed is not
+asked by the same microbatch."""
+EXCLUDED_SECONDS = 1.0
+
+
+class View:
+    """What one sender knows: whom it would choose, and who takes a microbatch unasked."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        self.chooser = chooser
+        self.credits: dict[int, Credits] = {}
+        """By stage: every stage's hop has its own."""
+
+
+class SimulatedPipeline:
+    """The peers of all stages.
+
+    Attributes:
+        peers: those that live.
+        num_reroutes: microbatches that went to another peer because one failed.
+    """
+
+    def __init__(
+        self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int
+    ) -> None:
+        self.timeline = timeline
+        self.num_stages = num_stages
+        self.num_samples = num_samples
+        self.peers: dict[PeerId, SimulatedPeer] = {}
+        self.num_reroutes = 0
+        self._rng = rng
+        self._max_in_flight = max_in_flight
+        self._hops: dict[PeerId, dict[_Hop, None]] = {}
+        """By peer: who waits for it."""
+
+    def start(self, machine: Machine) -> None:
+        """A peer begins to serve."""
+        self.peers[machine.peer_id] = SimulatedPeer(
+            machine, self.timeline, self._rng, num_samples=self.num_samples, max_in_flight=self._max_in_flight
+        )
+        self._hops[machine.peer_id] = {}
+
+    def kill(self, peer_id: PeerId) -> None:
+        """A peer is gone, with what it was working on."""
+        self.peers.pop(peer_id).is_gone = True
+        for hop in self._hops.pop(peer_id):
+            hop.lost(peer_id)
+
+    def announce(self, views: Sequence[View]) -> None:
+        """Everybody reads the directory."""
+        rows: dict[int, list[SimulatedPeer]] = {stage: [] for stage in range(self.num_stages)}
+        for peer in self.peers.values():
+            rows[peer.machine.stage].append(peer)
+        for stage, row in rows.items():
+            records = [peer.record() for peer in row]
+            for view in views:
+                view.chooser.update(stage, records)
+
+    def train(self, view: View, then: Callable[[int], object]) -> None:
+        """Send a microbatch through all stages; `then` is told how many peers of the first one were busy."""
+        _Hop(self, view, 0, None, lambda hop: then(hop.num_busy)).attempt()
+
+    def waits(self, hop: "_Hop", peer_id: PeerId) -> None:
+        """Tell a hop if the peer dies."""
+        self._hops[peer_id][hop] = None
+
+    def waits_no_more(self, hop: "_Hop", peer_id: PeerId) -> None:
+        """The peer has answered."""
+        self._hops[peer_id].pop(hop, None)
+
+
+class _Hop:
+    """One microbatch on its way to one stage and back."""
+
+    def __init__(
+        self, pipeline: SimulatedPipeline, view: View, stage: int, origin: SimulatedPeer | None,
+        then: Callable[["_Hop"], object],
+    ) -> None:  # fmt: skip
+        self.num_busy = 0
+        self._pipeline = pipeline
+        self._timeline = pipeline.timeline
+        self._view = view
+        self._credits = view.credits.setdefault(stage, Credits())
+        self._stage = stage
+        self._origin = origin
+        self._caller = "trainer" if origin is None else origin.peer_id
+        self._then = then
+        self._excluded: dict[PeerId, float] = {}
+        self._attempt = 0
+        """Number of the present one: what was planned for an earlier one does not happen any more."""
+
+    def attempt(self) -> None:
+        """Choose a peer and ask it."""
+        if self._origin is not None and self._origin.is_gone:
+            return
+        self._attempt += 1
+        now = self._timeline.monotonic()
+        self._excluded = {peer: until for peer, until in self._excluded.items() if until > now}
+        peer_id = self._view.chooser.choose(self._stage, self._pipeline.num_samples, self._excluded.keys())
+        if peer_id is None:
+            waits = min([RETRY_SECONDS, *(until - now for until in self._excluded.values())])
+            self._timeline.after(max(waits, 0.005), self.attempt)
+            return
+        self._sent_at = now
+        self._downstream_seconds = 0.0
+        self._is_eager = self._credits.take(peer_id)
+        peer = self._pipeline.peers.get(peer_id)
+        if peer is None:
+            # Nobody answers there any more.
+            self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt))
+            return
+        self._peer = peer
+        self._one_way = (peer.machine.link_seconds + (self._origin.machine.link_seconds if self._origin else 0.0)) / 2
+        self._pipeline.waits(self, peer_id)
+        self._after(self._one_way, self._asked)
+
+    def lost(self, peer_id: PeerId) -> None:
+        """The peer that this waits for has died."""
+        self._attempt += 1
+        self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt))
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something later, unless the peer dies first."""
+        self._timeline.after(seconds, partial(self._if_still, self._attempt, action))
+
+    def _if_still(self, attempt: int, action: Callable[[], None]) -> None:
+        if attempt == self._attempt:
+            action()
+
+    def _failed(self, peer_id: PeerId, attempt: int) -> None:
+        if attempt != self._attempt or (self._origin is not None and self._origin.is_gone):
+            return
+        self._pipeline.num_reroutes += 1
+        self._view.chooser.failed(peer_id)
+        self._credits.drop(peer_id)
+        self._excluded[peer_id] = self._timeline.monotonic() + EXCLUDED_SECONDS
+        self.attempt()
+
+    # -- at the peer -------------------------------------------------------------------------------------------------
+
+    def _asked(self) -> None:
+        try:
+            self._peer.admit(self._caller)
+        except Overloaded as busy:
+            self._after(self._one_way, partial(self._refused, busy.retry_after_seconds))
+            return
+        # Without a credit, "accepted" goes back before the tensors come.
+        self._after(0.0 if self._is_eager else 2 * self._one_way, self._begin)
+
+    def _begin(self) -> None:
+        attempt = self._attempt
+        self._age = self._peer.begin(lambda seconds: self._if_still(attempt, partial(self._forwarded, seconds)))
+
+    def _forwarded(self, seconds: float) -> None:
+        self._busy_seconds = seconds
+        if self._stage + 1 == self._pipeline.num_stages:
+            self._returned()
+            return
+        attempt, since = self._attempt, self._timeline.monotonic()
+
+        def returned(_: _Hop) -> None:
+            self._downstream_seconds = self._timeline.monotonic() - since
+            self._if_still(attempt, self._returned)
+
+        _Hop(self._pipeline, self._view, self._stage + 1, self._peer, returned).attempt()
+
+    def _returned(self) -> None:
+        attempt = self._attempt
+        self._peer.end(self._age, lambda seconds: self._if_still(attempt, partial(self._done, seconds)))
+
+    def _done(self, seconds: float) -> None:
+        self._busy_seconds += seconds
+        self._peer.give_back(self._caller)
+        self._peer.measured(self._busy_seconds)
+        self._after(self._one_way, partial(self._answered, self._peer.queue_length, self._peer.num_credits))
+
+    # -- the reply ---------------------------------------------------------------------------------------------------
+
+    def _refused(self, retry_after_seconds: float) -> None:
+        peer_id = self._peer.peer_id
+        self._pipeline.waits_no_more(self, peer_id)
+        self.num_busy += 1
+        self._view.chooser.busy(peer_id, retry_after_seconds)
+        self._excluded[peer_id] = self._timeline.monotonic() + retry_after_seconds
+        self.attempt()
+
+    def _answered(self, queue_length: int, num_credits: int) -> None:
+        peer_id = self._peer.peer_id
+        self._pipeline.waits_no_more(self, peer_id)
+        if self._origin is not None and self._origin.is_gone:
+            return
+        self._credits.granted(peer_id, num_credits)
+        self._view.chooser.succeeded(
+            peer_id,
+            Answer(
+                num_samples=self._pipeline.num_samples, busy_seconds=self._busy_seconds, queue_length=queue_length,
+                link_seconds=None if self._is_eager else 2 * self._one_way,
+                call_seconds=self._timeline.monotonic() - self._sent_at - self._downstream_seconds,
+            ),
+        )  # fmt: skip
+        self._then(self)

@@ -1,0 +1,125 @@
+"""What a pipeline keeps of its best throughput while hundreds of peers come and go, under each rule for moving.
+
+    scripts/simulate rebalancing --json
+
+The same traces (swarm/simulation/churn.py) for everybody: no rule, the SWARM paper's every 300 and every 60 seconds,
+Petals', and this project's own code. A moving peer serves nobody while it downloads. The best there is, is an even
+spread of those that are there, at every moment and for nothing.
+"""
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from swarm.simulation.churn import Market, Visit, visits
+from swarm.simulation.fluid import FluidSwarm, Kept
+from swarm.simulation.rules.own_rule import OwnRule
+from swarm.simulation.rules.petals_rule import PetalsRule
+from swarm.simulation.rules.rule import NoRule, Rule
+from swarm.simulation.rules.swarm_rule import SwarmRule
+from swarm.simulation.study import StudyOptions
+from swarm.simulation.timeline import Timeline
+
+PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
+"""Per cent of the optimum that the paper reports, in a trace of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StudyOptions):
+    """What each rule for moving between stages keeps of the best throughput."""
+
+    num_traces: int = 10
+    """Traces to take the mean over; the first is drawn with `seed`, the next with the number after it."""
+    hours: float = 32.0
+    """Length of a trace."""
+    num_peers: int = 400
+    """At its start."""
+    num_stages: int = 6
+    """Of the pipeline."""
+    download_seconds: float = 60.0
+    """From giving up one stage to serving another one."""
+    round_seconds: float = 60.0
+    """A peer of this project serves on until its round's end before it moves."""
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 2 or self.num_peers < self.num_stages:
+            raise ValueError("there must be at least 2 stages, and a peer for each")
+        if self.num_traces < 1 or self.hours <= 2:
+            raise ValueError("there must be at least one trace, of more than 2 hours")
+        if min(self.download_seconds, self.round_seconds) <= 0:
+            raise ValueError("--download-seconds and --round-seconds must be more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    whole: Kept
+    first_hour: Kept
+    last_hour: Kept
+    num_moves: int
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The study's figures."""
+    seeds = range(options.seed, options.seed + options.num_traces)
+    traces = {
+        seed: visits(Market(hours=options.hours, num_machines=options.num_peers), random.Random(seed)) for seed in seeds
+    }
+    outcomes = {
+        name: [_one(options, make, trace, seed) for seed, trace in traces.items()]
+        for name, make in _rules(options).items()
+    }  # fmt: skip
+    percent = {name: statistics.fmean(one.whole.percent for one in rows) for name, rows in outcomes.items()}
+    left = 100.0 - percent["swarm_60"]
+    return {
+        "percent_of_optimal": percent,
+        "lowest_trace": {name: min(one.whole.percent for one in rows) for name, rows in outcomes.items()},
+        "first_hour": {
+            name: statistics.fmean(one.first_hour.percent for one in rows) for name, rows in outcomes.items()
+        },
+        "last_hour": {name: statistics.fmean(one.last_hour.percent for one in rows) for name, rows in outcomes.items()},
+        "num_moves": {name: statistics.fmean(one.num_moves for one in rows) for name, rows in outcomes.items()},
+        "closed_of_what_swarm_60_leaves": (percent["ours"] - percent["swarm_60"]) / left if left else 0.0,
+        "num_visits": statistics.fmean(len(trace) for trace in traces.values()),
+        "paper": PAPER,
+    }
+
+
+def _rules(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
+    return {
+        "none": NoRule,
+        "swarm_300": partial(SwarmRule, period_seconds=300.0),
+        "swarm_60": partial(SwarmRule, period_seconds=60.0),
+        "petals": PetalsRule,
+        "ours": partial(OwnRule, round_seconds=options.round_seconds),
+    }
+
+
+def _one(
+    options: Options, make: Callable[[FluidSwarm, random.Random], Rule], trace: list[Visit], seed: int
+) -> _Outcome:
+    timeline = Timeline()
+    swarm = FluidSwarm(timeline, options.num_stages, options.download_seconds)
+    rule = make(swarm, random.Random(seed))
+
+    def leave(peer: int) -> None:
+        swarm.leave(peer)
+        rule.left(peer)
+
+    for peer, visit in enumerate(trace):
+        if visit.arrives == 0.0:
+            # Evenly spread at the start: the first ones of a trace are those that are there then.
+            swarm.start(peer, peer % options.num_stages)
+            rule.began(peer)
+        else:
+            timeline.at(visit.arrives, partial(rule.came, peer))
+        timeline.at(visit.leaves, partial(leave, peer))
+    end = options.hours * 3600
+    marks = []
+    for until in (3600.0, end - 3600.0, end):
+        timeline.run(until)
+        marks.append(swarm.kept())
+    last = Kept(done=marks[2].done - marks[1].done, best=marks[2].best - marks[1].best)
+    return _Outcome(whole=marks[2], first_hour=marks[0], last_hour=last, num_moves=swarm.num_moves)

@@ -1,0 +1,175 @@
+"""Throughput and tail latency of ways to choose a peer, from ten peers to ten thousand, while peers fail.
+
+    scripts/simulate routing --json
+
+Unequal peers in a pipeline, whose trainers keep it full. The same machines, links and failures for everybody: the SWARM
+paper's queue, the better of two peers drawn by chance, chance alone, and this project's router. Failures come at the
+rates of the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies with probability 0.2, 0.4 or 1 %. A
+machine that died comes back later, and has to be found again.
+"""
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from swarm.clock import Clock
+from swarm.simulation.choosers.chooser import Chooser, Ours
+from swarm.simulation.choosers.others import BetterOfTwo, ByChance, SwarmQueue
+from swarm.simulation.machine import Machine
+from swarm.simulation.pipeline import SimulatedPipeline, View
+from swarm.simulation.study import StudyOptions
+from swarm.simulation.timeline import Timeline
+from swarm.types import PeerId
+
+CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
+    "swarm": SwarmQueue, "ours": Ours, "better_of_two": BetterOfTwo, "random": ByChance,
+}  # fmt: skip
+NUM_SAMPLES = 4
+USUAL_SECONDS = 1.0
+"""A typical peer's compute for a microbatch."""
+SPREAD = 0.5
+"""Standard deviation of the logarithm of what a peer takes: one in six is 1.6 times slower, or faster, than usual."""
+LINK_SECONDS = (0.02, 0.2)
+"""Round trip to a peer; drawn evenly."""
+ITERATION_SECONDS = 10.0
+"""In which a failure is as likely as the rate says."""
+DOWN_SECONDS = 20.0
+"""Mean time for which a machine that died is away."""
+DIRECTORY_SECONDS = 5.0
+"""How often the senders read the directory."""
+WARM_UP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(StudyOptions):
+    """Throughput and latency of ways to choose a peer, under failures."""
+
+    num_peers: tuple[int, ...] = (10, 100, 1000, 10000)
+    """Sizes of swarm."""
+    failure_percent: tuple[float, ...] = (0.2, 0.4, 1.0)
+    """Of the peers, that die in an iteration."""
+    num_stages: int = 4
+    """Of the pipeline, at most half as many as there are peers."""
+    num_trainers: int = 8
+    """Each with a view of its own of the swarm."""
+    num_visits: int = 60000
+    """Microbatches times stages that are simulated, about, in each run; but at least 30 and at most 300 seconds."""
+
+    def __post_init__(self) -> None:
+        if min(self.num_peers, default=0) < 2 or min(self.num_stages, self.num_trainers) < 1:
+            raise ValueError("there must be at least 2 peers, a stage and a trainer")
+        if not self.failure_percent or min(self.failure_percent) < 0:
+            raise ValueError("--failure-percent takes one or more numbers that are not negative")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """The study's figures: of every size and rate, those of every way to choose."""
+    return {
+        "settings": [
+            {
+                "num_peers": size,
+                "failure_percent": rate,
+                **{name: _one(options, size, rate, make) for name, make in CHOOSERS.items()},
+            }
+            for size in options.num_peers
+            for rate in options.failure_percent
+        ]
+    }
+
+
+@dataclass(eq=False)
+class _Load:
+    """Trainers that keep a fixed number of microbatches in flight, and what came of them."""
+
+    pipeline: SimulatedPipeline
+    measures_from: float
+    latencies: list[float] = field(default_factory=list)
+
+    def send(self, view: View) -> None:
+        """The next microbatch of one trainer."""
+        self.pipeline.train(view, partial(self._came_back, view, self.pipeline.timeline.monotonic()))
+
+    def _came_back(self, view: View, sent_at: float, _: int) -> None:
+        now = self.pipeline.timeline.monotonic()
+        if now >= self.measures_from:
+            self.latencies.append(now - sent_at)
+        self.send(view)
+
+
+def _one(
+    options: Options, size: int, failure_percent: float, make: Callable[[Clock, random.Random], Chooser]
+) -> dict[str, float]:
+    timeline = Timeline()
+    world, chance = random.Random(options.seed), random.Random(options.seed + 1)
+    num_stages = min(options.num_stages, size // 2)
+    pipeline = SimulatedPipeline(
+        timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=4 * num_stages
+    )
+    machines = [_machine(world, number, number % num_stages) for number in range(size)]
+    for machine in machines:
+        pipeline.start(machine)
+    views = [View(make(timeline, random.Random(options.seed + 2 + number))) for number in range(options.num_trainers)]
+    seconds = min(300.0, max(30.0, options.num_visits * USUAL_SECONDS / size))
+    end = WARM_UP_SECONDS + seconds
+    for machine in machines:
+        _let_fail(pipeline, machine, failure_percent / 100 / ITERATION_SECONDS, end, random.Random(world.random()))
+    capacity = _Capacity(pipeline, WARM_UP_SECONDS)
+
+    def read_directory() -> None:
+        pipeline.announce(views)
+        timeline.after(DIRECTORY_SECONDS, read_directory)
+
+    read_directory()
+    load = _Load(pipeline, WARM_UP_SECONDS)
+    # Enough to keep every peer busy and let a few tasks wait: each microbatch keeps one peer at a time busy.
+    for number in range(2 * size):
+        timeline.after(world.random() * 2 * num_stages * USUAL_SECONDS, partial(load.send, views[number % len(views)]))
+    timeline.run(end)
+    quantiles = statistics.quantiles(load.latencies, n=100)
+    return {
+        "percent_of_capacity": 100.0 * len(load.latencies) / capacity.microbatches(),
+        "p50_seconds": quantiles[49],
+        "p99_seconds": quantiles[98],
+        "num_reroutes": pipeline.num_reroutes,
+    }
+
+
+def _machine(rng: random.Random, number: int, stage: int) -> Machine:
+    return Machine(
+        peer_id=PeerId(f"{number:040x}"), stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
+        link_seconds=rng.uniform(*LINK_SECONDS),
+    )  # fmt: skip
+
+
+def _let_fail(
+    pipeline: SimulatedPipeline, machine: Machine, per_second: float, until: float, rng: random.Random
+) -> None:
+    """Plan a machine's deaths and returns."""
+    at = 0.0
+    while per_second and (at := at + rng.expovariate(per_second)) < until:
+        pipeline.timeline.at(at, partial(pipeline.kill, machine.peer_id))
+        at += rng.expovariate(1 / DOWN_SECONDS)
+        pipeline.timeline.at(at, partial(pipeline.start, machine))
+
+
+class _Capacity:
+    """What the peers could compute: at every moment, those of the weakest stage."""
+
+    def __init__(self, pipeline: SimulatedPipeline, since: float) -> None:
+        self._pipeline = pipeline
+        self._readings: list[float] = []
+        pipeline.timeline.at(since, self._read)
+
+    def microbatches(self) -> float:
+        """So many since then."""
+        return sum(self._readings)
+
+    def _read(self) -> None:
+        rates = [0.0] * self._pipeline.num_stages
+        for peer in self._pipeline.peers.values():
+            rates[peer.machine.stage] += 1.0 / peer.machine.busy_seconds
+        self._readings.append(min(rates))
+        self._pipeline.timeline.after(1.0, self._read)
