@@ -181,8 +181,9 @@ class StageServer:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(
-            config=self._config, stage=self._stage, hop=self._hop, describe=self._describe, callers=self._callers
-        )
+            config=self._config, stage=self._stage, hop=self._hop, clock=self._clock, describe=self._describe,
+            callers=self._callers,
+        )  # fmt: skip
         lease_servicer = LeaseServicer(
             config=self._config, stage=self._number, clock=self._clock, lead=self._lead, events=self._events
         )

@@ -8,6 +8,7 @@ two certificates: its own, then the token's. Never decides who is trusted.
 import datetime
 import hashlib
 from enum import StrEnum
+from functools import lru_cache
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -183,8 +184,12 @@ def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
     return key
 
 
+@lru_cache(maxsize=512)
 def peer_id_of(certificate_pem: str) -> PeerId:
-    """The id that belongs to a certificate, or to the first of a chain. Raises IntegrityError if it is none."""
+    """The id that belongs to a certificate, or to the first of a chain. Raises IntegrityError if it is none.
+
+    Asked for every call that is served, so what was read is remembered.
+    """
     return PeerId(fingerprint(load(certificate_pem))[:40])
 
 

@@ -115,11 +115,12 @@ class SwarmProcesses:
             raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
         return self.steps(name)
 
-    def launch_trainer(self, name: str, steps: int, *, evaluation_samples: int = 1) -> Child:
+    def launch_trainer(self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = 256) -> Child:
         """Start a trainer and do not wait."""
         arguments = [
             "--steps", str(steps), "--output", str(self.folder / name), "--name", name, "--evaluate-every", "0",
-            "--evaluation-samples", str(evaluation_samples), *self._event_log(name),
+            "--evaluation-samples", str(evaluation_samples), "--max-in-flight", str(max_in_flight),
+            *self._event_log(name),
             "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
         ]  # fmt: skip
         return self.children.start(f"{self.folder.name}-{name}", program("trainer", arguments))

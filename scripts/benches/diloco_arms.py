@@ -17,10 +17,11 @@ INNER_BATCH_SAMPLES = 16
 LONGEST_ROUND = 200
 """Inner steps a worker and round of the arm with the fewest rounds."""
 LEARNING_RATES = {"single": 5e-3, "synchronous": 5e-3, "diloco": 8e-3}
-SHORT_ROUNDS_RATE = 3e-3
-"""With H = 10: steps of the same workers agree more from round to round, and the outer momentum adds them up."""
 OUTER = {"learning_rate": 0.7, "momentum": 0.8}
 """Rates and momentum are the best that a short search found for each."""
+SHORT_ROUNDS_RATE = 5e-3
+SHORT_ROUNDS_OUTER = {"learning_rate": 0.7, "momentum": 0.5}
+"""With H = 10: pseudo-gradients agree more from round to round, and a longer momentum adds up too much of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ NO_MOMENTUM = {"learning_rate": 1.0, "momentum": 0.0}
 ARMS: Mapping[str, Arm] = {
     "single": Arm(kind="single", inner_steps=1),
     "synchronous": Arm(kind="synchronous", inner_steps=1),
-    "h10": Arm(inner_steps=10, learning_rate=SHORT_ROUNDS_RATE),
+    "h10": Arm(inner_steps=10, learning_rate=SHORT_ROUNDS_RATE, changes={"outer": SHORT_ROUNDS_OUTER}),
     "h50": Arm(),
     "h200": Arm(inner_steps=LONGEST_ROUND),
     "int8": Arm(changes={"averaging": {"codec": "int8"}}),
@@ -60,7 +61,11 @@ ARMS: Mapping[str, Arm] = {
     "overlap": Arm(changes={"averaging": {"overlap_steps": 5}}),
     "four": Arm(num_workers=4),
     "churn": Arm(num_workers=4, churn=True),
-    "int8-h10": Arm(inner_steps=10, learning_rate=SHORT_ROUNDS_RATE, changes={"averaging": {"codec": "int8"}}),
+    "int8-h10": Arm(
+        inner_steps=10,
+        learning_rate=SHORT_ROUNDS_RATE,
+        changes={"averaging": {"codec": "int8"}, "outer": SHORT_ROUNDS_OUTER},
+    ),
     "sparse-h10": Arm(inner_steps=10, changes={"averaging": SPARSE, "outer": NO_MOMENTUM}),
 }
 

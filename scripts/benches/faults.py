@@ -17,6 +17,8 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 EVERY = 2
 """Steps from one fault to the next."""
+MAX_IN_FLIGHT = 4
+"""Microbatches under way: few, so that the cores are left to those who join."""
 HELD_SECONDS = (0.5, 2.0)
 """For how long what is going to be lost is held back: long enough for the work behind it to be done."""
 ONE_WAY_SECONDS = 6.0
@@ -45,7 +47,7 @@ class FaultySwarm:
             PeerUnavailable: the trainer, or a peer that nobody killed, ended.
             DeadlineExceeded: no step for a very long time.
         """
-        trainer = self.swarm.launch_trainer("trainer", steps)
+        trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
         self._stepped_at = time.monotonic()
         num_steps, planned, due_at = 0, 1, 0.0
         while not self._has_ended(trainer):

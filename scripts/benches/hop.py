@@ -1,10 +1,10 @@
-"""8 MiB of activations to a stage that does no work, and an 8 MiB gradient back: the hop against hivemind.moe.
+"""Activations to a stage that does no work, and a gradient back, 8 MiB and 16 KiB: the hop against hivemind.moe.
 
 Ours: a swarm-peer serves the last of two stages over TLS, and this process, in the place of stage 0, hands it
 microbatches with `Hop.train` and acknowledges them. Its module gives the first two channels of its input as logits of
-a vocabulary of two; the loss over 2,048 tokens and its gradient, zero elsewhere, take a few milliseconds, and those
-count for us. Theirs: hivemind.moe's Server with a torch.nn.Identity, called from this process through RemoteExpert,
-forward and then backward. Both take turns.
+a vocabulary of two; the loss over all tokens and its gradient, zero elsewhere, take a few milliseconds with 8 MiB, and
+those count for us. Theirs: hivemind.moe's Server with a torch.nn.Identity, called from this process through
+RemoteExpert, forward and then backward. Both take turns.
 """
 
 import asyncio
@@ -36,8 +36,22 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, reply_specs
 
-NUM_SAMPLES, NUM_POSITIONS, WIDTH = 8, 256, 1024
-"""Of float32: 8 MiB."""
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a hidden state, float32."""
+
+    num_samples: int
+    num_positions: int
+    width: int
+
+    def hidden(self) -> Tensor:
+        """Random numbers, always the same."""
+        sizes = self.num_samples, self.num_positions, self.width
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+
+
+SHAPES = {"8 MiB": Shape(8, 256, 1024), "16 KiB": Shape(1, 16, 256)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +59,7 @@ class Options(BenchOptions):
     """Compare one hop with hivemind.moe's remote expert."""
 
     repetitions: int = 20
-    """Calls of each that are measured."""
+    """Calls of each that are measured with 8 MiB; ten times as many with 16 KiB."""
     warm_up: int = 3
     """Calls of each before those."""
 
@@ -57,56 +71,66 @@ class Options(BenchOptions):
 def run(options: Options) -> dict[str, Any]:
     """Measure both; gives the figures."""
     torch.set_num_threads(1)
-    config, _ = with_corpus(_config(options))
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
-        say("hivemind.moe's server and our peer start")
-        theirs = _connect_expert(children, Path(name) / "moe.json")
-        swarm = SwarmProcesses(config, children, Path(name) / "swarm")
-        swarm.start_peers([1])
+        say("hivemind.moe's servers and our peers start")
+        # All of theirs before any of ours: hivemind forks, which gRPC must not see.
+        theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
         with asyncio.Runner() as runner:
-            ours = runner.run(_connect_hop(config, swarm))
-            seconds: dict[str, list[float]] = {"ours": [], "hivemind_moe": []}
-            for repetition in range(options.warm_up + options.repetitions):
-                measured = {
-                    "ours": runner.run(ours.call(repetition)),
-                    "hivemind_moe": theirs.call(),
-                }
-                if repetition >= options.warm_up:
-                    for side, value in measured.items():
-                        seconds[side].append(value)
-            runner.run(ours.close())
-        theirs.close()
-    medians = {side: statistics.median(values) for side, values in seconds.items()}
+            sides = {}
+            for size, shape in SHAPES.items():
+                swarm = SwarmProcesses(with_corpus(_config(options, shape))[0], children, Path(name) / size / "swarm")
+                swarm.start_peers([1])
+                sides[size] = runner.run(_connect_hop(swarm, shape)), theirs[size]
+            repetitions = {"8 MiB": options.repetitions, "16 KiB": 10 * options.repetitions}
+            measured = {
+                size: _measure(runner, ours, expert, options.warm_up, repetitions[size])
+                for size, (ours, expert) in sides.items()
+            }
+            for ours, expert in sides.values():
+                runner.run(ours.close())
+                expert.close()
+    ratios = {size: medians["hivemind_moe"] / medians["ours"] for size, medians in measured.items()}
     return {
-        "ratio_to_hivemind_moe": medians["hivemind_moe"] / medians["ours"],
-        "median_seconds": medians,
-        "best_seconds": {side: min(values) for side, values in seconds.items()},
-        "payload_bytes": _hidden().nbytes,
-        "calls": options.repetitions,
+        "ratio_to_hivemind_moe": ratios["8 MiB"],
+        "small_ratio_to_hivemind_moe": ratios["16 KiB"],
+        "median_seconds": measured,
+        "calls": repetitions,
     }
 
 
-def _hidden() -> Tensor:
-    return torch.randn(NUM_SAMPLES, NUM_POSITIONS, WIDTH, generator=torch.Generator().manual_seed(0))
+def _measure(
+    runner: asyncio.Runner, ours: "OurHop", theirs: "TheirExpert", warm_up: int, repetitions: int
+) -> dict[str, float]:
+    """Median seconds of each side's calls, which take turns."""
+    seconds: dict[str, list[float]] = {"ours": [], "hivemind_moe": []}
+    for repetition in range(warm_up + repetitions):
+        measured = {"ours": runner.run(ours.call(repetition)), "hivemind_moe": theirs.call()}
+        if repetition >= warm_up:
+            for side, value in measured.items():
+                seconds[side].append(value)
+    return {side: statistics.median(values) for side, values in seconds.items()}
 
 
-def _config(options: Options) -> RunConfig:
+def _config(options: Options, shape: Shape) -> RunConfig:
     return RunConfig(
         run="bench-hop",
         model=ModelConfig(
             num_layers=2,
-            d_model=WIDTH,
+            d_model=shape.width,
             num_heads=8,
             vocab_size=256,
             custom_class=f"{Identity.__module__}:{Identity.__name__}",
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
-            dataset=options.dataset, sequence_length=NUM_POSITIONS, microbatch_size=NUM_SAMPLES, max_tokens=1_000_000
+            dataset=options.dataset, sequence_length=shape.num_positions, microbatch_size=shape.num_samples,
+            max_tokens=1_000_000,
         ),
         # No round ends while the bench runs.
-        rounds=RoundsConfig(setting="diloco", round_samples=NUM_SAMPLES << 20, inner_batch_samples=NUM_SAMPLES),
-    )
+        rounds=RoundsConfig(
+            setting="diloco", round_samples=shape.num_samples << 20, inner_batch_samples=shape.num_samples
+        ),
+    )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -120,7 +144,7 @@ class OurHop:
 
     async def call(self, index: int) -> float:
         """Hand over one microbatch, get its gradient and acknowledge it; gives the seconds."""
-        microbatch = Microbatch(index=index, round=0, num_samples=NUM_SAMPLES)
+        microbatch = Microbatch(index=index, round=0, num_samples=len(self.hidden_BTD))
         start = time.perf_counter()
         reply = await self.hop.train(
             microbatch, {TOKENS: self.tokens_BT1, HIDDEN: self.hidden_BTD}, HopListener(), {}
@@ -135,16 +159,16 @@ class OurHop:
         await self.channels.close()
 
 
-async def _connect_hop(config: RunConfig, swarm: SwarmProcesses) -> OurHop:
-    clock = SystemClock()
+async def _connect_hop(swarm: SwarmProcesses, shape: Shape) -> OurHop:
+    config, clock = swarm.config, SystemClock()
     router = Router(clock, random.Random(0))
     router.update(1, [peer.record for peer in swarm.peers])
     channels = ChannelPool()
     hop = Hop(
         run_id=config.run_id, stage=1, reply_specs=reply_specs(config, 1), router=router, channels=channels, clock=clock
     )
-    tokens_BT1 = torch.randint(VOCABULARY, (NUM_SAMPLES, NUM_POSITIONS + 1), dtype=torch.int32)
-    return OurHop(hop, channels, _hidden(), tokens_BT1)
+    tokens_BT1 = torch.randint(VOCABULARY, (shape.num_samples, shape.num_positions + 1), dtype=torch.int32)
+    return OurHop(hop, channels, shape.hidden(), tokens_BT1)
 
 
 @dataclass(eq=False)
@@ -171,14 +195,13 @@ class TheirExpert:
         self.dht.shutdown()
 
 
-def _connect_expert(children: Supervisor, ready_file: Path) -> TheirExpert:
-    # Before gRPC is used here: this forks.
-    command = [
-        sys.executable, "-m", "scripts.benches.moe_server", str(ready_file), str(NUM_POSITIONS), str(WIDTH)
-    ]  # fmt: skip
-    children.start("moe-server", command)
+def _connect_expert(shape: Shape, children: Supervisor, folder: Path) -> TheirExpert:
+    folder.mkdir()
+    ready_file = folder / "moe.json"
+    arguments = [str(ready_file), str(shape.num_positions), str(shape.width)]
+    children.start(f"moe-server-{shape.width}", [sys.executable, "-m", "scripts.benches.moe_server", *arguments])
     addresses = wait_for_json(ready_file, children)["addresses"]
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     server_id = PeerID.from_base58(addresses[0].rsplit("/", 1)[1])
     (expert,) = create_remote_experts([ExpertInfo(EXPERT, server_id)], dht)
-    return TheirExpert(expert, dht, _hidden(), torch.ones(NUM_SAMPLES, NUM_POSITIONS, WIDTH))
+    return TheirExpert(expert, dht, shape.hidden(), torch.ones_like(shape.hidden()))

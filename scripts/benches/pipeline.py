@@ -10,28 +10,17 @@ Only one side works at a time: a whole-model process is stopped by signal while 
 feeds take less than 1 % of a core. Start-up, every trainer's first step and its evaluation are not measured.
 """
 
-import os
-import signal
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.supervisor import Child, Supervisor
-from scripts.benches.common import (
-    POLL_SECONDS,
-    BenchOptions,
-    SwarmProcesses,
-    fail_on_exit,
-    say,
-    wait_for_json,
-    with_corpus,
-    write_config,
-)
+from peers.supervisor import Supervisor
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus, write_config
+from scripts.benches.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
 
@@ -94,8 +83,8 @@ def _measure(options: Options, d_model: int) -> dict[str, float]:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
-        limit = [WholeModel(f"limit-{number}", 1, steps, children, folder) for number in range(2)]
-        single = [WholeModel("single", 2, steps, children, folder)]
+        limit = [_whole_model(f"limit-{number}", 1, steps, children, folder) for number in range(2)]
+        single = [_whole_model("single", 2, steps, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
         for repetition in range(options.repetitions):
@@ -110,37 +99,16 @@ def _measure(options: Options, d_model: int) -> dict[str, float]:
     return {side: statistics.median(values) for side, values in rates.items()}
 
 
-class WholeModel:
-    """A process of whole_model.py, stopped but for its turns."""
-
-    def __init__(self, name: str, threads: int, steps: int, children: Supervisor, folder: Path) -> None:
-        """Start it, and return when it waits for its first turn."""
-        self._children = children
-        self._results = folder / name
-        self._results.mkdir()
-        self._repetition = 0
-        arguments = [str(folder / "run.toml"), str(self._results), str(threads), str(steps)]
-        self._child: Child = children.start(name, [sys.executable, "-m", "scripts.benches.whole_model", *arguments])
-        self._until_stopped()
-
-    def begin(self) -> None:
-        """Let it train."""
-        os.kill(self._child.pid, signal.SIGCONT)
-
-    def seconds(self) -> float:
-        """What its steps took, once it is done and has stopped itself."""
-        result = wait_for_json(self._results / f"{self._repetition}.json", self._children)
-        self._repetition += 1
-        self._until_stopped()
-        return float(result["seconds"])
-
-    def _until_stopped(self) -> None:
-        while os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WNOHANG) is None:
-            fail_on_exit(self._children)
-            time.sleep(POLL_SECONDS)
+def _whole_model(name: str, threads: int, steps: int, children: Supervisor, folder: Path) -> Worker:
+    results = folder / name
+    arguments = [str(folder / "run.toml"), str(results), str(threads), str(steps)]
+    command = [sys.executable, "-m", "scripts.benches.whole_model", *arguments]
+    worker = Worker(name, command, results, children)
+    worker.until_stopped()
+    return worker
 
 
-def _train_at_once(processes: Sequence[WholeModel], tokens: int) -> float:
+def _train_at_once(processes: Sequence[Worker], tokens: int) -> float:
     """Their tokens/s together."""
     for process in processes:
         process.begin()

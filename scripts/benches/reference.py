@@ -1,4 +1,4 @@
-"""Training in a single process: what the benches compare a swarm with.
+"""Training without a swarm: what the benches compare it with.
 
 One optimizer step a round on the mean gradient of the round's microbatches, clipped by its global norm: what the
 synchronous setting promises. The model, the loss and the optimizer are the swarm's own; nothing else is.
@@ -7,12 +7,27 @@ synchronous setting promises. The model, the loss and the optimizer are the swar
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from swarm import optim
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.layers import DropoutKey
+from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
+
+
+class BareStage(nn.Module):
+    """A stage's module with the call that others expect of a module: tensors, and nothing else."""
+
+    def __init__(self, config: RunConfig, stage: int) -> None:
+        super().__init__()
+        self.module = build_stage(config, stage, device="cpu")
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the stage gives without dropout."""
+        outputs: torch.Tensor = self.module(inputs, dropout_key=None)
+        return outputs
 
 
 class Reference:

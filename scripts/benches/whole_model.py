@@ -2,20 +2,18 @@
 
     python -m scripts.benches.whole_model CONFIG FOLDER THREADS STEPS
 
-Trains a step to warm up, and stops itself (SIGSTOP) whenever it has nothing to do, so that it takes no time from the
-others. Each time the bench continues it, it trains STEPS steps and writes FOLDER/N.json with their seconds.
+Trains a step to warm up; then each turn (see turns.py) trains STEPS steps.
 """
 
 import itertools
-import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
 
-from scripts.benches.common import with_corpus, write_json
+from scripts.benches.common import with_corpus
 from scripts.benches.reference import Reference
+from scripts.benches.turns import take_turns
 from swarm import config as configs
 
 
@@ -25,12 +23,12 @@ def main(config_path: Path, folder: Path, threads: int, steps: int) -> None:
     reference = Reference(*with_corpus(configs.load(config_path)))
     reference.step(0)
     numbers = itertools.count(1)
-    for repetition in itertools.count():
-        signal.raise_signal(signal.SIGSTOP)
-        start = time.perf_counter()
-        for _ in range(steps):
-            reference.step(next(numbers))
-        write_json(folder / f"{repetition}.json", {"seconds": time.perf_counter() - start})
+
+    def work() -> None:
+        for number in itertools.islice(numbers, steps):
+            reference.step(number)
+
+    take_turns(folder, work)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ class History:
         self.stage = stage
         self.round = 0
         """Where it stands."""
+        self._entered_round = 0
+        """Where it began, or took over another state."""
         self._lineage: str | None = None
         self._buckets: dict[int, _Bucket] = {}
         self._highest_bucket = -1
@@ -246,7 +248,8 @@ class History:
         if event.lineage != next_lineage(event.parent, event.round, event.digest, event.members):
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
         prepared = self._prepared.get(event.digest)
-        if prepared is None and self.start.peer in event.members:
+        # Of the round that it entered at, an earlier life may have prepared the result; then that one's file tells so.
+        if prepared is None and self.start.peer in event.members and event.round > self._entered_round:
             self._violation("committed a result as its member and had not prepared it")
         self._take_out(event, prepared)
         self._rounds.committed(
@@ -278,7 +281,7 @@ class History:
         self._bases = [self._num_steps] * len(self._bases)
         self._stepped_samples = 0
         self._closing, self._begun, self._prepared = None, None, {}
-        self.round, self._lineage = event.round, event.lineage
+        self.round, self._lineage, self._entered_round = event.round, event.lineage, event.round
         self._rounds.stood(self.stage, event.round, event.lineage, event.state, self.name)
         if event.parent is not None:
             self._rounds.renamed[self.stage, event.lineage] = event.parent

@@ -106,8 +106,9 @@ def open_record(
         raise MalformedMessage(f"a record of {subkey} under {key}: {_first_fault(error)}") from None
 
 
-# Cached because the DHT has every record checked again whenever somebody reads its key.
-@lru_cache(maxsize=4096)
+# Cached because the DHT has every record checked again whenever somebody reads its key. A record takes about 5 KB here,
+# and every announcement is a new one.
+@lru_cache(maxsize=1024)
 def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope:
     if len(record) > MAX_RECORD_BYTES:
         raise MalformedMessage(f"a record of {subkey} has {len(record)} bytes")

@@ -81,8 +81,10 @@ class LeaseServicer(LeaseServiceServicer):
     def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
         if self._table is None:
             self._table = LeaseTable(self._config, self._stage, self._clock)
+        # All of a round that stage 0 has not begun yet is lacking here, and can be had from nobody.
+        too_new = request.HasField("newest_round") and view.round > request.newest_round
         grant = self._table.acquire(
-            view, request.trainer_id, min(MAX_COUNT, request.count),
+            view, request.trainer_id, 0 if too_new else min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released),
         )  # fmt: skip
         if grant.accumulate_only_at is not None:
@@ -125,12 +127,18 @@ class LeaseClient:
         self._leaders: dict[int, PeerId] = {}
 
     async def acquire(
-        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float
-    ) -> Leased | None:
-        """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case."""
+        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
+        newest_round: int | None = None,
+    ) -> Leased | None:  # fmt: skip
+        """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case.
+
+        Args:
+            newest_round: take nothing of a later one.
+        """
         request = pb.AcquireRequest(
             address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
             trainer_id=self._trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
+            newest_round=newest_round,
         )  # fmt: skip
         asked: set[str] = set()
         while (record := self._next_to_ask(stage, asked)) is not None:

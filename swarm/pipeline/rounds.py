@@ -1,7 +1,7 @@
 """Following the rounds from outside: what a trainer learns of the stages by asking their peers.
 
-One peer of each stage is asked to describe itself, a few times a second; when every stage has committed a
-round, that is one step, with figures gathered over the stages.
+One peer of each stage is asked to describe itself once the stage has gone on, or after a while; when every stage has
+committed a round, that is one step, with figures gathered over the stages.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.types import PeerRecord, PeerState
 
 _KEPT_REPORTS = 64
+_ANSWER_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,12 @@ class RoundWatcher:
         """Whether a stage was at an earlier round when it was last asked."""
         return self._present.get(stage, round_number) < round_number
 
-    async def poll(self, timeout_seconds: float = 2.0) -> None:
-        """Ask every stage once; a stage that does not answer keeps what was known of it."""
-        replies = await asyncio.gather(*(self._describe(stage, timeout_seconds) for stage in range(self._num_stages)))
+    async def poll(self, wait_seconds: float = 0.0) -> None:
+        """Ask every stage once; a stage that does not answer keeps what was known of it.
+
+        A stage at the round that it was at before may wait so long with its answer.
+        """
+        replies = await asyncio.gather(*(self._describe(stage, wait_seconds) for stage in range(self._num_stages)))
         for stage, reply in enumerate(replies):
             if reply is None:
                 continue
@@ -140,14 +144,17 @@ class RoundWatcher:
             device_bytes=self._device_bytes,
         )
 
-    async def _describe(self, stage: int, timeout_seconds: float) -> pb.DescribeReply | None:
+    async def _describe(self, stage: int, wait_seconds: float) -> pb.DescribeReply | None:
+        request = pb.DescribeRequest(
+            run_id=self._run_id, after_round=self._present.get(stage), wait_seconds=wait_seconds
+        )  # fmt: skip
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
         # The one that announced last is the likeliest to be alive.
         for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
             call: Any = StageServiceStub(self._channels.channel(record)).Describe
             try:
-                async with asyncio.timeout(timeout_seconds):
-                    reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=self._run_id))
+                async with asyncio.timeout(wait_seconds + _ANSWER_SECONDS):
+                    reply: pb.DescribeReply = await call(request)
             except (grpc.aio.AioRpcError, TimeoutError):
                 continue
             return reply

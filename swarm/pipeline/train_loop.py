@@ -32,6 +32,10 @@ RENEW_SECONDS = 3.0
 HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
 """Without a renewal, nothing is acknowledged any more after this long. What was acknowledged before counts before the
 lease ends, or never, and a second is for clocks of different speeds."""
+GRANT_WAIT_SECONDS = 0.25
+"""How long stage 0 may look for more to grant before it answers that there is none."""
+ROUND_WAIT_SECONDS = 1.0
+"""Likewise, how long a stage may wait for its next round."""
 REPORT_POLLS = 10
 """Times that a committed round's figures are asked for again."""
 MAX_FAILURES = 20
@@ -93,7 +97,8 @@ class TrainLoop(HopListener):
         self._wanted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._totals = StepTotals()
-        self._losses: dict[int, list[float]] = {}
+        self._losses: dict[int, dict[int, float]] = {}
+        """By round and microbatch: one that is run again, since a peer died with it, has one loss all the same."""
         self._counted_until = clock.monotonic()
         self._paused = False
         self._num_failures = 0
@@ -128,7 +133,7 @@ class TrainLoop(HopListener):
         for number in range(first, first + count):
             while self._watcher.round <= number:
                 await self._clock.sleep(0.1)
-                await self._watcher.poll()
+                await self._watcher.poll(ROUND_WAIT_SECONDS)
             now = self._clock.monotonic()
             # A peer is in the next round a moment before it has the figures of the last one.
             for _ in range(REPORT_POLLS):
@@ -140,7 +145,7 @@ class TrainLoop(HopListener):
             totals, self._totals = self._totals, StepTotals()
             # By round, not by time: the next round may be under way already.
             for round_number in [known for known in self._losses if known <= number]:
-                totals.losses += self._losses.pop(round_number)
+                totals.losses += self._losses.pop(round_number).values()
             report = self._watcher.report(number)
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
             started_at = now
@@ -216,7 +221,10 @@ class TrainLoop(HopListener):
     def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
         if microbatch.accumulate_only_at is not None or microbatch.round < self._watcher.round:
             return  # A replay: its loss has been counted before.
-        self._losses.setdefault(microbatch.round, []).append(reply.loss)
+        losses = self._losses.setdefault(microbatch.round, {})
+        if microbatch.index in losses:
+            return
+        losses[microbatch.index] = reply.loss
         self._totals.num_tokens += reply.num_tokens
         self._totals.num_microbatches += 1
         self._totals.num_rerouted += reply.num_reroutes > 0
@@ -246,7 +254,7 @@ class TrainLoop(HopListener):
                 self._renewed_at = asked_at
             self._wanted.clear()
             if len(self._queue) < self._window.size:
-                # Nothing to be had just now, or more is wanted: ask again soon.
+                # More is wanted: stage 0 answers as soon as there is some.
                 await self._clock.sleep(0.02)
                 continue
             try:
@@ -258,10 +266,10 @@ class TrainLoop(HopListener):
     async def _acquire(self, last_round: int) -> bool:
         """Renew, and ask for more: new microbatches first, then what some stage has lost. True if stage 0 answered."""
         room = max(0, 2 * self._window.size - len(self._queue))
-        idle = not self._queue and not self._in_flight
-        leased = await self._ask(0, room, wait_seconds=0.5 if idle else 0.0)
+        wanting = len(self._queue) < self._window.size
+        leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if wanting else 0.0)
         if leased is None:
-            if idle:
+            if not self._queue and not self._in_flight:
                 self._on_waiting(0)
             return False
         self._take(leased, last_round)
@@ -269,16 +277,18 @@ class TrainLoop(HopListener):
             for stage in range(1, self._config.stages.num_stages):
                 behind = self._watcher.is_behind(stage, leased.round)
                 if behind or (leased.round_complete and room):
-                    lost = await self._ask(stage, max(room, self._window.size), wait_seconds=0.0)
+                    lost = await self._ask(stage, max(room, self._window.size), wait_seconds=0.0, newest=leased.round)
                     if lost is not None:
                         self._take(lost, last_round)
         return True
 
-    async def _ask(self, stage: int, count: int, wait_seconds: float) -> Leased | None:
+    async def _ask(self, stage: int, count: int, wait_seconds: float, newest: int | None = None) -> Leased | None:
         work = [*self._queue, *(work for work, _ in self._in_flight.values())]
         holding = [entry.microbatch.index for entry in work if entry.granted_by == stage]
         released, self._released = self._released, []
-        leased = await self._leases.acquire(stage, count, holding=holding, released=released, wait_seconds=wait_seconds)
+        leased = await self._leases.acquire(
+            stage, count, holding=holding, released=released, wait_seconds=wait_seconds, newest_round=newest
+        )
         if leased is None:
             self._released += released
         return leased

@@ -227,8 +227,10 @@ class Stage:
     ) -> Computation:  # fmt: skip
         if accumulate and self.is_changing_state:
             raise NotReady("this peer takes over another state")
-        if accumulate and self.config.rounds.synchronous and self.backend.weights.round.closed:
-            raise NotReady(f"round {self.round} is being averaged")
+        # A stage closes when its members have the whole round. If one of them has died since, what it contributed may
+        # still be committed; what then lacks all the same is replayed. And another stage that did lose something must
+        # not wait for this one to open again: this one may be waiting for that.
+        accumulate = accumulate and not (self.config.rounds.synchronous and self.backend.weights.round.closed)
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, age=next(self._ages), hints=hints,
             backend=self.backend, runtime=self.runtime, hop=self._hop, adopts=adopts,

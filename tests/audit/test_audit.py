@@ -111,6 +111,32 @@ def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) ->
     assert (report.duplicates, report.rounds_committed) == (0, 2)
 
 
+def test_a_peer_that_was_started_again_commits_what_it_had_prepared_before(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path)
+    run.round(0)
+    run.round(1)
+
+    def start_again(lines: Lines) -> None:
+        prepared = max(number for number, line in enumerate(lines) if line["event"] == "prepare")
+        took_over = {**lines[1], "round": 1, "lineage": lines[prepared]["lineage"], "state": "state 1 1"}
+        lines[prepared + 1 : prepared + 1] = [lines[0], took_over]
+
+    edit(tmp_path / "peer-1b.jsonl", start_again)
+    assert audit(run.files).violations == ()
+
+
+def test_a_commit_of_what_was_never_prepared_is_found(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path)
+    run.round(0)
+    run.round(1)
+
+    def forget(lines: Lines) -> None:
+        del lines[max(number for number, line in enumerate(lines) if line["event"] == "prepare")]
+
+    edit(tmp_path / "peer-1b.jsonl", forget)
+    assert "had not prepared it" in str(audit(run.files).violations)
+
+
 def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> None:
     run = HonestRun(tmp_path)
     run.round(0)

@@ -54,7 +54,7 @@ def test_quantiles() -> None:
 
 def test_growth_is_that_of_processes_which_lived_through_the_second_half() -> None:
     def used(at: float, name: str, resident: int) -> Usage:
-        return Usage(at=at, name=name, pid=1, resident_bytes=resident, num_descriptors=5, num_threads=3)
+        return Usage(at=at, name=name, pid=1, resident_bytes=resident, num_descriptors=5, num_threads=3, num_tasks=7)
 
     usage = [used(float(at), "old", 100 + at // 10) for at in range(0, 1001, 5)]
     usage += [used(float(at), "young", 10**9) for at in range(900, 1001, 5)]

@@ -1,7 +1,7 @@
 """The trainer's loop with a hop and leases that do what the test says: what it acknowledges, and what it gives up."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from swarm.hop import TRAINER_ACK_SECONDS, Hop, HopListener, Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher
-from swarm.pipeline.train_loop import HOLD_SECONDS, TrainLoop
+from swarm.pipeline.train_loop import HOLD_SECONDS, Step, TrainLoop
 from tests.support.chain import DILOCO, eventually
 
 
@@ -42,17 +42,19 @@ class World:
         self.reachable = True
         self.released: list[int] = []
         self.num_runs = 0
-        self._granted = False
+        self.granted = False
         self.round = 0
+        self.steps: list[Step] = []
 
     async def acquire(
-        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float
-    ) -> Leased | None:
+        self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
+        newest_round: int | None = None,
+    ) -> Leased | None:  # fmt: skip
         if not self.reachable:
             return None
         self.released += released
-        fresh = [] if self._granted or not count else [0]
-        self._granted |= bool(fresh)
+        fresh = [] if self.granted or not count else [0]
+        self.granted |= bool(fresh)
         return Leased(stage=0, round=0, microbatches=fresh, accumulate_only_at=None, round_complete=False)
 
     async def train(
@@ -62,8 +64,14 @@ class World:
         await self.answer.wait()
         return self.reply
 
-    async def poll(self) -> None:
+    async def poll(self, wait_seconds: float = 0.0) -> None:
         """No stage gets any further."""
+
+    def report(self, step: int) -> None:
+        """The stages tell no figures."""
+
+    async def on_step(self, step: Step) -> None:
+        self.steps.append(step)
 
     def is_behind(self, stage: int, round_number: int) -> bool:
         return False
@@ -80,8 +88,7 @@ async def running() -> AsyncIterator[World]:
         config=DILOCO, data=cast(Microbatches, world), hop=cast(Hop, world), leases=cast(LeaseClient, world),
         watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=1, on_waiting=lambda stage: None,
     )  # fmt: skip
-    never: Callable[[Any], Awaitable[None]] = cast(Any, None)
-    task = asyncio.create_task(loop.run(0, 1, never))
+    task = asyncio.create_task(loop.run(0, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
     try:
         yield world
@@ -101,6 +108,18 @@ async def test_an_answer_is_acknowledged() -> None:
         world.answer.set()
         await eventually(lambda: world.reply.acked)
         assert not world.released
+
+
+async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
+    """As when the only peer that counted it has died."""
+    async with running() as world:
+        world.answer.set()
+        await eventually(lambda: world.reply.acked)
+        world.granted = False
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: world.clock.advance(0.02))
+        world.round = 1
+        await eventually(lambda: len(world.steps) == 1, meanwhile=lambda: pass_time(world))
+        assert (world.steps[0].totals.losses, world.steps[0].totals.num_microbatches) == ([1.0], 1)
 
 
 async def test_what_is_answered_after_a_freeze_is_given_up_whatever_comes_first() -> None:

@@ -14,6 +14,7 @@ from swarm.errors import Overloaded, RetriesExhausted
 from swarm.hop import HopLimits, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
+from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage.backend import TOKENS, logits_spec
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
@@ -80,6 +81,21 @@ async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round()
                 first.stage.admit(dataclasses.replace(microbatch, accumulate_only_at=only_at))
 
 
+async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_has_closed_its_round() -> None:
+    """Stage 0 has it run as if it were new, since its leader does not know better; stage 1 waits for stage 0."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0, 1])
+        middle = chain.peers[1]
+        await middle.stage.runtime.control(middle.weights.close)
+        await chain.train_all([2])
+        assert chain.num_samples() == [6, 4, 6]
+        assert [2 in peer.stage.ledger.committed(0) for peer in chain.peers] == [True, False, True]
+        await middle.stage.runtime.control(middle.weights.reopen)
+        await chain.train_all([2], accumulate_only_at=1)
+        chain.assert_accumulated([0, 1, 2])
+        chain.assert_idle()
+
+
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +133,19 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
 
 
 # -- rounds ------------------------------------------------------------------------------------------------------------
+
+
+async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        servicer = chain.peers[0].servicer
+        request = DescribeRequest(after_round=0, wait_seconds=60.0)
+        waiting = asyncio.create_task(servicer.Describe(request, None))
+        await servicer.Describe(DescribeRequest(after_round=0, wait_seconds=0.1), None)
+        assert not waiting.done()
+        await chain.train_all([0])
+        await _commit(chain)
+        async with asyncio.timeout(10.0):
+            await waiting
 
 
 async def _commit(chain: Chain) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.supervisor import Child, Exit, Supervisor
-from scripts.benches.chaos.program import set_clock
+from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.common import POLL_SECONDS, START_SECONDS, program, say
 from scripts.benches.throttle import Machine, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
@@ -81,6 +81,7 @@ class Usage:
     resident_bytes: int
     num_descriptors: int
     num_threads: int
+    num_tasks: int
 
 
 @dataclass(eq=False)
@@ -259,18 +260,19 @@ def children_of(pid: int) -> dict[int, str]:
 
 
 def _usage(role: Role, now: float) -> Usage | None:
-    """None if it has just died."""
+    """None if it has just died, or just begun."""
     assert role.child is not None
     process = Path("/proc") / str(role.child.pid)
     try:
         lines = (process / "status").read_text().splitlines()
         num_descriptors = len(os.listdir(process / "fd"))
+        num_tasks = int((role.folder / TASKS_FILE).read_text() or 0)
     except OSError:
         return None
     status = {key: value for key, _, value in (line.partition(":") for line in lines)}
     return Usage(
         at=now, name=role.name, pid=role.child.pid, resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
-        num_descriptors=num_descriptors, num_threads=int(status["Threads"]),
+        num_descriptors=num_descriptors, num_threads=int(status["Threads"]), num_tasks=num_tasks,
     )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
     if not lived:
         return {}
     found: dict[str, Any] = {"processes": len(lived), "minutes": span / 60}
-    for name in ("resident_bytes", "num_descriptors", "num_threads"):
+    for name in ("resident_bytes", "num_descriptors", "num_threads", "num_tasks"):
         # Each end is a median of some samples: a round that is being exchanged holds more for a moment.
         ends = [[statistics.median(getattr(u, name) for u in part) for part in (row[:12], row[-12:])] for row in lived]
         found[name] = {

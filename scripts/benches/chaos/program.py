@@ -1,17 +1,21 @@
-"""One of the project's programs, with a wall clock that can be set from outside.
+"""One of the project's programs, with a wall clock that can be set from outside, and its tasks counted.
 
     python -m scripts.benches.chaos.program NAME CLOCK_FILE ARGUMENTS...
 
 Started by chaos for every peer and trainer. The file holds, as a double, by how many seconds the process's clock is
-ahead; monotonic time stays right, as on a machine whose clock is set.
+ahead; monotonic time stays right, as on a machine whose clock is set. How many asyncio tasks the process has is written
+into a file beside it every few seconds.
 """
 
+import asyncio
 import mmap
 import struct
 import sys
 import time
 from pathlib import Path
 
+TASKS_FILE = "tasks"
+TASKS_SECONDS = 5.0
 _FORMAT = "d"
 
 
@@ -37,8 +41,26 @@ def _wind(path: Path) -> None:
     time.time = lambda: right() + struct.unpack_from(_FORMAT, memory)[0]
 
 
+def _count_tasks(path: Path) -> None:
+    """Have every event loop of this process write down now and then how many tasks it has."""
+    new_event_loop = asyncio.events.new_event_loop
+
+    def counted() -> asyncio.AbstractEventLoop:
+        loop = new_event_loop()
+
+        def write() -> None:
+            path.write_text(f"{len(asyncio.all_tasks(loop))}")
+            loop.call_later(TASKS_SECONDS, write)
+
+        loop.call_later(TASKS_SECONDS, write)
+        return loop
+
+    asyncio.events.new_event_loop = counted
+
+
 if __name__ == "__main__":
     _wind(Path(sys.argv[2]))
+    _count_tasks(Path(sys.argv[2]).with_name(TASKS_FILE))
     program = sys.argv[1]
     sys.argv = [f"swarm-{program}", *sys.argv[3:]]
     from peers import commands

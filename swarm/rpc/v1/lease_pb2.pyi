@@ -12,10 +12,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 11):
-    from typing import TypeAlias as _TypeAlias, Never as _Never
+if sys.version_info >= (3, 10):
+    from typing import TypeAlias as _TypeAlias
 else:
-    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+    from typing_extensions import TypeAlias as _TypeAlias
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -29,10 +29,13 @@ class AcquireRequest(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
     RELEASED_FIELD_NUMBER: _builtins.int
+    NEWEST_ROUND_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     count: _builtins.int
     """Microbatches wanted."""
     wait_seconds: _builtins.float
+    newest_round: _builtins.int
+    """Grant nothing of a later round than this: stage 0 has not begun it."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -52,12 +55,15 @@ class AcquireRequest(_message.Message):
         wait_seconds: _builtins.float = ...,
         holding: _abc.Iterable[_builtins.int] | None = ...,
         released: _abc.Iterable[_builtins.int] | None = ...,
+        newest_round: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "count", b"count", "holding", b"holding", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "count", b"count", "holding", b"holding", "newest_round", b"newest_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__newest_round: _TypeAlias = _typing.Literal["newest_round"]  # noqa: Y015
+    _WhichOneofArgType__newest_round: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_round) -> _WhichOneofReturnType__newest_round | None: ...
 
 Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 

@@ -465,17 +465,26 @@ class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    AFTER_ROUND_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    after_round: _builtins.int
+    """Answer when the stage is at a later round than this, or after wait_seconds."""
+    wait_seconds: _builtins.float
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        after_round: _builtins.int | None = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round", "run_id", b"run_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__after_round: _TypeAlias = _typing.Literal["after_round"]  # noqa: Y015
+    _WhichOneofArgType__after_round: _TypeAlias = _typing.Literal["_after_round", b"_after_round"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_round) -> _WhichOneofReturnType__after_round | None: ...
 
 Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 

@@ -1,0 +1,134 @@
+"""Two stages of a swarm, against what a user would pick instead.
+
+Three sides train the same two-stage model on the same microbatches with the same optimizer, one thread a stage, in
+turns:
+
+    swarm     two stage peers and a trainer, over TLS; any of them may drop at any moment
+    moe       two servers of hivemind.moe, driven through RemoteExpert (moe_stage.py, moe_trainer.py)
+    static    torch.distributed.pipelining, 1F1B over gloo (static_stage.py), which tolerates nothing
+
+Start-up and each side's first step are not measured.
+"""
+
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Supervisor
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_config
+from scripts.benches.turns import Worker
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+
+NUM_STAGES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare a swarm with hivemind.moe and with a static pipeline."""
+
+    d_model: int = 512
+    """Width of the model."""
+    num_layers: int = 4
+    """Layers of the model, half of them at each stage."""
+    microbatch_size: int = 2
+    """Samples of 256 tokens in a microbatch."""
+    microbatches: int = 64
+    """Microbatches in a round, which is one optimizer step."""
+    steps: int = 1
+    """Rounds of each turn."""
+    repetitions: int = 3
+    """Times that each side has its turn."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "microbatch_size", "microbatches", "steps", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all sides; gives the figures."""
+    config, _ = with_corpus(_config(options))
+    tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
+    rates: dict[str, list[float]] = {"swarm": [], "moe": [], "static": []}
+    with tempfile.TemporaryDirectory(prefix="bench-peers-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        write_config(config, folder / "run.toml")
+        say("all sides start")
+        static = _start_static(folder, options.steps, children)
+        moe = _start_moe(folder, options.steps, children)
+        swarm = SwarmProcesses(config, children, folder / "swarm")
+        swarm.start_peers(range(NUM_STAGES))
+        for repetition in range(options.repetitions):
+            rows = swarm.train(f"trainer-{repetition}", 1 + options.steps)
+            rates["swarm"].append(tokens / sum(row["train/step_time"] for row in rows[1:]))
+            rates["moe"].append(tokens / _turn([moe]))
+            rates["static"].append(tokens / _turn(static))
+            latest = ", ".join(f"{side} {values[-1]:,.0f} tokens/s" for side, values in rates.items())
+            say(f"{repetition + 1} of {options.repetitions}: {latest}")
+        for child in children.running:
+            children.kill9(child)
+    medians = {side: statistics.median(values) for side, values in rates.items()}
+    return {
+        "ratio_to_hivemind_moe": medians["swarm"] / medians["moe"],
+        "ratio_to_torch_pipelining": medians["swarm"] / medians["static"],
+        "tokens_per_second": medians,
+        "repetitions": rates,
+    }
+
+
+def _config(options: Options) -> RunConfig:
+    width = options.d_model
+    return RunConfig(
+        run="bench-peers",
+        model=ModelConfig(num_layers=options.num_layers, d_model=width, num_heads=width // 64, vocab_size=256),
+        stages=StagesConfig(num_stages=NUM_STAGES),
+        data=DataConfig(
+            dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
+        ),
+        rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
+        # Clipping by the norm over all stages is more than the others offer.
+        optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=0.0),
+    )
+
+
+def _start_static(folder: Path, steps: int, children: Supervisor) -> list[Worker]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = []
+    for rank in range(NUM_STAGES):
+        results = folder / f"static-{rank}"
+        arguments = [str(folder / "run.toml"), str(results), str(rank), str(port), str(steps)]
+        command = [sys.executable, "-m", "scripts.benches.static_stage", *arguments]
+        workers.append(Worker(f"static-{rank}", command, results, children))
+    for worker in workers:
+        worker.until_stopped()
+    return workers
+
+
+def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
+    addresses: list[str] = []
+    for stage in range(NUM_STAGES):
+        ready = folder / f"moe-{stage}.json"
+        arguments = [str(folder / "run.toml"), str(stage), str(ready), *addresses[:1]]
+        children.start(f"moe-{stage}", [sys.executable, "-m", "scripts.benches.moe_stage", *arguments])
+        addresses.append(wait_for_json(ready, children)["addresses"][0])
+    results = folder / "moe"
+    arguments = [str(folder / "run.toml"), str(results), str(steps), *addresses]
+    trainer = Worker(
+        "moe-trainer", [sys.executable, "-m", "scripts.benches.moe_trainer", *arguments], results, children
+    )
+    trainer.until_stopped()
+    return trainer
+
+
+def _turn(workers: Sequence[Worker]) -> float:
+    """Let a side have its turn; gives the seconds that its slowest process took."""
+    for worker in workers:
+        worker.begin()
+    return max(worker.seconds() for worker in workers)

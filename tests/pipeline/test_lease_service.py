@@ -1,0 +1,33 @@
+"""A stage's leader answering trainers: what it grants them, and when it has nothing for them."""
+
+from typing import Any
+
+from swarm.clock import ManualClock
+from swarm.pipeline.lease_service import GroupLead, LeaseServicer
+from swarm.pipeline.leases import RoundView
+from swarm.rpc.v1 import lease_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerId
+from tests.support.chain import SYNCHRONOUS
+
+
+async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireReply:
+    """What the leader of a stage answers that is at a round and lacks all of it."""
+    view = RoundView(round=round_number, committed=set(), highest_microbatch=-1, quiet_seconds=60.0, complete=False)
+    servicer = LeaseServicer(
+        config=SYNCHRONOUS, stage=stage, clock=ManualClock(), lead=lambda: GroupLead(leader_id=PeerId("me"), view=view)
+    )
+    address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
+    return await servicer.Acquire(pb.AcquireRequest(address=address, trainer_id="trainer", count=2, **fields), None)
+
+
+async def test_a_stage_has_what_it_lacks_replayed() -> None:
+    reply = await acquire(1, 3, newest_round=3)
+    first = 3 * SYNCHRONOUS.microbatches_per_round
+    assert (list(reply.microbatches), reply.accumulate_only_at) == ([first, first + 1], 1)
+
+
+async def test_what_stage_0_has_not_begun_is_not_lost() -> None:
+    """A stage may be a round ahead of one that repeats the last: nobody could run what it waits for."""
+    reply = await acquire(1, 4, newest_round=3)
+    assert (list(reply.microbatches), reply.round) == ([], 4)
