@@ -68,7 +68,7 @@ def _run(chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = T
     forwards = []
     for backend in chain[:-1]:
         forwards.append(backend.forward(microbatch, 0, inputs))
-        hidden_BTD = forwards[-1].wire_hidden_BTD
+        hidden_BTD = forwards[-1].wire_hidden
         assert hidden_BTD is not None
         inputs = {TOKENS: inputs[TOKENS], HIDDEN: hidden_BTD}
     loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, 0, inputs, accumulate=accumulate)
