@@ -25,6 +25,7 @@ BENCHES = {
     "hop": "activations there and gradients back, 8 MiB and 16 KiB, against hivemind.moe",
     "allreduce": "an averaging round of four processes, against hivemind's averager",
     "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
+    "wire": "validation loss and bytes of what travels between stages (slow)",
     "intruders": "what honest traffic keeps beside an intruder",
     "link": "throughput while a round is exchanged over slow links (slow)",
     "diloco": "validation loss and bytes of each way to average (slow)",
