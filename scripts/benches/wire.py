@@ -4,6 +4,7 @@ Every arm trains the same small model in three stages on the same samples, in th
 and gradients travel as real messages. Beside it, CPU time of encoding and decoding, against a copy in memory.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -171,4 +172,4 @@ def _ms_per_mib(work: Callable[[], Any]) -> float:
         started_at = time.process_time()
         work()
         seconds.append(time.process_time() - started_at)
-    return 1e3 * statistics.median(seconds) / (4 * np.prod(CODEC_SHAPE) / 2**20)
+    return 1e3 * statistics.median(seconds) / (4 * math.prod(CODEC_SHAPE) / 2**20)
