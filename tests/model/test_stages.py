@@ -43,7 +43,8 @@ def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple
     tokens = make_tokens()
     inputs, outputs = [tokens[:, :-1]], []
     for stage in stages:
-        outputs.append(stage(inputs[-1], dropout_key=key, tokens_BT=tokens[:, :-1]))
+        context = {"tokens_BT": tokens[:, :-1]} if getattr(stage, "fixed_columns", None) else {}
+        outputs.append(stage(inputs[-1], dropout_key=key, **context))
         inputs.append(outputs[-1].detach().requires_grad_())
     loss = token_loss(inputs[-1], tokens[:, 1:])
     torch.autograd.backward(loss)
