@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def train(name: str, seed: int, options: Options) -> dict[str, Any]:
     crossings = options.steps * (config.stages.num_stages - 1)
     held_out = torch.from_numpy(np.concatenate(data.held_out(HELD_OUT_SAMPLES)))
     return {
-        "val_loss": chain.held_out_loss(held_out.split(config.data.microbatch_size)),
+        "val_loss": chain.held_out_loss(torch.split(held_out, config.data.microbatch_size)),
         "hidden_bytes": chain.sent_bytes[HIDDEN] // crossings,
         "gradient_bytes": chain.sent_bytes[GRADIENT] // crossings,
         "token_bytes": chain.sent_bytes[TOKENS] // crossings,
@@ -158,10 +159,8 @@ def codec_times() -> dict[str, Any]:
     for name in ("bf16", "int8"):
         boundary = Boundary(encoding=name, width=width)
         wire = boundary.encode(tensor_BTR)
-        encode_ms = _ms_per_mib(lambda boundary=boundary: boundary.encode(tensor_BTR))
-        decode_ms = _ms_per_mib(
-            lambda boundary=boundary, wire=wire: boundary.decode(wire, num_samples, length, torch.device("cpu"))
-        )
+        encode_ms = _ms_per_mib(partial(boundary.encode, tensor_BTR))
+        decode_ms = _ms_per_mib(partial(boundary.decode, wire, num_samples, length, torch.device("cpu")))
         times[name] = {"encode": encode_ms, "decode": decode_ms, "over_copy": (encode_ms + decode_ms) / (2 * copy_ms)}
     return times
 

@@ -30,12 +30,12 @@ class _Boundary(torch.autograd.Function):
     """Rounds the hidden state on its way down, and its gradient on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, dtype: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: torch.Tensor, dtype: str) -> torch.Tensor:
         ctx.dtype = dtype
         return rounded(hidden, dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return rounded(gradient, ctx.dtype), None
 
 
