@@ -26,7 +26,7 @@ class WireChain:
     def __init__(self, config: RunConfig, data: Microbatches) -> None:
         self._config = config
         self._data = data
-        self._stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
+        self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
         self.sent_bytes = {TOKENS: 0, HIDDEN: 0, GRADIENT: 0}
         """Of tensors in training, over all boundaries."""
 
@@ -41,15 +41,15 @@ class WireChain:
         """Train round `number`; gives its loss."""
         inputs = {TOKENS: torch.from_numpy(self._data.tokens(number))}
         forwards: list[Forward] = []
-        for stage in self._stages[:-1]:
+        for stage in self.stages[:-1]:
             forwards.append(stage.forward(number, number, inputs))
             hidden = forwards[-1].wire_hidden
             assert hidden is not None
             inputs = self._travel({TOKENS: inputs[TOKENS], HIDDEN: hidden}, self._specs(stage.stage + 1))
-        last = self._stages[-1]
+        last = self.stages[-1]
         loss, gradient, accumulated = last.forward_loss(number, number, inputs, accumulate=True)
         self._settle(last, accumulated)
-        for stage, forward in zip(reversed(self._stages[:-1]), reversed(forwards), strict=True):
+        for stage, forward in zip(reversed(self.stages[:-1]), reversed(forwards), strict=True):
             assert gradient is not None
             specs = {GRADIENT: self._specs(stage.stage + 1)[HIDDEN]}
             received = self._travel({GRADIENT: gradient}, specs)[GRADIENT]
@@ -66,7 +66,7 @@ class WireChain:
 
     def _evaluate(self, tokens_BT1: torch.Tensor) -> float:
         output, inputs = tokens_BT1, {TOKENS: tokens_BT1}
-        for stage in self._stages:
+        for stage in self.stages:
             output = stage.evaluate(inputs, stage.weights.version.parameters, want_logits=False)
             inputs = {TOKENS: tokens_BT1, HIDDEN: output}
         return float(output)
@@ -87,9 +87,9 @@ class WireChain:
         stage.settle(accumulated)
 
     def _commit(self) -> None:
-        closings = [stage.weights.close() for stage in self._stages]
+        closings = [stage.weights.close() for stage in self.stages]
         squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
-        for stage, closing in zip(self._stages, closings, strict=True):
+        for stage, closing in zip(self.stages, closings, strict=True):
             stage.weights.commit(
                 closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples, num_members=1,
                 lineage="",

@@ -116,7 +116,7 @@ def _blocks(scale: float, num_blocks: int = 8, code: int = 1) -> torch.Tensor:
     ],
 )
 async def test_blocks_that_nobody_encodes_are_refused_and_change_nothing(hidden: torch.Tensor, message: str) -> None:
-    """At the right place: forwards at the second stage, evaluation, and gradients that come back to the first."""
+    """Forwards and evaluation."""
     requests = [_open(run_id=INT8.run_id), *_tensors(tokens=_TOKENS, hidden=hidden)]
     evaluation = [*_evaluate(run_id=INT8.run_id), *_as_evaluation(tokens=_TOKENS, hidden=hidden)]
     async with running_chain(INT8) as chain:
@@ -244,6 +244,23 @@ async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
         assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
         banned = [reading.banned for reading in first.router.statistics() if reading.peer_id == bad.peer_id]
         assert banned == [True]
+
+
+async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(INT8, num_peers=(1, 2, 1)) as chain:
+        first, (bad, good) = chain.peers[0], chain.at(1)
+
+        async def talk_nonsense(context: Any, _: object) -> None:
+            await context.write(pb.TrainReply(accepted=pb.Accepted()))
+            for chunk in chunks("hidden_gradient", _blocks(float("nan"))):
+                await context.write(pb.TrainReply(chunk=chunk))
+            await context.write(pb.TrainReply(done=pb.Done()))
+            await context.read()
+
+        monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
+        await chain.train_all(range(4))
+        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        assert all(bool(value.isfinite().all()) for value in first.weights.open_bucket.sums.values())
 
 
 async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:
