@@ -37,6 +37,9 @@ class ModelConfig:
     """Transformer layers over all stages."""
     d_model: int = 256
     """Width of the residual stream."""
+    bottleneck_dim: int = 0
+    """Columns of the residual stream that are trained, and travel between stages; the other columns are a fixed
+    function of the token, which every stage computes. 0: all of them are."""
     num_heads: int = 4
     """Query heads a layer; divides d_model."""
     num_kv_heads: int = 0
@@ -75,6 +78,19 @@ class ModelConfig:
             self.num_heads % self.kv_heads == 0,
             f"model.num_kv_heads ({self.kv_heads}) must divide model.num_heads ({self.num_heads})",
         )
+        _require(
+            0 <= self.bottleneck_dim < self.d_model,
+            f"model.bottleneck_dim must be at least 0 and below model.d_model ({self.d_model}), "
+            f"not {self.bottleneck_dim}",
+        )
+        _require(
+            not (self.bottleneck_dim and self.tied_embeddings),
+            "model.tied_embeddings is not for model.bottleneck_dim: few columns of that embedding are trained",
+        )
+        _require(
+            not (self.bottleneck_dim and self.custom_class),
+            "model.bottleneck_dim is for the built-in model, not for a model.custom_class",
+        )
         _require(0.0 <= self.dropout < 1.0, f"model.dropout must be in [0, 1), not {self.dropout}")
         for name in ("rope_theta", "norm_epsilon", "init_std"):
             _require(getattr(self, name) > 0, f"model.{name} must be positive, not {getattr(self, name)}")
@@ -83,6 +99,11 @@ class ModelConfig:
     def kv_heads(self) -> int:
         """Key and value heads with the default resolved."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Numbers a token that travel from stage to stage."""
+        return self.bottleneck_dim or self.d_model
 
     @property
     def feed_forward_width(self) -> int:
@@ -300,8 +321,9 @@ class WireConfig:
 
     __pydantic_config__ = _STRICT
 
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Element type on the wire; computation stays as it is."""
+    dtype: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    """Numbers on the wire; computation stays as it is. `int8`: a byte each, and a scale for every 128. All but `fp32`
+    round, so that a synchronous run is that of one process that rounds at the same places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +360,11 @@ class RunConfig:
             _require(
                 sum(layers) == self.model.num_layers,
                 f"stages.layers_per_stage adds up to {sum(layers)}, model.num_layers is {self.model.num_layers}",
+            )
+            _require(
+                layers[-1] > 0 or not self.model.bottleneck_dim,
+                "stages.layers_per_stage must not end with 0 where there is a model.bottleneck_dim: what the last "
+                "layer writes does not fit through it",
             )
         else:
             _require(

@@ -40,6 +40,20 @@ def test_toml_overrides_the_defaults() -> None:
             "[model]\ntied_embeddings = true\ncustom_class = 'a:B'",
             "model.tied_embeddings is not for a model.custom_class",
         ),
+        (
+            "[model]\nbottleneck_dim = 256",
+            "model.bottleneck_dim must be at least 0 and below model.d_model (256), not 256",
+        ),
+        (
+            "[model]\nbottleneck_dim = 16\ntied_embeddings = true",
+            "model.tied_embeddings is not for model.bottleneck_dim",
+        ),
+        ("[model]\nbottleneck_dim = 16\ncustom_class = 'a:B'", "model.bottleneck_dim is for the built-in model"),
+        (
+            "[model]\nbottleneck_dim = 16\n[stages]\nlayers_per_stage = [2, 2, 0]",
+            "stages.layers_per_stage must not end with 0 where there is a model.bottleneck_dim",
+        ),
+        ("[wire]\ndtype = 'int4'", "wire.dtype: Input should be"),
         ("[averaging]\nnum_fragments = 2", "averaging.num_fragments (2) must not exceed the layers of a stage (1)"),
         (
             "[model]\nnum_layers = 8\n[averaging]\nnum_fragments = 2\n[rounds]\nsetting = 'synchronous'",

@@ -20,6 +20,7 @@ BENCHES = {
     "allreduce": "an averaging round of four processes, against hivemind's averager",
     "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
     "routing": "a choice among many peers, and what it costs to know them",
+    "wire": "validation loss and bytes of what travels between stages (slow)",
     "intruders": "what honest traffic keeps beside an intruder",
     "link": "throughput while a round is exchanged over slow links (slow)",
     "diloco": "validation loss and bytes of each way to average (slow)",

@@ -125,13 +125,26 @@ class Int8(_Blockwise):
     _limit = 127
     _bits = 8
 
+    def largest(self, encoded: torch.Tensor) -> float:
+        """A bound on the magnitudes that whole blocks (uint8) decode to, without decoding them.
+
+        Raises:
+            MalformedMessage: a scale out of range, or a code below the range.
+        """
+        scales_B, codes = self._split(encoded, encoded.numel() // (2 + self.tile) * self.tile)
+        self._check(codes.view(torch.int8))
+        return self._limit * float(check_scales(scales_B, self.name).amax())
+
+    def _check(self, codes_BE: torch.Tensor) -> None:
+        if int(codes_BE.amin()) < -127:
+            raise MalformedMessage("int8 holds the code -128")
+
     def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
         target.view(torch.int8).copy_(codes_BE)
 
     def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
         codes_BE = codes.view(torch.int8)
-        if int(codes_BE.amin()) < -127:
-            raise MalformedMessage("int8 holds the code -128")
+        self._check(codes_BE)
         torch.mul(codes_BE, scales_B1, out=target_BE)
 
 

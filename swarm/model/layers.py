@@ -5,10 +5,12 @@ forward pass, so the same inputs and the same key give the same outputs whenever
 computed. Never reads the global random state and never looks at `training`.
 
 Shape suffixes: B samples, T positions, D model width, H query heads, G key and value heads, K head width,
-J half a head's width, F feed-forward width, V vocabulary.
+J half a head's width, F feed-forward width, V vocabulary, R trained columns of the residual stream (D, or
+model.bottleneck_dim), C its other columns.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
+
+FIXED_STD = 0.2
+"""Standard deviation of the columns that a bottleneck leaves out: the best of 0.02, 0.2 and 1 for a small model. They
+cannot grow, so they begin larger than what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,7 @@ def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Rotary, grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, output_width: int) -> None:
         super().__init__()
         head_width = model.d_model // model.num_heads
         self.num_heads = model.num_heads
@@ -95,7 +101,7 @@ class CausalSelfAttention(nn.Module):
         self.q = nn.Linear(model.d_model, model.d_model, bias=False)
         self.k = nn.Linear(model.d_model, model.kv_heads * head_width, bias=False)
         self.v = nn.Linear(model.d_model, model.kv_heads * head_width, bias=False)
-        self.output = nn.Linear(model.d_model, model.d_model, bias=False)
+        self.output = nn.Linear(model.d_model, output_width, bias=False)
 
     def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
         q_BHTK = rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads)
@@ -108,51 +114,86 @@ class CausalSelfAttention(nn.Module):
             is_causal=True,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
-        output_BTD: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
-        return output_BTD
+        output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
+        return output_BTR
 
 
 class SwiGLU(nn.Module):
     """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, output_width: int) -> None:
         super().__init__()
         self.gate = nn.Linear(model.d_model, model.feed_forward_width, bias=False)
         self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=False)
-        self.down = nn.Linear(model.feed_forward_width, model.d_model, bias=False)
+        self.down = nn.Linear(model.feed_forward_width, output_width, bias=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         wide_BTF = F.silu(self.gate(hidden_BTD)) * self.up(hidden_BTD)
-        output_BTD: Tensor = self.down(wide_BTF)
-        return output_BTD
+        output_BTR: Tensor = self.down(wide_BTF)
+        return output_BTR
 
 
 class TransformerLayer(nn.Module):
-    """One pre-norm layer; `layer` is its index in the whole model and names its dropout."""
+    """One pre-norm layer; `layer` is its index in the whole model and names its dropout.
+
+    With a bottleneck a layer reads all columns of the residual stream and writes the trained ones. The last layer of
+    the model writes all of them, for nothing travels after it.
+    """
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.writes_all = layer == model.num_layers - 1
+        width = model.d_model if self.writes_all else model.hidden_width
         self.site = f"layers.{layer}"
         self.probability = model.dropout
         self.attention_norm = RMSNorm(model.d_model, model.norm_epsilon)
-        self.attention = CausalSelfAttention(model)
+        self.attention = CausalSelfAttention(model, width)
         self.feed_forward_norm = RMSNorm(model.d_model, model.norm_epsilon)
-        self.feed_forward = SwiGLU(model)
+        self.feed_forward = SwiGLU(model, width)
 
-    def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor, sin_TJ: Tensor, key: DropoutKey | None) -> Tensor:
-        mixed_BTD = self.attention(self.attention_norm(hidden_BTD), cos_TJ, sin_TJ)
-        hidden_BTD = hidden_BTD + dropout(mixed_BTD, self.probability, key, f"{self.site}.attention")
-        wide_BTD = self.feed_forward(self.feed_forward_norm(hidden_BTD))
-        return hidden_BTD + dropout(wide_BTD, self.probability, key, f"{self.site}.feed_forward")
+    def forward(
+        self, hidden_BTR: Tensor, fixed_BTC: Tensor | None, cos_TJ: Tensor, sin_TJ: Tensor, key: DropoutKey | None
+    ) -> Tensor:
+        """`fixed_BTC`: the columns that are not trained, where there is a bottleneck."""
+        if self.writes_all:
+            hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
+        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ)
+        hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
+        wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)))
+        return hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
+
+
+def all_columns(hidden_BTR: Tensor, fixed_BTC: Tensor | None) -> Tensor:
+    """The residual stream as it is read: its trained columns, then the fixed ones."""
+    return hidden_BTR if fixed_BTC is None else torch.cat((hidden_BTR, fixed_BTC), dim=-1)
+
+
+class FixedColumns(nn.Module):
+    """The columns of the residual stream that a bottleneck leaves out: random numbers for every known token.
+
+    They follow from the run's seed, so every stage has them; they are never trained, sent or saved.
+    """
+
+    table_VC: Tensor
+
+    def __init__(self, model: ModelConfig, seed: int) -> None:
+        super().__init__()
+        shape = (model.vocab_size, model.d_model - model.bottleneck_dim)
+        uniform_VC = torch.rand(shape, generator=seeded_generator(torch.device("cpu"), seed, "fixed_columns"))
+        table_VC = (uniform_VC - 0.5) * (math.sqrt(12) * FIXED_STD)
+        self.register_buffer("table_VC", table_VC, persistent=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.table_VC)
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors."""
+    """Tokens to vectors: of the residual stream's columns, those that are trained."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.probability = model.dropout
-        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.d_model))
+        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_width))
 
     def forward(self, tokens_BT: Tensor, key: DropoutKey | None) -> Tensor:
         return dropout(F.embedding(tokens_BT, self.weight), self.probability, key, "embedding")

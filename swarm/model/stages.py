@@ -17,7 +17,11 @@ A model of your own
 - may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
   name. Without it, `initialise` does so.
 
-Shape suffixes: B samples, T positions, D model width, V vocabulary.
+With `model.bottleneck_dim` the residual stream is R trained columns, which the layers write and stages hand on, and
+fixed ones, which every stage looks up by token (Protocol Models, arXiv 2506.01260, with the subspace of the first R
+columns). The model is the same under any cut, and what travels is exact.
+
+Shape suffixes: B samples, T positions, D model width, R its trained columns (D without a bottleneck), V vocabulary.
 """
 
 import math
@@ -32,7 +36,15 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from swarm.config import RunConfig
-from swarm.model.layers import DropoutKey, Embedding, Head, TransformerLayer, rotary_tables, seeded_generator
+from swarm.model.layers import (
+    DropoutKey,
+    Embedding,
+    FixedColumns,
+    Head,
+    TransformerLayer,
+    rotary_tables,
+    seeded_generator,
+)
 
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
 
@@ -84,46 +96,49 @@ class StageModule(nn.Module):
         has_embedding = self.is_first or any(stage in shared.stages for shared in shared_parameters(config))
         self.embedding = Embedding(config.model) if has_embedding else None
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(config.model, layer) for layer in layer_range})
+        self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
         self.head = Head(config.model) if stage == config.stages.num_stages - 1 else None
 
-    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
+    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None, tokens_BT: Tensor | None = None) -> Tensor:
         """Run the stage.
 
         With gradient checkpointing, backward reads the parameters once more: like any live graph, it needs them
         unchanged until then.
 
         Args:
-            inputs: tokens_BT (int64) at stage 0, else the previous stage's hidden_BTD (float32).
+            inputs: tokens_BT (int64) at stage 0, else the previous stage's hidden_BTR (float32).
             dropout_key: names the microbatch; None turns dropout off.
+            tokens_BT: int64; wanted at later stages where there is a bottleneck.
 
         Returns:
-            hidden_BTD, or logits_BTV at the last stage; float32 whatever the autocast.
+            hidden_BTR, or logits_BTV at the last stage; float32 whatever the autocast.
         """
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
-            hidden_BTD = inputs
+            hidden_BTR = inputs
             if self.is_first:
                 assert self.embedding is not None
-                hidden_BTD = self.embedding(inputs, dropout_key)
+                hidden_BTR, tokens_BT = self.embedding(inputs, dropout_key), inputs
+            fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             head_width = self.model.d_model // self.model.num_heads
             tables = rotary_tables(inputs.shape[1], head_width, self.model.rope_theta, inputs.device)
             for layer in self.layers.values():
-                hidden_BTD = self._run_layer(layer, (hidden_BTD, *tables, dropout_key))
+                hidden_BTR = self._run_layer(layer, (hidden_BTR, fixed_BTC, *tables, dropout_key))
             if self.head is not None:
                 embedding_VD = None if self.embedding is None else self.embedding.weight
-                hidden_BTD = self.head(hidden_BTD, embedding_VD)
-        return hidden_BTD.float()
+                hidden_BTR = self.head(hidden_BTR, embedding_VD)
+        return hidden_BTR.float()
 
     def _run_layer(self, layer: nn.Module, arguments: tuple[object, ...]) -> Tensor:
-        output_BTD: Tensor
+        output_BTR: Tensor
         if self.model.gradient_checkpointing and torch.is_grad_enabled():
             # The parameters are bound here: under functional_call the module has other ones by the time of backward.
             parameters = dict(layer.named_parameters())
-            output_BTD = checkpoint(
+            output_BTR = checkpoint(
                 functional_call, layer, parameters, arguments, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            output_BTD = layer(*arguments)
-        return output_BTD
+            output_BTR = layer(*arguments)
+        return output_BTR
 
 
 def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) -> nn.Module:

@@ -23,9 +23,11 @@ class Transformer(StageModule):
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
         super().__init__(uncut, 0, range(config.model.num_layers))
 
-    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, *, dropout_key: DropoutKey | None = None, tokens_BT: Tensor | None = None
+    ) -> Tensor:
         """tokens_BT to logits_BTV (float32); without a key there is no dropout."""
-        return super().forward(inputs, dropout_key=dropout_key)
+        return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT)
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """Mean nats a token for T + 1 columns of tokens, of which each predicts the next."""

@@ -24,11 +24,16 @@ def _work(config: RunConfig, stage: int, num_layers: int) -> float:
     """Multiplications for one token; never 0, for even a stage without layers handles every sample."""
     model = config.model
     kv_width = model.d_model * model.kv_heads // model.num_heads
-    projections = 2 * model.d_model * (model.d_model + kv_width)
+    projections = model.d_model * (model.d_model + 2 * kv_width)
     # A token attends to half of the sequence on average, once for the weights and once for the mixture.
     attention = config.data.sequence_length * model.d_model
-    layer = projections + attention + 3 * model.d_model * model.feed_forward_width
+    reads = projections + attention + 2 * model.d_model * model.feed_forward_width
+    # For each column of the residual stream that it writes.
+    writes = model.d_model + model.feed_forward_width
     if model.custom_class:
-        return max(num_layers, 1) * layer
-    has_head = stage == config.stages.num_stages - 1
-    return model.d_model + num_layers * layer + (model.vocab_size * model.d_model if has_head else 0)
+        return max(num_layers, 1) * (reads + model.d_model * writes)
+    work = model.d_model + num_layers * (reads + model.hidden_width * writes)
+    if stage == config.stages.num_stages - 1:
+        # The last layer writes all columns, whatever travels elsewhere.
+        work += (model.d_model - model.hidden_width) * writes + model.vocab_size * model.d_model
+    return work

@@ -2,7 +2,7 @@
 
 Used by both ends of every call that carries tensors. A tensor travels as its own bytes, cut into chunks, so
 that no message is large; the receiver knows which shapes it wants and allocates nothing else. Never converts
-between element types: that is work for the compute thread.
+between element types, and never encodes: that is work for the compute thread.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swarm.compression.quantize import Int8
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 
@@ -28,7 +29,10 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Element types by their names on the wire."""
 
-_ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
+_INT8 = Int8()
+ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
+"""All that may travel between stages: the element types, and what a codec made, as bytes."""
+_NAMES = {dtype: name for name, dtype in ENCODINGS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +45,16 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Size of the tensor on the wire."""
-        num_bytes = DTYPES[self.encoding].itemsize
+        num_bytes = ENCODINGS[self.encoding].itemsize
         for extent in self.shape:
             num_bytes *= extent
         return num_bytes
 
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
-    """The messages that carry a CPU tensor of one of the DTYPES."""
+    """The messages that carry a CPU tensor of one of the ENCODINGS."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    header = TensorHeader(name=name, encoding=_ENCODINGS[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
+    header = TensorHeader(name=name, encoding=_NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
     yield TensorChunk(header=header, data=bytes(raw[:CHUNK_BYTES]))
     for start in range(CHUNK_BYTES, raw.nbytes, CHUNK_BYTES):
         yield TensorChunk(data=bytes(raw[start : start + CHUNK_BYTES]))
@@ -110,16 +114,20 @@ class TensorReader:
         self._buffer = bytearray(spec.num_bytes)
 
     def _finish(self, spec: TensorSpec) -> None:
-        flat = torch.frombuffer(self._buffer, dtype=DTYPES[spec.encoding])
+        flat = torch.frombuffer(self._buffer, dtype=ENCODINGS[spec.encoding])
         self.tensors[self._name] = flat.reshape(spec.shape)
         self._current = None
 
 
 def require_in_range(name: str, tensor: torch.Tensor) -> None:
-    """Raise MalformedMessage if a floating-point tensor holds NaN, infinity, or numbers beyond LARGEST."""
+    """Raise MalformedMessage if a tensor holds NaN, infinity, or numbers beyond LARGEST, or is what no codec made."""
     if tensor.numel() == 0:
         return
-    # NaN is passed on by aminmax, and fails every comparison.
-    low, high = torch.aminmax(tensor)
-    if not (float(low) >= -LARGEST and float(high) <= LARGEST):
+    if tensor.dtype is torch.uint8:
+        high = _INT8.largest(tensor)
+        low = -high
+    else:
+        # NaN is passed on by aminmax, and fails every comparison.
+        low, high = (float(extreme) for extreme in torch.aminmax(tensor))
+    if not (low >= -LARGEST and high <= LARGEST):
         raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST:.0f}")

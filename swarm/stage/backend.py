@@ -3,7 +3,7 @@
 Runs on the compute thread only; called by stage/computation. Knows nothing of the network, of queues or of
 who asked. Backward uses the weights that forward used, whatever steps came between.
 
-Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D width of the residual stream, V vocabulary.
+Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
 
 from collections import Counter
@@ -19,7 +19,8 @@ from swarm.errors import MalformedMessage
 from swarm.events import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss
-from swarm.rpc.wire import DTYPES, TensorSpec, require_in_range
+from swarm.rpc.wire import TensorSpec, require_in_range
+from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.weights import GradientBucket, StageWeights, Version
 
 TOKENS = "tokens"
@@ -36,7 +37,7 @@ def request_specs(
     length = config.data.sequence_length if sequence_length is None else sequence_length
     specs = {TOKENS: TensorSpec(shape=(size, length + 1), encoding="int32")}
     if stage > 0:
-        specs[HIDDEN] = TensorSpec(shape=(size, length, config.model.d_model), encoding=config.wire.dtype)
+        specs[HIDDEN] = boundary_of(config).spec(size, length)
     return specs
 
 
@@ -58,14 +59,14 @@ class Forward:
 
     Attributes:
         wire_inputs: what the stage received, CPU.
-        wire_hidden_BTD: what the next stage gets, CPU, in the wire's element type; None at the last stage.
+        wire_hidden: what the next stage gets, CPU, as it travels; None at the last stage.
         version: the weights that were used.
     """
 
     microbatch: int
     wire_inputs: Mapping[str, torch.Tensor]
     version: Version
-    wire_hidden_BTD: torch.Tensor | None = None
+    wire_hidden: torch.Tensor | None = None
     _inputs: torch.Tensor | None = None
     _outputs: torch.Tensor | None = None
 
@@ -77,7 +78,7 @@ class Accumulated:
     microbatch: int
     num_samples: int
     wire_inputs: Mapping[str, torch.Tensor]
-    wire_gradient_BTD: torch.Tensor | None
+    wire_gradient: torch.Tensor | None
     version: Version
     bucket: GradientBucket
     settled: bool = False
@@ -111,8 +112,10 @@ class StageBackend:
     events: Events = field(default_factory=NoEvents)
     _is_first: bool = field(init=False)
     _is_last: bool = field(init=False)
+    _boundary: Boundary = field(init=False)
 
     def __post_init__(self) -> None:
+        self._boundary = boundary_of(self.config)
         self._is_first = self.stage == 0
         self._is_last = self.stage == self.config.stages.num_stages - 1
 
@@ -142,11 +145,11 @@ class StageBackend:
             with torch.no_grad():
                 outputs = self._apply(forward, self._hidden_or_tokens(wire_inputs))
         forward.version.users += 1
-        forward.wire_hidden_BTD = self._to_wire(outputs)
+        forward.wire_hidden = self._boundary.encode(outputs)
         return forward
 
     def backward(
-        self, forward: Forward, wire_gradient_BTD: torch.Tensor, *, accumulate: bool, only_at: int | None = None
+        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
     ) -> tuple[torch.Tensor | None, Accumulated | None]:
         """Gradient of the stage's input (None at stage 0) and, if wanted, of the weights into the open bucket.
 
@@ -154,7 +157,7 @@ class StageBackend:
         The forward is released, whatever happens.
 
         Raises:
-            MalformedMessage: the weights would get a gradient that is not finite.
+            MalformedMessage: the gradient is none, or the weights would get one that is not finite.
         """
         try:
             if forward._outputs is None:
@@ -162,9 +165,9 @@ class StageBackend:
                 forward._inputs, forward._outputs = self._graph(forward)
                 self.budget.num_kept += 1
             assert forward._inputs is not None
-            gradient_BTD = wire_gradient_BTD.to(self.device, torch.float32)
+            gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
             return self._collect(
-                forward, forward._outputs, gradient_BTD, wire_gradient_BTD, accumulate=accumulate, only_at=only_at
+                forward, forward._outputs, gradient_BTD, wire_gradient, accumulate=accumulate, only_at=only_at
             )
         finally:
             self.release(forward)
@@ -243,7 +246,7 @@ class StageBackend:
             microbatch=accumulated.microbatch, wire_inputs=accumulated.wire_inputs, version=accumulated.version
         )
         _, outputs = self._graph(forward)
-        root, root_gradient = self._root(outputs, accumulated.wire_inputs, accumulated.wire_gradient_BTD)
+        root, root_gradient = self._root(outputs, accumulated.wire_inputs, accumulated.wire_gradient)
         parameters = list(accumulated.version.parameters.values())
         gradients = torch.autograd.grad(root, parameters, root_gradient, allow_unused=True, materialize_grads=True)
         accumulated.bucket.add(gradients, -accumulated.num_samples)
@@ -256,16 +259,17 @@ class StageBackend:
         """Forward without dropout on given weights.
 
         Returns:
-            The hidden state for the next stage in the wire's type; at the last stage the mean loss (shape ()),
+            The hidden state for the next stage as it travels; at the last stage the mean loss (shape ()),
             or the float32 logits of the last position (B, V).
         """
         self._check_inputs(wire_inputs)
         with torch.no_grad():
             outputs: torch.Tensor = torch.func.functional_call(
-                self.module, dict(parameters), (self._hidden_or_tokens(wire_inputs),), {"dropout_key": None}
-            )
+                self.module, dict(parameters), (self._hidden_or_tokens(wire_inputs),),
+                {"dropout_key": None, **self._tokens_too(wire_inputs)},
+            )  # fmt: skip
             if not self._is_last:
-                return self._to_wire(outputs)
+                return self._boundary.encode(outputs)
             if want_logits:
                 return outputs[:, -1].float().cpu()
             return token_loss(outputs, self._targets(wire_inputs)).cpu()
@@ -286,20 +290,21 @@ class StageBackend:
     def _apply(self, forward: Forward, inputs: torch.Tensor) -> torch.Tensor:
         key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
         outputs: torch.Tensor = torch.func.functional_call(
-            self.module, forward.version.parameters, (inputs,), {"dropout_key": key}
-        )
+            self.module, forward.version.parameters, (inputs,),
+            {"dropout_key": key, **self._tokens_too(forward.wire_inputs)},
+        )  # fmt: skip
         return outputs
 
     def _root(
-        self, outputs: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor], wire_gradient_BTD: torch.Tensor | None
+        self, outputs: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor], wire_gradient: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if wire_gradient_BTD is None:
+        if wire_gradient is None:
             return token_loss(outputs, self._targets(wire_inputs)), None
-        return outputs, wire_gradient_BTD.to(self.device, torch.float32)
+        return outputs, self._decode(wire_gradient, wire_inputs)
 
     def _collect(
         self, forward: Forward, root: torch.Tensor, root_gradient: torch.Tensor | None,
-        wire_gradient_BTD: torch.Tensor | None, *, accumulate: bool, only_at: int | None,
+        wire_gradient: torch.Tensor | None, *, accumulate: bool, only_at: int | None,
     ) -> tuple[torch.Tensor | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
@@ -308,7 +313,7 @@ class StageBackend:
         gradients = torch.autograd.grad(
             root, [*inputs, *parameters], root_gradient, allow_unused=True, materialize_grads=True
         )
-        input_gradient = self._to_wire(gradients[0]) if inputs else None
+        input_gradient = self._boundary.encode(gradients[0]) if inputs else None
         if not accumulate:
             return input_gradient, None
         # What is in the sum cannot be taken out again if it is not finite.
@@ -324,7 +329,7 @@ class StageBackend:
         forward.version.users += 1
         accumulated = Accumulated(
             microbatch=forward.microbatch, num_samples=num_samples, wire_inputs=forward.wire_inputs,
-            wire_gradient_BTD=wire_gradient_BTD, version=forward.version, bucket=bucket,
+            wire_gradient=wire_gradient, version=forward.version, bucket=bucket,
         )  # fmt: skip
         return input_gradient, accumulated
 
@@ -337,14 +342,25 @@ class StageBackend:
 
     def _hidden_or_tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self._is_first:
-            return wire_inputs[TOKENS][:, :-1].to(self.device, torch.int64)
-        return wire_inputs[HIDDEN].to(self.device, torch.float32).detach()
+            return self._tokens(wire_inputs)
+        return self._decode(wire_inputs[HIDDEN], wire_inputs).detach()
+
+    def _tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return wire_inputs[TOKENS][:, :-1].to(self.device, torch.int64)
+
+    def _tokens_too(self, wire_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the module of a later stage wants beside the hidden state."""
+        if self._is_first or not self.config.model.bottleneck_dim:
+            return {}
+        return {"tokens_BT": self._tokens(wire_inputs)}
 
     def _targets(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return wire_inputs[TOKENS][:, 1:].to(self.device, torch.int64)
 
-    def _to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to("cpu", DTYPES[self.config.wire.dtype])
+    def _decode(self, wire: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """A hidden state of the microbatch, or a gradient of one."""
+        num_samples, num_tokens = wire_inputs[TOKENS].shape
+        return self._boundary.decode(wire, num_samples, num_tokens - 1, self.device)
 
 
 def _measure_graph(compute: Callable[[], torch.Tensor], version: Version) -> tuple[torch.Tensor, int]:

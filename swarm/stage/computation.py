@@ -185,8 +185,8 @@ class Computation(HopListener):
     async def _run_through(self) -> Result:
         def forward() -> torch.Tensor:
             self._forward = self._backend.forward(self.microbatch.index, self.microbatch.round, self._wire_inputs)
-            assert self._forward.wire_hidden_BTD is not None
-            return self._forward.wire_hidden_BTD
+            assert self._forward.wire_hidden is not None
+            return self._forward.wire_hidden
 
         def backward(wire_gradient: torch.Tensor) -> torch.Tensor | None:
             assert self._forward is not None

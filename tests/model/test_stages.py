@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
-from swarm.model.layers import DropoutKey
+from swarm.model.layers import FIXED_STD, DropoutKey
 from swarm.model.stages import build_stage, layer_ranges, token_loss
 from swarm.model.transformer import build_transformer
 
@@ -43,7 +43,8 @@ def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple
     tokens = make_tokens()
     inputs, outputs = [tokens[:, :-1]], []
     for stage in stages:
-        outputs.append(stage(inputs[-1], dropout_key=key))
+        context = {"tokens_BT": tokens[:, :-1]} if getattr(stage, "fixed_columns", None) else {}
+        outputs.append(stage(inputs[-1], dropout_key=key, **context))
         inputs.append(outputs[-1].detach().requires_grad_())
     loss = token_loss(inputs[-1], tokens[:, 1:])
     torch.autograd.backward(loss)
@@ -66,6 +67,43 @@ def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None
     assert gradients.keys() == dict(reference.named_parameters()).keys()
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cut", [(4,), (1, 2, 1), (0, 4), (1, 0, 3)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_bottleneck_is_the_same_model_under_any_cut(cut: tuple[int, ...], checkpointing: bool) -> None:
+    """In bits; and so are its initial weights, and their names and shapes."""
+    config = make_config(cut, bottleneck_dim=6, gradient_checkpointing=checkpointing)
+    uncut = build_transformer(config, device="cpu")
+    expected = uncut.loss(make_tokens(), KEY)
+    torch.autograd.backward(expected)
+    loss, gradients = loss_and_gradients(make_stages(config), KEY)
+    assert torch.equal(loss, expected)
+    assert gradients.keys() == dict(uncut.named_parameters()).keys() == uncut.state_dict().keys()
+    for name, parameter in uncut.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=0)
+
+
+def test_through_a_bottleneck_few_numbers_travel_and_the_rest_is_looked_up() -> None:
+    first, middle, last = make_stages(make_config((1, 2, 1), bottleneck_dim=6))
+    tokens = make_tokens()[:, :-1]
+    hidden = first(tokens, dropout_key=None)
+    assert hidden.shape == (3, 12, 6)
+    tables = [dict(stage.named_buffers())["fixed_columns.table_VC"] for stage in (first, middle, last)]
+    assert tables[0].shape == (40, 26)
+    assert torch.equal(tables[0], tables[1])
+    assert torch.equal(tables[0], tables[2])
+    assert tables[0].std().item() == pytest.approx(FIXED_STD, rel=0.05)
+    shapes = {name: tuple(p.shape) for stage in (first, middle, last) for name, p in stage.named_parameters()}
+    assert shapes["embedding.weight"] == (40, 6)
+    assert shapes["layers.1.attention.output.weight"] == (6, 32)
+    assert shapes["layers.2.feed_forward.down.weight"][0] == 6
+    assert shapes["layers.3.attention.output.weight"] == (32, 32), "nothing travels after the last layer"
+    assert shapes["head.output.weight"] == (40, 32)
+    other = (tokens + 1) % 40
+    assert not torch.equal(
+        middle(hidden, dropout_key=None, tokens_BT=tokens), middle(hidden, dropout_key=None, tokens_BT=other)
+    )
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -33,9 +33,10 @@ def test_layers_count() -> None:
     assert 0 < stage_costs(none)[0] < 0.01
 
 
-def test_multiplications_are_those_of_the_matrices() -> None:
+@pytest.mark.parametrize("bottleneck_dim", [0, 8])
+def test_multiplications_are_those_of_the_matrices(bottleneck_dim: int) -> None:
     """Attention's own, between tokens, aside: there is one token only."""
-    config = _config(num_heads=4, num_kv_heads=2)
+    config = _config(num_heads=4, num_kv_heads=2, bottleneck_dim=bottleneck_dim)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=1))
     costs = stage_costs(config)
     matrices = [

@@ -7,7 +7,7 @@ import torch
 
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, DTYPES, TensorReader, TensorSpec, chunks, require_in_range
+from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, TensorReader, TensorSpec, chunks, require_in_range
 
 _SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
 _HEADER = TensorHeader(name="hidden", encoding="fp32", shape=(2, 3), num_bytes=24)
@@ -25,7 +25,7 @@ def _read(messages: Iterable[TensorChunk], **expected: TensorSpec) -> dict[str, 
     return reader.tensors
 
 
-@pytest.mark.parametrize(("encoding", "dtype"), DTYPES.items())
+@pytest.mark.parametrize(("encoding", "dtype"), ENCODINGS.items())
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (2, 3, 4), (CHUNK_BYTES // 4 + 7,)])
 def test_round_trip_is_exact(encoding: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1000).to(dtype)
@@ -105,6 +105,31 @@ def test_whatever_float16_can_carry_is_accepted() -> None:
         require_in_range("hidden", torch.tensor([65_504.0, -65_504.0], dtype=dtype))
     require_in_range("hidden", torch.full((8,), 60_000.0, dtype=torch.bfloat16))
     require_in_range("hidden", torch.empty(0))
+
+
+def _int8(*scales: float, code: int = 1) -> torch.Tensor:
+    """Blocks as docs/protocol.md has them: the scales, then 128 codes for each."""
+    codes = torch.full((128 * len(scales),), code, dtype=torch.int8)
+    return torch.cat([torch.tensor(scales, dtype=torch.bfloat16).view(torch.uint8), codes.view(torch.uint8)])
+
+
+def test_blocks_are_judged_by_their_scales() -> None:
+    require_in_range("hidden", _int8(0.0, 512.0, 1e-30, code=-127))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "fault"),
+    [
+        (_int8(1.0, 516.0), "'hidden' holds NaN, infinity, or numbers beyond 65504"),
+        (_int8(float("nan"), 1.0), "a scale of int8 is not a number"),
+        (_int8(1.0, float("inf")), "a scale of int8 is not a number"),
+        (_int8(1.0, -1.0), "a scale of int8 is not a number"),
+        (_int8(1.0, 1.0, code=-128), "int8 holds the code -128"),
+    ],
+)
+def test_blocks_that_nobody_encodes_are_refused(blocks: torch.Tensor, fault: str) -> None:
+    with pytest.raises(MalformedMessage, match=fault):
+        require_in_range("hidden", blocks)
 
 
 def test_empty_chunks_are_refused() -> None:

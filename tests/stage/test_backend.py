@@ -26,6 +26,7 @@ from swarm.stage.backend import (
     request_specs,
 )  # fmt: skip
 from swarm.stage.weights import StageWeights
+from tests.support.rounding import rounding_reference
 
 _CONFIG = RunConfig(
     model=ModelConfig(num_layers=3, d_model=32, num_heads=2, vocab_size=64),
@@ -68,7 +69,7 @@ def _run(chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = T
     forwards = []
     for backend in chain[:-1]:
         forwards.append(backend.forward(microbatch, 0, inputs))
-        hidden_BTD = forwards[-1].wire_hidden_BTD
+        hidden_BTD = forwards[-1].wire_hidden
         assert hidden_BTD is not None
         inputs = {TOKENS: inputs[TOKENS], HIDDEN: hidden_BTD}
     loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, 0, inputs, accumulate=accumulate)
@@ -165,14 +166,53 @@ def test_a_single_stage_is_the_whole_model() -> None:
     assert backend.forward_loss(0, 0, {TOKENS: _tokens(0)}, accumulate=False)[1:] == (None, None)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_half_precision_on_the_wire_is_close(wire: Any) -> None:
-    config = dataclasses.replace(_CONFIG, wire=WireConfig(dtype=wire))
-    chain = _chain(config)
-    _run(chain, 0)
-    _, expected = _reference(_CONFIG, [0])
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("limit_bytes", [_PLENTY, 0])
+def test_a_smaller_type_on_the_wire_is_one_process_that_rounds_there(wire: Any, limit_bytes: int) -> None:
+    """Exactly: not only near what no rounding gives, which it is too."""
+    config = dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=wire))
+    chain = _chain(config, limit_bytes)
+    losses = [_run(chain, microbatch)[0] for microbatch in range(3)]
+    expected_losses, expected = rounding_reference(config, range(3))
+    assert losses == pytest.approx(expected_losses, abs=1e-6)
+    unrounded = _reference(_DROPOUT, range(3))[1]
     for name, value in _sums(chain).items():
-        assert float((value - expected[name]).norm() / expected[name].norm()) < 0.03, name
+        norm = float(expected[name].norm())
+        assert float((value - expected[name]).norm()) < 1e-4 * norm, name
+        assert float((value - unrounded[name]).norm()) < 0.05 * norm, name
+    first = "embedding.weight"
+    assert float((_sums(chain)[first] - unrounded[first]).norm()) > 2e-4 * float(unrounded[first].norm()), "it rounds"
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("limit_bytes", [_PLENTY, 0])
+def test_a_bottleneck_is_one_process_s_too(wire: Any, limit_bytes: int) -> None:
+    config = dataclasses.replace(
+        _DROPOUT, model=dataclasses.replace(_DROPOUT.model, bottleneck_dim=8), wire=WireConfig(dtype=wire)
+    )  # fmt: skip
+    chain = _chain(config, limit_bytes)
+    losses = [_run(chain, microbatch)[0] for microbatch in range(3)]
+    expected_losses, expected = (_reference if wire == "fp32" else rounding_reference)(config, range(3))
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    _assert_close(_sums(chain), expected, 1e-5)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_what_is_computed_again_travels_as_the_same_bytes(wire: Any) -> None:
+    chain, other = (_chain(dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=wire))) for _ in range(2))
+    first, again = (backend.forward(5, 0, {TOKENS: _tokens(5)}).wire_hidden for backend in (chain[0], other[0]))
+    assert first is not None
+    assert again is not None
+    assert torch.equal(first, again)
+    inputs = {TOKENS: _tokens(5), HIDDEN: first}
+    middle, its_replay = (backend.forward(5, 0, inputs).wire_hidden for backend in (chain[1], other[1]))
+    assert middle is not None
+    assert its_replay is not None
+    assert torch.equal(middle, its_replay)
+    inputs = {TOKENS: _tokens(5), HIDDEN: middle}
+    gradients = [backend.forward_loss(5, 0, inputs, accumulate=False)[1] for backend in (chain[2], other[2], chain[2])]
+    assert all(gradient is not None and gradients[0] is not None for gradient in gradients)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)  # type: ignore[arg-type]
 
 
 # -- taking out again --------------------------------------------------------------------------------------------------
@@ -392,6 +432,8 @@ def test_specs_follow_the_configuration() -> None:
     tokens = TensorSpec(shape=(2, 17), encoding="int32")
     config = dataclasses.replace(_CONFIG, wire=WireConfig(dtype="bf16"))
     hidden = TensorSpec(shape=(2, 16, 32), encoding="bf16")
+    narrow = dataclasses.replace(config, model=dataclasses.replace(_CONFIG.model, bottleneck_dim=4))
+    assert request_specs(narrow, 1)[HIDDEN].shape == (2, 16, 4)
     assert request_specs(config, 0) == {TOKENS: tokens}
     assert request_specs(config, 2) == {TOKENS: tokens, HIDDEN: hidden}
     assert request_specs(config, 1, 1, 4)[HIDDEN].shape == (1, 4, 32)

@@ -4,12 +4,13 @@ import asyncio
 import dataclasses
 import gc
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from swarm import optim
-from swarm.config import RoundsConfig, RunConfig
+from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, RetriesExhausted
 from swarm.hop import HopLimits, Microbatch
 from swarm.model.transformer import build_transformer
@@ -19,6 +20,7 @@ from swarm.stage.backend import TOKENS, logits_spec
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
     DILOCO,
+    INT8,
     SYNCHRONOUS,
     Chain,
     Peer,
@@ -28,6 +30,7 @@ from tests.support.chain import (
     running_chain,
     tokens,
 )  # fmt: skip
+from tests.support.rounding import RoundingModel, rounding_reference
 
 _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
 
@@ -45,6 +48,47 @@ async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig
         chain.assert_accumulated(range(6))
         chain.assert_idle()
         assert chain.counts("committed") == chain.counts("forwards") == chain.counts("backwards") == [6, 6, 6]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) -> None:
+    """And so is its evaluation; token ids and logits are as they were."""
+    config = dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=dtype))
+    batch = tokens(config, 99)
+    async with running_chain(config) as chain:
+        losses = await chain.train_all(range(4))
+        expected_losses, expected = rounding_reference(config, range(4))
+        assert losses == pytest.approx(expected_losses, rel=1e-4)
+        for name, value in chain.sums().items():
+            assert float((value - expected[name]).norm()) <= 1e-4 * float(expected[name].norm()), name
+        loss = await chain.trainer.evaluate({TOKENS: batch}, round_number=0)
+        assert loss == pytest.approx(float(RoundingModel(config).loss(batch, None).detach()), rel=1e-4)
+        logits = await chain.trainer.evaluate({TOKENS: batch}, round_number=0, logits=logits_spec(config, 2))
+        assert isinstance(logits, torch.Tensor)
+        assert logits.dtype is torch.float32
+        chain.assert_idle()
+
+
+async def test_through_a_bottleneck_goes_exactly_what_one_process_computes() -> None:
+    config = dataclasses.replace(_DROPOUT, model=dataclasses.replace(_DROPOUT.model, bottleneck_dim=4))
+    batch = tokens(config, 99)
+    async with running_chain(config) as chain:
+        losses = await chain.train_all(range(4))
+        assert losses == pytest.approx(reference(config, range(4))[0], abs=1e-5)
+        chain.assert_accumulated(range(4))
+        loss = await chain.trainer.evaluate({TOKENS: batch[:, :9]}, round_number=0)
+        with torch.no_grad():
+            expected = float(build_transformer(config, device="cpu").loss(batch[:, :9].long()))
+        assert loss == pytest.approx(expected, abs=1e-5)
+
+
+async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
+    async with running_chain(INT8) as whole, running_chain(INT8) as parts:
+        await whole.train_all([0])
+        for stage in (2, 0, 1):
+            await parts.train_all([0], accumulate_only_at=stage)
+        expected = whole.sums()
+        assert all(torch.equal(value, expected[name]) for name, value in parts.sums().items())
 
 
 async def test_replicas_share_the_work_and_together_hold_the_gradient() -> None:

@@ -26,7 +26,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, chunks
 from swarm.stage.backend import HIDDEN, TOKENS, request_specs
 from swarm.types import PROTOCOL_VERSION
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
+from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 
 _TOKENS = tokens(SYNCHRONOUS, 0)
 _HIDDEN = torch.zeros(2, 16, 32)
@@ -96,6 +96,38 @@ async def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         await _send(chain.peers[1], "Train", requests)
+
+
+def _blocks(scale: float, num_blocks: int = 8, code: int = 1) -> torch.Tensor:
+    """A hidden state in int8, as docs/protocol.md has it."""
+    scales = torch.full((num_blocks,), scale, dtype=torch.bfloat16).view(torch.uint8)
+    return torch.cat([scales, torch.full((128 * num_blocks,), code, dtype=torch.int8).view(torch.uint8)])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        (_blocks(float("nan")), "a scale of int8 is not a number"),
+        (_blocks(-1.0), "a scale of int8 is not a number"),
+        (_blocks(600.0), "numbers beyond 65504"),
+        (_blocks(1.0, code=-128), "holds the code -128"),
+        (_blocks(1.0, num_blocks=9), r"\[1170\], expected 'int8' \[1040\]"),
+        (_HIDDEN, "'fp32' .*expected 'int8'"),
+    ],
+)
+async def test_blocks_that_nobody_encodes_are_refused_and_change_nothing(hidden: torch.Tensor, message: str) -> None:
+    """Forwards and evaluation."""
+    requests = [_open(run_id=INT8.run_id), *_tensors(tokens=_TOKENS, hidden=hidden)]
+    evaluation = [*_evaluate(run_id=INT8.run_id), *_as_evaluation(tokens=_TOKENS, hidden=hidden)]
+    async with running_chain(INT8) as chain:
+        with pytest.raises(MalformedMessage, match=message):
+            await _send(chain.peers[1], "Train", requests)
+        with pytest.raises(MalformedMessage, match=message):
+            await _send(chain.peers[1], "Evaluate", evaluation)
+        assert not any(value.any() for value in chain.sums().values())
+        await chain.train_all([0])
+        assert chain.num_samples() == [2, 2, 2]
+        chain.assert_idle()
 
 
 async def test_a_tensor_that_claims_to_be_huge_is_refused_before_it_comes(chain: Chain) -> None:
@@ -212,6 +244,23 @@ async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
         assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
         banned = [reading.banned for reading in first.router.statistics() if reading.peer_id == bad.peer_id]
         assert banned == [True]
+
+
+async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(INT8, num_peers=(1, 2, 1)) as chain:
+        first, (bad, good) = chain.peers[0], chain.at(1)
+
+        async def talk_nonsense(context: Any, _: object) -> None:
+            await context.write(pb.TrainReply(accepted=pb.Accepted()))
+            for chunk in chunks("hidden_gradient", _blocks(float("nan"))):
+                await context.write(pb.TrainReply(chunk=chunk))
+            await context.write(pb.TrainReply(done=pb.Done()))
+            await context.read()
+
+        monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
+        await chain.train_all(range(4))
+        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        assert all(bool(value.isfinite().all()) for value in first.weights.open_bucket.sums.values())
 
 
 async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:

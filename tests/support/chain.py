@@ -14,7 +14,7 @@ import grpc
 import torch
 
 from swarm.clock import Clock, SystemClock
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.hop import Hop, HopLimits, HopListener, HopReply, Microbatch
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
@@ -46,6 +46,7 @@ SYNCHRONOUS = RunConfig(
 DILOCO = dataclasses.replace(
     SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=16)
 )  # fmt: skip
+INT8 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="int8"))
 
 
 def tokens(config: RunConfig, microbatch: int) -> torch.Tensor:

@@ -1,0 +1,96 @@
+"""A pipeline of stages in one process, whose hidden states and gradients travel as messages all the same.
+
+Used by the wire bench. Stages, weights and messages are the swarm's own; taken away are the network, the compute
+threads and the trainer. One microbatch is one synchronous round, so a run is the same every time.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from swarm import optim
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.model.stages import build_stage
+from swarm.rpc.wire import TensorReader, TensorSpec, chunks
+from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, GraphBudget, StageBackend, request_specs
+from swarm.stage.weights import StageWeights
+
+KEPT_BYTES = 1 << 40
+"""Graphs are never computed again."""
+
+
+class WireChain:
+    """All stages, from their initial weights."""
+
+    def __init__(self, config: RunConfig, data: Microbatches) -> None:
+        self._config = config
+        self._data = data
+        self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
+        self.sent_bytes = {TOKENS: 0, HIDDEN: 0, GRADIENT: 0}
+        """Of tensors in training, over all boundaries."""
+
+    def _stage(self, stage: int) -> StageBackend:
+        module = build_stage(self._config, stage, device="cpu")
+        return StageBackend(
+            config=self._config, stage=stage, module=module, weights=StageWeights(self._config, module, lineage=""),
+            device=torch.device("cpu"), budget=GraphBudget(limit_bytes=KEPT_BYTES),
+        )  # fmt: skip
+
+    def step(self, number: int) -> float:
+        """Train round `number`; gives its loss."""
+        inputs = {TOKENS: torch.from_numpy(self._data.tokens(number))}
+        forwards: list[Forward] = []
+        for stage in self.stages[:-1]:
+            forwards.append(stage.forward(number, number, inputs))
+            hidden = forwards[-1].wire_hidden
+            assert hidden is not None
+            inputs = self._travel({TOKENS: inputs[TOKENS], HIDDEN: hidden}, self._specs(stage.stage + 1))
+        last = self.stages[-1]
+        loss, gradient, accumulated = last.forward_loss(number, number, inputs, accumulate=True)
+        self._settle(last, accumulated)
+        for stage, forward in zip(reversed(self.stages[:-1]), reversed(forwards), strict=True):
+            assert gradient is not None
+            specs = {GRADIENT: self._specs(stage.stage + 1)[HIDDEN]}
+            received = self._travel({GRADIENT: gradient}, specs)[GRADIENT]
+            gradient, accumulated = stage.backward(forward, received, accumulate=True)
+            self._settle(stage, accumulated)
+        self._commit()
+        return loss
+
+    @torch.no_grad()
+    def held_out_loss(self, batches: Sequence[torch.Tensor]) -> float:
+        """Mean nats a token, through the same boundaries as in training."""
+        losses = [self._evaluate(batch) * len(batch) for batch in batches]
+        return sum(losses) / sum(len(batch) for batch in batches)
+
+    def _evaluate(self, tokens_BT1: torch.Tensor) -> float:
+        output, inputs = tokens_BT1, {TOKENS: tokens_BT1}
+        for stage in self.stages:
+            output = stage.evaluate(inputs, stage.weights.version.parameters, want_logits=False)
+            inputs = {TOKENS: tokens_BT1, HIDDEN: output}
+        return float(output)
+
+    def _specs(self, stage: int) -> dict[str, TensorSpec]:
+        return request_specs(self._config, stage)
+
+    def _travel(self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        reader = TensorReader(specs)
+        for name, tensor in tensors.items():
+            for message in chunks(name, tensor):
+                self.sent_bytes[name] += len(message.data)
+                reader.feed(message)
+        return reader.tensors
+
+    def _settle(self, stage: StageBackend, accumulated: Accumulated | None) -> None:
+        assert accumulated is not None
+        stage.settle(accumulated)
+
+    def _commit(self) -> None:
+        closings = [stage.weights.close() for stage in self.stages]
+        squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
+        for stage, closing in zip(self.stages, closings, strict=True):
+            stage.weights.commit(
+                closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples, num_members=1,
+                lineage="",
+            )  # fmt: skip

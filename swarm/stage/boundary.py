@@ -1,0 +1,54 @@
+"""What crosses between two stages: how hidden states and their gradients are encoded, and what a receiver expects.
+
+Called by stage/backend on the compute thread. Encoding rounds the same way every time: a microbatch that is computed
+again with the same weights gives the same bytes, and the same bytes give the same numbers. Never talks to anyone.
+
+Shapes: B samples of a microbatch, T tokens, R numbers a token that travel, N all numbers of a tensor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from swarm.compression.codec import simple_codec
+from swarm.config import RunConfig
+from swarm.rpc.wire import DTYPES, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boundary:
+    """A run's way to hand on hidden states and gradients: `width` numbers a token, as `encoding` has them."""
+
+    encoding: str
+    width: int
+
+    def spec(self, num_samples: int, length: int) -> TensorSpec:
+        """What travels: a tensor of the encoding's type, or bytes where the encoding is a codec's."""
+        shape = (num_samples, length, self.width)
+        if self.encoding not in DTYPES:
+            shape_of_bytes = (simple_codec(self.encoding).num_bytes(num_samples * length * self.width),)
+            return TensorSpec(shape=shape_of_bytes, encoding=self.encoding)
+        return TensorSpec(shape=shape, encoding=self.encoding)
+
+    def encode(self, tensor_BTR: torch.Tensor) -> torch.Tensor:
+        """What travels of a tensor, on the CPU. Float32 on the CPU is not copied."""
+        if self.encoding in DTYPES:
+            return tensor_BTR.detach().to("cpu", DTYPES[self.encoding])
+        flat_N = tensor_BTR.detach().to("cpu", torch.float32).reshape(-1)
+        return torch.frombuffer(simple_codec(self.encoding).encode(flat_N), dtype=torch.uint8)
+
+    def decode(self, wire: torch.Tensor, num_samples: int, length: int, device: torch.device) -> torch.Tensor:
+        """What `encode` gave, as float32 (B, T, R) on the device.
+
+        Raises:
+            MalformedMessage: bytes that no codec made.
+        """
+        if self.encoding not in DTYPES:
+            shape = (num_samples, length, self.width)
+            wire = simple_codec(self.encoding).decode(wire.numpy().data, num_samples * length * self.width).view(shape)
+        return wire.to(device, torch.float32)
+
+
+def boundary_of(config: RunConfig) -> Boundary:
+    """As the run's configuration has it."""
+    return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)

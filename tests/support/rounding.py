@@ -1,0 +1,74 @@
+"""One process that rounds where a swarm's stages do: what a run with a smaller `wire.dtype` is compared with.
+
+The rounding is written down here once more, from docs/protocol.md, and shares no code with the library's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swarm.config import RunConfig
+from swarm.model.layers import DropoutKey
+from swarm.model.stages import build_stage, token_loss
+from tests.support.chain import tokens
+
+
+def rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """What arrives of a float32 tensor."""
+    if dtype != "int8":
+        return tensor.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]).float()
+    flat = tensor.flatten()
+    blocks = torch.zeros(-(-len(flat) // 128), 128)
+    blocks.view(-1)[: len(flat)] = flat
+    scales = (blocks.abs().amax(dim=1, keepdim=True) / 127).bfloat16().float()
+    codes = torch.where(scales == 0, 0, (blocks * (1 / scales)).round().clamp(-127, 127))
+    return (codes * scales).view(-1)[: len(flat)].view(tensor.shape)
+
+
+class _Boundary(torch.autograd.Function):
+    """Rounds the hidden state on its way down, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, dtype: str) -> torch.Tensor:
+        ctx.dtype = dtype
+        return rounded(hidden, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return rounded(gradient, ctx.dtype), None
+
+
+class RoundingModel(torch.nn.Module):
+    """The whole model as one graph."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._stages = [build_stage(config, stage, device="cpu") for stage in range(config.stages.num_stages)]
+
+    def loss(self, tokens_BT1: torch.Tensor, key: DropoutKey | None) -> torch.Tensor:
+        """Mean nats a token."""
+        tokens_BT = tokens_BT1[:, :-1].long()
+        hidden = tokens_BT
+        for number, stage in enumerate(self._stages):
+            if number > 0:
+                hidden = _Boundary.apply(hidden, self._config.wire.dtype)  # type: ignore[no-untyped-call]
+            context = {"tokens_BT": tokens_BT} if self._config.model.bottleneck_dim else {}
+            hidden = stage(hidden, dropout_key=key, **context)
+        return token_loss(hidden, tokens_BT1[:, 1:].long())
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """As accumulated so far, by parameter."""
+        parameters = [pair for stage in self._stages for pair in stage.named_parameters()]
+        return {name: p.grad for name, p in parameters if p.grad is not None}
+
+
+def rounding_reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, and the gradient summed over all samples, with the initial weights."""
+    model, losses = RoundingModel(config), []
+    for microbatch in microbatches:
+        loss = model.loss(tokens(config, microbatch), DropoutKey(seed=config.data.seed, microbatch=microbatch))
+        torch.autograd.backward(loss)
+        losses.append(float(loss.detach()))
+    return losses, {name: value * config.data.microbatch_size for name, value in model.gradients().items()}
