@@ -7,23 +7,14 @@ import sys
 from importlib import import_module
 
 from peers import process
+from scripts.benches.catalogue import MEASURING
 from scripts.benches.menu import run_named
 
 PROG = "scripts/bench"
 BENCHES = {
-    "parity": "a swarm follows the trajectory of one process",
-    "exactly-once": "every microbatch counts once, whatever fails (slow)",
-    "pipeline": "tokens/s of two stages, against what the cores can do",
-    "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
-    "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
-    "hop": "activations there and gradients back, 8 MiB and 16 KiB, against hivemind.moe",
-    "allreduce": "an averaging round of four processes, against hivemind's averager",
-    "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
-    "routing": "a choice among many peers, and what it costs to know them",
-    "wire": "validation loss and bytes of what travels between stages (slow)",
-    "intruders": "what honest traffic keeps beside an intruder",
-    "link": "throughput while a round is exchanged over slow links (slow)",
-    "diloco": "validation loss and bytes of each way to average (slow)",
+    **MEASURING,
+    "all": "every bench, into one file (takes hours)",
+    "compare": "two files of figures: what changed, and what got worse",
 }
 
 

@@ -1,8 +1,8 @@
 """The command line of a program with many things to run: PROG NAME [--json] [options].
 
 Used by scripts/bench and scripts/simulate. Progress goes to stderr; with --json the last line of stdout is one JSON
-object, else a table follows. What is run is a module with a class `Options` and a function `run(options) -> figures`.
-Never measures anything.
+object, else a table follows. What is run is a module with a class `Options`, a function `run(options) -> figures`, and
+`exit_code(figures)` if that is not always 0. Never measures anything.
 """
 
 import json
@@ -38,7 +38,8 @@ def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callabl
         print(json.dumps(figures))
     else:
         Console().print(_table(name, figures))
-    return 0
+    exit_code: Callable[[dict[str, Any]], int] = getattr(module, "exit_code", lambda figures: 0)
+    return exit_code(figures)
 
 
 def _table(name: str, figures: Mapping[str, Any]) -> Table:

@@ -17,9 +17,13 @@ class Credits:
         """A peer's reply carried so many; earlier ones are void."""
         self._left[peer_id] = count
 
+    def left(self, peer_id: PeerId) -> int:
+        """How many of a peer's there are."""
+        return self._left.get(peer_id, 0)
+
     def take(self, peer_id: PeerId) -> bool:
         """Use one up, if there is one."""
-        left = self._left.get(peer_id, 0)
+        left = self.left(peer_id)
         self._left[peer_id] = max(0, left - 1)
         return left > 0
 

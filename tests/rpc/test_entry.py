@@ -1,6 +1,7 @@
 """Peers entered by id and endpoint: found, mistaken for others, locked and open."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -39,8 +40,9 @@ async def serve() -> AsyncIterator[Callable[[Identity | None], Awaitable[str]]]:
 
 
 async def _is_answered(channel: grpc.aio.Channel) -> bool:
+    stub: Any = HealthStub(channel)
     try:
-        await HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=10.0)
     except grpc.aio.AioRpcError:
         return False
     finally:

@@ -1,0 +1,20 @@
+"""The benches that measure something, by name, and what each is for.
+
+Used by __main__, which runs one, and by all, which runs every one.
+"""
+
+MEASURING = {
+    "parity": "a swarm follows the trajectory of one process",
+    "exactly-once": "every microbatch counts once, whatever fails (slow)",
+    "pipeline": "tokens/s of two stages, against what the cores can do",
+    "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
+    "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
+    "hop": "activations there and gradients back, 8 MiB and 16 KiB, against hivemind.moe",
+    "allreduce": "an averaging round of four processes, against hivemind's averager",
+    "codecs": "size, error and speed of the codecs, against hivemind's and templar's format",
+    "routing": "a choice among many peers, and what it costs to know them",
+    "wire": "validation loss and bytes of what travels between stages (slow)",
+    "intruders": "what honest traffic keeps beside an intruder",
+    "link": "throughput while a round is exchanged over slow links (slow)",
+    "diloco": "validation loss and bytes of each way to average (slow)",
+}
