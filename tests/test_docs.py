@@ -17,6 +17,7 @@ from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.common import BenchOptions
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
+from swarm.simulation.study import StudyOptions
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -30,6 +31,7 @@ OPTIONS: dict[str, type] = {
     "scripts/demo": LocalOptions,
     "scripts/bench": BenchOptions,
     "scripts/chaos": ChaosOptions,
+    "scripts/simulate": StudyOptions,
 }
 DESIGN_SENTENCES = (
     "stages discovered via a hivemind DHT",
@@ -112,7 +114,10 @@ def test_sections_of_operations_name_their_own_program_s_options(program: str) -
 
 def test_readme_names_every_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    commands = [*project["scripts"], *(f"scripts/{name}" for name in ("demo", "test", "check", "bench", "chaos"))]
+    commands = [
+        *project["scripts"],
+        *(f"scripts/{name}" for name in ("demo", "test", "check", "bench", "chaos", "simulate")),
+    ]
     named = {word for cell in _rows(README.read_text()) for word in re.findall(r"[\w/-]+", cell)}
     assert set(commands) <= named
 

@@ -32,6 +32,9 @@ class Policy:
     """How much more the pipeline must manage: so many times the root of the summed squares of the throughputs of the
     peers at the two stages. That is how far two sums are off, by chance, if each figure is off by this share: a peer's
     worth is much among few peers and nothing among a thousand."""
+    enough: float = 0.5
+    """But never more than this share of a usual peer of the two stages: among many, no single move could bring what
+    `hysteresis` asks for, and one that turns out wrong costs little."""
     near: float = 0.9
     """A peer moves itself if it brings this share of what the most suitable one would."""
     move_seconds: float = 30.0
@@ -100,9 +103,7 @@ def choose_stage(layout: Layout, *, num_before: int = 0, closed: Collection[int]
     Returns:
         None if no stage can be entered.
     """
-    throughput, num_workers = list(layout.throughput), [0] * len(layout.costs)
-    for worker in layout.workers.values():
-        num_workers[worker.stage] += 1
+    throughput, num_workers = list(layout.throughput), list(layout.num_workers)
     choice = None
     for _ in range(num_before + 1):
         open_stages = [stage for stage in range(len(throughput)) if stage not in closed]
@@ -212,4 +213,6 @@ def _best_balance(layout: Layout, own: Worker, rates: Mapping[int, float]) -> fl
 
 
 def _margin(layout: Layout, policy: Policy, one: int, other: int) -> float:
-    return policy.hysteresis * math.sqrt(layout.squares[one] + layout.squares[other])
+    root = math.sqrt(layout.squares[one] + layout.squares[other])
+    num_peers = layout.num_workers[one] + layout.num_workers[other]
+    return root * min(policy.hysteresis, policy.enough / math.sqrt(max(1, num_peers)))

@@ -35,7 +35,8 @@ class Layout:
         workers: by peer id.
         throughput: samples per second, by stage: the sum over its peers.
         squares: sum of the squares of its peers' samples per second, by stage.
-        num_serving: peers that serve already, by stage.
+        num_workers: peers, by stage.
+        num_serving: of these, the ones that serve already.
         movable: by stage, (speed, peer id) of the peers that may move, the slowest first.
         usual_speed: the median of the measured speeds; 1 if nobody is measured.
         total_speed: of all peers.
@@ -48,6 +49,7 @@ class Layout:
         self.usual_speed = statistics.median(measured) if measured else 1.0
         self.throughput = [0.0] * len(costs)
         self.squares = [0.0] * len(costs)
+        self.num_workers = [0] * len(costs)
         self.num_serving = [0] * len(costs)
         self.movable: list[list[tuple[float, PeerId]]] = [[] for _ in costs]
         self.total_speed = 0.0
@@ -57,6 +59,7 @@ class Layout:
             self.total_speed += speed
             self.throughput[worker.stage] += rate
             self.squares[worker.stage] += rate * rate
+            self.num_workers[worker.stage] += 1
             self.num_serving[worker.stage] += worker.serving
             if worker.movable and worker.serving:
                 insort(self.movable[worker.stage], (speed, worker.peer_id))

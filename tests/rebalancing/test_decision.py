@@ -60,13 +60,22 @@ def test_the_strongest_stage_gives_first() -> None:
     assert decide(now, PeerId("1.0")) is None, "its stage would be a gap itself"
 
 
+@pytest.mark.parametrize("errors", [(1.0, 1.0, 1.0), (0.99, 1.0, 1.02), (0.955, 0.995, 1.0075)])
+def test_errors_do_not_make_a_move_look_needless(errors: tuple[float, float, float]) -> None:
+    """With a second move the plan would gain a little more, and the first one would seem to matter little."""
+    now = layout(*([error] * count for error, count in zip(errors, (2, 4, 4), strict=True)))
+    movers = [peer for peer in now.workers if decide(now, peer, Policy(stay_seconds=20_000.0), waited=True) is not None]
+    assert movers
+
+
 def test_a_move_has_to_pay_for_itself() -> None:
     now = layout([1, 1, 1], [1])
     assert decide(now, FIRST, Policy(move_seconds=60, stay_seconds=130)) == 1
     assert decide(now, FIRST, Policy(move_seconds=60, stay_seconds=110)) is None
     crowd = layout([1] * 104, [1] * 97)
     assert decide(crowd, FIRST, Policy(hysteresis=0.1)) == 1
-    assert decide(crowd, FIRST, Policy(hysteresis=0.3)) is None
+    assert decide(crowd, FIRST, Policy(hysteresis=0.3, enough=5.0)) is None
+    assert decide(crowd, FIRST, Policy(hysteresis=0.3)) == 1, "half a peer's worth is enough"
 
 
 def test_costs_tell_what_a_peer_would_manage_elsewhere() -> None:
