@@ -21,10 +21,15 @@ KEPT_BYTES = 1 << 40
 
 
 class WireChain:
-    """All stages, from their initial weights."""
+    """All stages, from their initial weights.
 
-    def __init__(self, config: RunConfig, data: Microbatches) -> None:
+    Args:
+        nudge: by how much of themselves the initial weights are larger.
+    """
+
+    def __init__(self, config: RunConfig, data: Microbatches, *, nudge: float = 0.0) -> None:
         self._config = config
+        self._nudge = nudge
         self._data = data
         self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
         self.sent_bytes = {TOKENS: 0, HIDDEN: 0, GRADIENT: 0}
@@ -32,6 +37,9 @@ class WireChain:
 
     def _stage(self, stage: int) -> StageBackend:
         module = build_stage(self._config, stage, device="cpu")
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.0 + self._nudge)
         return StageBackend(
             config=self._config, stage=stage, module=module, weights=StageWeights(self._config, module, lineage=""),
             device=torch.device("cpu"), budget=GraphBudget(limit_bytes=KEPT_BYTES),

@@ -32,14 +32,21 @@ def test_the_chain_is_the_single_process(arm: str, options: Options) -> None:
         torch.testing.assert_close(trained[name].detach(), weight, rtol=0, atol=1e-4)
 
 
+def test_a_nudge_is_small_and_felt(options: Options) -> None:
+    config, data = with_corpus(run_config("fp32-nudged", 0, options))
+    nudged, other = WireChain(config, data, nudge=ARMS["fp32-nudged"].nudge), WireChain(config, data)
+    assert nudged.step(0) == pytest.approx(other.step(0), abs=1e-5)
+    pairs = zip(nudged.stages[0].weights.masters.values(), other.stages[0].weights.masters.values(), strict=True)
+    assert any(not torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_bytes_are_those_of_the_messages(arm: str, options: Options) -> None:
     config, data = with_corpus(run_config(arm, 0, options))
     chain = WireChain(config, data)
     chain.step(0)
-    dtype, is_narrow = ARMS[arm]
-    numbers = 8 * 64 * (64 // 16 if is_narrow else 64)
-    num_bytes = {"fp32": 4 * numbers, "bf16": 2 * numbers, "int8": numbers // 128 * 130}[dtype]
+    numbers = 8 * 64 * (64 // 16 if ARMS[arm].is_narrow else 64)
+    num_bytes = {"fp32": 4 * numbers, "bf16": 2 * numbers, "int8": numbers // 128 * 130}[ARMS[arm].dtype]
     assert chain.sent_bytes == {TOKENS: 2 * 4 * 8 * 65, HIDDEN: 2 * num_bytes, GRADIENT: 2 * num_bytes}
 
 
