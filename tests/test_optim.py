@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def test_steps_are_those_of_torchs_own_optimizers_to_the_bit(kind: str) -> None:
     if kind == "adamw":
         config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
         optimizer: optim.Optimizer = optim.AdamW(config)
-        groups = [{"params": [theirs["matrix"]], "weight_decay": 0.3}, {"params": [theirs["vector"]]}]
+        groups: list[dict[str, Any]] = [
+            {"params": [theirs["matrix"]], "weight_decay": 0.3}, {"params": [theirs["vector"]]},
+        ]  # fmt: skip
         reference: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
     else:
         optimizer = optim.OuterSgd(OuterConfig(momentum=0.9))
