@@ -38,7 +38,8 @@ def settle(
     moves: list[tuple[PeerId, int, Layout]] = []
     turns: list[PeerId] = []
     num_stays = 0
-    while num_stays < 2 * len(now.workers):
+    # So long that everybody has had a turn after waiting, in whichever order the turns came.
+    while num_stays < 3 * len(now.workers):
         if not turns:
             turns = sorted(now.workers)
             rng.shuffle(turns)
