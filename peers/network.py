@@ -6,8 +6,9 @@ Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or ser
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from swarm import config as configs
 from swarm.authority import Authority
@@ -17,7 +18,8 @@ from swarm.dht.directory import Directory, discover_config
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.routing.router import Router
-from swarm.types import PeerRecord, PeerState
+from swarm.rpc.entry import Entry
+from swarm.types import PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +55,14 @@ class KnownPeers:
         """The other peers that serve a stage."""
         return [r for r in self.peers(stage) if r.state is PeerState.SERVING and r.peer_id != self.own_id]
 
+    def entries(self, limit: int) -> list[Entry]:
+        """Up to `limit` other peers that serve, to be asked by those who only look, spread over the stages."""
+        return [Entry(PeerId(r.peer_id), r.endpoint) for r in _spread(map(self.others, sorted(self.records)))][:limit]
+
     def dht_addresses(self, limit: int) -> list[str]:
         """Addresses of up to `limit` other peers at which the DHT can be entered, spread over the stages."""
-        rows = [[r.dht_address for r in records if r.dht_address] for _, records in sorted(self.records.items())]
-        spread = [row[i] for i in range(max(map(len, rows), default=0)) for row in rows if i < len(row)]
-        return list(dict.fromkeys(spread))[:limit]
+        spread = _spread(records for _, records in sorted(self.records.items()))
+        return list(dict.fromkeys(record.dht_address for record in spread if record.dht_address))[:limit]
 
 
 async def agree_on_config(
@@ -82,6 +87,11 @@ async def agree_on_config(
     if authority is not None:
         node.lock(authority)
     return published
+
+
+def _spread(rows: Iterable[Sequence[PeerRecord]]) -> list[PeerRecord]:
+    """The first of each row, then the second of each, and so on."""
+    return [record for column in zip_longest(*rows) for record in column if record is not None]
 
 
 def say_who_may_join(authority: Authority | None) -> None:

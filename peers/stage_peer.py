@@ -47,6 +47,7 @@ from swarm.events import Events
 from swarm.identity import Identity
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.entry import Entry
 from swarm.token import Token
 from swarm.types import PeerId
 
@@ -278,7 +279,8 @@ async def run(
         nonlocal has_said
         if not has_said:
             say_who_may_join(identity.authority)
-            announce_to_people(options, stage, config, node, known, token)
+            entry = Entry(identity.peer_id, endpoint)
+            announce_to_people(options, stage, config, node, known, entry, token)
             has_said = True
         write_ready_file(options, stage, identity, endpoint, node)
 
@@ -334,18 +336,20 @@ def outside_addresses(node: DhtNode) -> list[str]:
 
 
 def announce_to_people(
-    options: PeerOptions, stage: int, config: RunConfig, node: DhtNode, known: KnownPeers, token: Token | None
-) -> None:
+    options: PeerOptions, stage: int, config: RunConfig, node: DhtNode, known: KnownPeers, entry: Entry,
+    token: Token | None,
+) -> None:  # fmt: skip
     """Say on stdout how others join, with several peers' addresses where there are several."""
     addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
     peers = with_token(addresses[:5], str(token or ""))
     trainers = with_token(addresses[:5], "TOKEN" if token else "")
+    watched = with_token(list(map(str, [entry, *known.entries(2)])), "TOKEN" if token else "")
     insecure = " --insecure" if options.insecure else ""
     last = config.stages.num_stages - 1
     print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id}")
     print(f"  join:   swarm-peer --stage N --initial-peers {peers}{insecure}")
     print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
-    print(f"  watch:  swarm-status --watch --initial-peers {trainers}{insecure}", flush=True)
+    print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
     if token:
         print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
 

@@ -30,11 +30,13 @@ from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.errors import NotReady, PeerUnavailable
 from swarm.events import Events, Join
 from swarm.hop import Hop
 from swarm.identity import Identity
+from swarm.lookup import DirectoryServicer
 from swarm.model.stages import build_stage
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
@@ -46,6 +48,7 @@ from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import Guard
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import GraphBudget, StageBackend, reply_specs
@@ -190,9 +193,14 @@ class StageServer:
             events=self._events,
         )  # fmt: skip
         averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
+        directory_servicer = DirectoryServicer(
+            store=self._directory.store, keys=keys.of_run(self._config.run_id, self._config.stages.num_stages),
+            clock=self._clock,
+        )  # fmt: skip
         add_StageServiceServicer_to_server(stage_servicer, server)
         add_LeaseServiceServicer_to_server(lease_servicer, server)
         add_AveragingServiceServicer_to_server(averaging_servicer, server)
+        add_DirectoryServiceServicer_to_server(directory_servicer, server)
         add_HealthServicer_to_server(self._health, server)
 
     @property

@@ -1,17 +1,19 @@
 """swarm-status: who is in a swarm and what everybody is doing.
 
+    swarm-status --peer PEER_ID@HOST:PORT... [--watch] [--json]
     swarm-status --initial-peers ADDRESS... [--watch] [--json]
     swarm-status --audit FILES... [--json]
 
-Enters the DHT as a client, reads the announcements and asks every peer; or reads event logs and proves from them that
-every microbatch counted as it should. Changes nothing.
+Has a peer show what is announced in the DHT, or enters the DHT itself as a client, and then asks every peer; or reads
+event logs and proves from them that every microbatch counted as it should. Changes nothing. Without entering the DHT
+it answers in a second: the imports of torch and hivemind alone, which nothing else here needs, take several.
 """
 
 import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +28,15 @@ from peers.view import SwarmView
 from swarm.audit.audit import audit
 from swarm.certificates import Role
 from swarm.clock import SystemClock
+from swarm.config import RunConfig
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory
+from swarm.dht.directory import Directory, discover_config
 from swarm.dht.node import DhtNode
 from swarm.identity import Identity, generate
+from swarm.lookup import PeerStore
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.entry import Entry
+from swarm.types import PeerRecord, PeerState
 
 PROG = "swarm-status"
 
@@ -39,8 +45,11 @@ PROG = "swarm-status"
 class StatusOptions:
     """Show the stages, peers and trainers of a swarm."""
 
+    peer: tuple[str, ...] = ()
+    """Peers to ask (PEER_ID@HOST:PORT, from the watch: line that a swarm-peer prints): the first that answers is
+    enough."""
     initial_peers: tuple[str, ...] = ()
-    """DHT addresses of the swarm's peers."""
+    """Enter the DHT instead, at these addresses of the swarm's peers: slower, and asks no single peer who there is."""
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
     audit: tuple[Path, ...] = ()
@@ -57,10 +66,12 @@ class StatusOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.audit and (self.initial_peers or self.watch):
-            raise ValueError("--audit reads files: it goes with neither --initial-peers nor --watch")
-        if not self.initial_peers and not self.audit:
-            raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
+        if self.audit and (self.peer or self.initial_peers or self.watch):
+            raise ValueError("--audit reads files: it goes with neither --peer nor --initial-peers nor --watch")
+        if self.peer and self.initial_peers:
+            raise ValueError("--peer and --initial-peers are two ways to the same: leave one out")
+        if not self.peer and not self.initial_peers and not self.audit:
+            raise ValueError("--peer needs the address of at least one peer; every swarm-peer prints its own")
         if self.interval <= 0:
             raise ValueError(f"--interval must be positive, not {self.interval}")
 
@@ -71,13 +82,17 @@ def main(argv: Sequence[str]) -> int:
     process.setup_logging("status", options.log_level)
     if options.audit:
         return audit_files(options)
-    clock = SystemClock()
     addresses, token = find_token(
-        options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
-    )
-    node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
+        options.token, options.peer or options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure,
+        clock=SystemClock(),
+    )  # fmt: skip
+    identity = admitted(generate(), token)
+    if options.peer:
+        asyncio.run(look_through_peers(options, [Entry.parse(address) for address in addresses], identity))
+        return 0
+    node = dht_node.start(clock=SystemClock(), initial_peers=addresses, client_mode=True)
     try:
-        asyncio.run(run(options, node, addresses, admitted(generate(), token)))
+        asyncio.run(look_through_dht(options, node, addresses, identity))
     finally:
         node.shutdown()
     return 0
@@ -93,31 +108,66 @@ def audit_files(options: StatusOptions) -> int:
     return 0 if report.proven else process.EXIT_FAILURE
 
 
-async def run(options: StatusOptions, node: DhtNode, addresses: Sequence[str], identity: Identity) -> None:
-    """Look once, or again and again."""
+async def look_through_peers(options: StatusOptions, entries: Sequence[Entry], identity: Identity) -> None:
+    """Look, with the directory as a peer shows it. Raises what PeerStore.get and discover_config raise."""
+    clock = SystemClock()
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    store = PeerStore(entries, channels, identity, insecure=options.insecure)
+    try:
+        config = await discover_config(store, clock, address=str(entries[0]), authority=identity.authority)
+        await look(options, config, Directory(store, identity, config.run_id, clock), channels, store.learn)
+    finally:
+        await store.close()
+        await channels.close()
+
+
+async def look_through_dht(
+    options: StatusOptions, node: DhtNode, addresses: Sequence[str], identity: Identity
+) -> None:  # fmt: skip
+    """Look, with the directory as the DHT has it. Raises what agree_on_config raises."""
     clock = SystemClock()
     config = await agree_on_config(node, None, addresses, clock, identity.authority)
-    directory = Directory(node, identity, config.run_id, clock)
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    try:
+        await look(options, config, Directory(node, identity, config.run_id, clock), channels)
+    finally:
+        await channels.close()
 
-    async def look() -> SwarmView:
-        stages = {stage: await directory.peers(stage) for stage in range(config.stages.num_stages)}
-        trainers, claims = await directory.trainers(), await directory.claims()
+
+async def look(
+    options: StatusOptions, config: RunConfig, directory: Directory, channels: ChannelPool,
+    on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,
+) -> None:  # fmt: skip
+    """Look once, or again and again.
+
+    Args:
+        on_peers: told of the peers that serve, after each reading of the directory.
+
+    Raises:
+        PeerUnavailable: the directory cannot be read.
+    """
+
+    async def view() -> SwarmView:
+        numbers = range(config.stages.num_stages)
+        rows, trainers, claims = await asyncio.gather(
+            asyncio.gather(*map(directory.peers, numbers)), directory.trainers(), directory.claims()
+        )
+        stages = dict(zip(numbers, rows, strict=True))
+        on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
         return await observe(config.run_id, stages, trainers, channels, claims=claims)
 
     stop = process.stop_event()
     with LiveTable() as table:
         while True:
-            view = await look()
+            seen = await view()
             if options.json:
-                print(view.to_json(), flush=True)
+                print(seen.to_json(), flush=True)
             elif options.watch and sys.stdout.isatty():
-                table.show(view)
+                table.show(seen)
             else:
-                Console().print(render(view))
+                Console().print(render(seen))
             if not options.watch or await _stopped(stop, options.interval):
                 break
-    await channels.close()
 
 
 async def _stopped(stop: asyncio.Event, seconds: float) -> bool:

@@ -33,10 +33,10 @@ def read_token(text: str) -> Token:
 
 
 def find_token(
-    option: str | None, initial_peers: Sequence[str], environment: Mapping[str, str], *, role: Role, insecure: bool,
+    option: str | None, given_addresses: Sequence[str], environment: Mapping[str, str], *, role: Role, insecure: bool,
     clock: Clock,
 ) -> tuple[tuple[str, ...], Token | None]:  # fmt: skip
-    """The addresses of `--initial-peers` without what follows a `#`, and the token; None for an open run.
+    """The addresses that were given, without what follows a `#`, and the token; None for an open run.
 
     Args:
         option: of `--token`.
@@ -46,12 +46,12 @@ def find_token(
         ValueError: no token, two different ones, one that has expired or is a trainer's only, or no TLS.
         OSError: a file with a token cannot be read.
     """
-    parted = [address.partition("#") for address in initial_peers]
+    parted = [address.partition("#") for address in given_addresses]
     addresses = tuple(address for address, _, _ in parted)
     given = [text for text in (option, *(text for _, _, text in parted)) if text]
     tokens = {str(token): token for token in map(read_token, given or filter(None, [environment.get(VARIABLE)]))}
     if len(tokens) > 1:
-        raise ValueError("--token and --initial-peers bring different tokens: leave all but one out")
+        raise ValueError("--token and the addresses bring different tokens: leave all but one out")
     if not tokens:
         return addresses, None
     token = next(iter(tokens.values()))

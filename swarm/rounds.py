@@ -3,8 +3,7 @@
 Implemented by swarm.stage. All tensors here are float32 on the CPU, unless they belong to a snapshot.
 """
 
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -144,8 +143,3 @@ class RoundMember(Protocol):
     async def install(self, snapshot: Snapshot) -> None:
         """Become that state, dropping everything since. Raises IntegrityError if it does not fit."""
         ...
-
-
-def next_lineage(previous: str, round_number: int, digest: str, members: Sequence[str]) -> str:
-    """The hash chain's next link, 64 hexadecimal digits."""
-    return hashlib.sha256("\n".join([previous, str(round_number), digest, *members]).encode()).hexdigest()

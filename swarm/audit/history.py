@@ -30,7 +30,7 @@ from swarm.events import (
     Step,
     ranges,
 )
-from swarm.rounds import next_lineage
+from swarm.lineage import next_lineage
 
 
 @dataclass(eq=False)

@@ -30,7 +30,8 @@ from swarm.compression.codec import Buffer
 from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, SwarmError
 from swarm.events import Abort, Begin, Events, Prepare
-from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors, next_lineage
+from swarm.lineage import next_lineage
+from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId, PeerRecord

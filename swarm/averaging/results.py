@@ -13,7 +13,8 @@ from swarm.averaging import messages
 from swarm.averaging.messages import Standing
 from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
 from swarm.errors import MalformedMessage
-from swarm.rounds import RoundResult, next_lineage
+from swarm.lineage import next_lineage
+from swarm.rounds import RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 

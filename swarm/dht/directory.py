@@ -15,15 +15,14 @@ from swarm import config
 from swarm.authority import Authority
 from swarm.certificates import peer_id_of
 from swarm.clock import Clock
-from swarm.dht.records import TRAINERS, open_record, seal
+from swarm.dht import keys
+from swarm.dht.records import open_record, seal
 from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
 from swarm.identity import Identity
 from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
-RUNS_KEY = "swarm.runs"
-"""Where a joiner that knows nothing but an address finds the run."""
 LEAVING_SECONDS = 5.0
 """For how long a peer that left is at least listed as leaving."""
 
@@ -114,11 +113,16 @@ class Directory:
         self._run_id = run_id
         self._clock = clock
         self._stages: dict[int, _Key[PeerRecord]] = {}
-        self._trainers = _Key(f"{run_id}{TRAINERS}", TrainerRecord, identity.authority)
-        self._claims = _Key(f"{run_id}.claims", ClaimRecord, identity.authority)
+        self._trainers = _Key(keys.of_trainers(run_id), TrainerRecord, identity.authority)
+        self._claims = _Key(keys.of_claims(run_id), ClaimRecord, identity.authority)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
         self._num_incompatible: dict[str, int] = {}
+
+    @property
+    def store(self) -> RecordStore:
+        """What it reads, for those who pass records on as they are."""
+        return self._store
 
     @property
     def num_incompatible(self) -> int:
@@ -145,7 +149,7 @@ class Directory:
     async def publish_config(self, config_json: str, lifetime_seconds: float) -> None:
         """State what the run is, for `discover_config`. Raises PeerUnavailable as `announce_peer` does."""
         record = RunRecord(peer_id=self._identity.peer_id, config_json=config_json)
-        await self._announce(RUNS_KEY, record, lifetime_seconds)
+        await self._announce(keys.RUNS, record, lifetime_seconds)
 
     async def withdraw(self) -> None:
         """List this peer as leaving the stage it last announced, for as long as its last record would have held.
@@ -202,7 +206,7 @@ class Directory:
             await self._clock.sleep(interval_seconds)
 
     def _stage(self, stage: int) -> _Key[PeerRecord]:
-        key = _Key(f"{self._run_id}.stage.{stage}", PeerRecord, self._identity.authority)
+        key = _Key(keys.of_stage(self._run_id, stage), PeerRecord, self._identity.authority)
         return self._stages.setdefault(stage, key)
 
     def _compatible(self, key: _Key[Record], records: list[Record]) -> list[Record]:
@@ -268,7 +272,7 @@ async def _announced_runs(
     """The configurations by run, and what is wrong with those that cannot be read."""
     runs: dict[str, config.RunConfig] = {}
     faults: list[Exception] = []
-    for record in await _Key(RUNS_KEY, RunRecord, authority).read(store, clock):
+    for record in await _Key(keys.RUNS, RunRecord, authority).read(store, clock):
         if record.protocol_version != PROTOCOL_VERSION:
             faults.append(
                 IncompatibleVersion(

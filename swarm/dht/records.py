@@ -16,13 +16,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from swarm import certificates, identity
 from swarm.authority import Authority
 from swarm.certificates import Role
+from swarm.dht import keys
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 MAX_LIFETIME_SECONDS = 120.0
 """A record that expires later than this is refused: the DHT keeps the farthest expiry, for good if one let it."""
 MAX_RECORD_BYTES = 16 * 1024
-TRAINERS = ".trainers"
-"""How the key ends under which trainers announce themselves: in a locked run, the only one for a trainer's token."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -81,7 +80,7 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
     envelope = _verify_signature(subkey, record, expiration)
     if authority is not None:
         member = authority.member(envelope.certificate_pem, now)
-        if member.role is Role.TRAINER and not envelope.key.endswith(TRAINERS):
+        if member.role is Role.TRAINER and not keys.is_for_trainers(envelope.key):
             raise NotAllowed(f"{subkey} has a trainer's token, and announces itself under {envelope.key}")
     return envelope
 

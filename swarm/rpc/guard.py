@@ -25,7 +25,7 @@ from swarm.rpc.channels import abort
 from swarm.rpc.v1 import averaging_pb2, lease_pb2
 
 FOR_TRAINERS = frozenset({
-    "/swarm.rpc.v1.StageService/Describe", "/swarm.rpc.v1.LeaseService/Acquire",
+    "/swarm.rpc.v1.StageService/Describe", "/swarm.rpc.v1.DirectoryService/Read", "/swarm.rpc.v1.LeaseService/Acquire",
     "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
 })  # fmt: skip
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})

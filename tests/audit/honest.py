@@ -24,7 +24,7 @@ from swarm.events import (
     Step,
     ranges,
 )
-from swarm.rounds import next_lineage
+from swarm.lineage import next_lineage
 
 SAMPLES = 2
 ROUND_MICROBATCHES = 8

@@ -7,7 +7,7 @@ import pytest
 from swarm.audit.audit import audit
 from swarm.audit.verdict import Report
 from swarm.events import Abort, Ack, Begin, Close, Gap, Install, Leave, Move
-from swarm.rounds import next_lineage
+from swarm.lineage import next_lineage
 from tests.audit.honest import HonestRun, Lines, edit, start
 
 BOTH = pytest.mark.parametrize("setting", ["synchronous", "diloco"])

@@ -13,7 +13,8 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.results import Committed
 from swarm.clock import ManualClock
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.rounds import RoundResult, Snapshot, next_lineage
+from swarm.lineage import next_lineage
+from swarm.rounds import RoundResult, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
 

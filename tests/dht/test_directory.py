@@ -12,7 +12,8 @@ import pytest
 from swarm import identity
 from swarm.clock import ManualClock
 from swarm.config import ModelConfig, RunConfig, to_json
-from swarm.dht.directory import RUNS_KEY, Directory, MemoryStore, RunRecord, discover_config
+from swarm.dht import keys
+from swarm.dht.directory import Directory, MemoryStore, RunRecord, discover_config
 from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
@@ -246,7 +247,7 @@ async def test_nonsense_hides_no_run(store: Store, clock: ManualClock) -> None:
 
 async def test_a_run_of_another_version(store: Store, clock: ManualClock) -> None:
     record = RunRecord(peer_id=THEIRS.peer_id, protocol_version=PROTOCOL_VERSION + 1, config_json="{}")
-    await store.store(RUNS_KEY, THEIRS.peer_id, seal(THEIRS, RUNS_KEY, record, 1060.0), 1060.0)
+    await store.store(keys.RUNS, THEIRS.peer_id, seal(THEIRS, keys.RUNS, record, 1060.0), 1060.0)
     with pytest.raises(IncompatibleVersion, match="install the version that the other peers have"):
         await discover_config(store, clock, address="/x")
 

@@ -60,8 +60,22 @@ def test_strangers_are_refused_in_one_line(swarm: RealSwarm, tmp_path: Path) -> 
 
 
 def test_whoever_has_a_token_sees_the_members_and_nobody_else(swarm: RealSwarm) -> None:
-    result = run("status", "--initial-peers", f"{swarm.address}#{TRAINER_TOKEN}", "--json")
-    assert result.returncode == 0, result.stderr
-    assert '"state": "serving"' in result.stdout
-    assert "unreachable" not in result.stdout
-    assert result.stdout.count('"peer_id"') == 2
+    line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "watch") if word != "--watch"]
+    for where in (line, ["--initial-peers", f"{swarm.address}#{TRAINER_TOKEN}"]):
+        result = run("status", *where, "--json")
+        assert result.returncode == 0, result.stderr
+        assert '"state": "serving"' in result.stdout
+        assert "unreachable" not in result.stdout
+        assert result.stdout.count('"peer_id"') == 2
+
+
+def test_whoever_has_no_token_or_a_wrong_one_sees_nothing(swarm: RealSwarm) -> None:
+    entry = swarm.peers[0].entry
+    for address, expected in {
+        entry: "is locked: ask its owner for a token",
+        f"{entry}#{locked.issue(by=locked.STRANGER)}": "no peer of the run answers",
+    }.items():
+        result = run("status", "--peer", address, "--json")
+        assert result.returncode in (1, 2)
+        assert expected in result.stderr
+        assert len(result.stderr.splitlines()) == 1, result.stderr

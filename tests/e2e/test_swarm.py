@@ -39,6 +39,10 @@ def test_status_shows_every_peer(swarm: RealSwarm) -> None:
     assert view["empty_stages"] == []
 
 
+def test_status_through_a_peer_shows_what_the_dht_says(swarm: RealSwarm) -> None:
+    assert swarm.status() == swarm.status(through_dht=True)
+
+
 def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
     trainer = swarm.start_trainer("first", steps=12)
     assert swarm.wait_for_end(trainer) == 0

@@ -83,6 +83,11 @@ class RealPeer:
         """Where others enter the DHT."""
         return str(self.ready["dht_addresses"][0])
 
+    @property
+    def entry(self) -> str:
+        """Where swarm-status asks it."""
+        return f"{self.ready['peer_id']}@{self.ready['endpoint']}"
+
 
 class RealSwarm:
     """Peers and trainers in a folder, ended with their supervisor."""
@@ -174,9 +179,10 @@ class RealSwarm:
         assert result.returncode == (0 if report["proven"] else 1)
         return report
 
-    def status(self) -> dict[str, Any]:
+    def status(self, *, through_dht: bool = False) -> dict[str, Any]:
         """What swarm-status --json prints."""
-        result = run("status", "--initial-peers", self.address, "--json", timeout_seconds=self.start_seconds)
+        where = ["--initial-peers", self.address] if through_dht else ["--peer", self.peers[0].entry]
+        result = run("status", *where, "--json", timeout_seconds=self.start_seconds)
         assert result.returncode == 0, result.stderr
         view: dict[str, Any] = json.loads(result.stdout)
         return view

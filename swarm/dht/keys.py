@@ -1,0 +1,35 @@
+"""The DHT's keys: under which name what is announced.
+
+Used by directory, by records, which lets a trainer's token speak under one of them only, and by those who answer for
+a whole run. Pure.
+"""
+
+RUNS = "swarm.runs"
+"""Where a joiner that knows nothing but an address finds the run."""
+_TRAINERS = ".trainers"
+
+
+def of_stage(run_id: str, stage: int) -> str:
+    """Peers of a stage."""
+    return f"{run_id}.stage.{stage}"
+
+
+def of_trainers(run_id: str) -> str:
+    """Trainers: in a locked run, the only key for a trainer's token."""
+    return f"{run_id}{_TRAINERS}"
+
+
+def of_claims(run_id: str) -> str:
+    """Peers on their way to a stage."""
+    return f"{run_id}.claims"
+
+
+def is_for_trainers(key: str) -> bool:
+    """Whether it is some run's key for trainers."""
+    return key.endswith(_TRAINERS)
+
+
+def of_run(run_id: str, num_stages: int) -> list[str]:
+    """All that belong to a run."""
+    stages = [of_stage(run_id, stage) for stage in range(num_stages)]
+    return [RUNS, *stages, of_trainers(run_id), of_claims(run_id)]

@@ -1,0 +1,169 @@
+"""Reading the DHT through a peer: both ends of DirectoryService.
+
+The servicer runs at every stage peer and answers for the keys of its own run, from an answer that all callers share
+for a moment. The reader is what swarm-status has in the place of a DHT node: it opens two connections instead of
+starting libp2p and importing hivemind. Records pass through as they are, signed; whoever reads them checks them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from swarm.clock import Clock
+from swarm.dht.directory import RecordStore
+from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError, WrongRun
+from swarm.identity import Identity
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.channels import ChannelPool, abort, translate
+from swarm.rpc.entry import Entry
+from swarm.rpc.v1 import directory_pb2 as pb
+from swarm.rpc.v1.directory_pb2_grpc import DirectoryServiceServicer, DirectoryServiceStub
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+FRESH_SECONDS = 1.0
+"""For how long an answer does for all callers: so many questions cost the DHT one lookup of each key a second."""
+MAX_REPLY_BYTES = 4 << 20
+"""Of the records in a reply; the rest is left out and counted."""
+ANSWER_SECONDS = 12.0
+"""Deadline of a question, connecting included; the peer's own lookup may take ten of them."""
+MAX_OTHERS = 8
+"""Peers that are remembered besides the ones that were named."""
+
+
+@dataclass
+class _Answer:
+    """What was found under a key, or why nothing was."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    found_at: float | None = None
+    outcome: pb.ReadReply | SwarmError = field(default_factory=pb.ReadReply)
+
+
+class DirectoryServicer(DirectoryServiceServicer):
+    """Answers at one peer, in its whole life."""
+
+    def __init__(self, *, store: RecordStore, keys: Collection[str], clock: Clock) -> None:
+        """
+        Args:
+            keys: of this peer's run; nothing else is looked up for anybody.
+        """
+        self._store = store
+        self._clock = clock
+        self._answers = {key: _Answer() for key in keys}
+
+    async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
+        answer = self._answers.get(request.key)
+        if answer is None:
+            await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
+        # Whoever asks while it is being looked up waits for that.
+        async with answer.lock:
+            now = self._clock.monotonic()
+            if answer.found_at is None or now > answer.found_at + FRESH_SECONDS:
+                answer.outcome = await self._look_up(request.key)
+                answer.found_at = self._clock.monotonic()
+        if isinstance(answer.outcome, SwarmError):
+            await abort(context, answer.outcome)
+        return answer.outcome
+
+    async def _look_up(self, key: str) -> pb.ReadReply | SwarmError:
+        try:
+            found = await self._store.get(key)
+        except PeerUnavailable as error:
+            return error
+        return _reply(found)
+
+
+def _reply(found: Mapping[str, tuple[bytes, float]]) -> pb.ReadReply:
+    reply, num_bytes = pb.ReadReply(), 0
+    for subkey, (value, expiration) in found.items():
+        num_bytes += len(subkey) + len(value) + 32
+        if num_bytes > MAX_REPLY_BYTES:
+            reply.num_left_out = len(found) - len(reply.records)
+            break
+        reply.records.add(subkey=subkey, value=value, expiration=expiration)
+    return reply
+
+
+class PeerStore:
+    """The DHT as some peer shows it: a RecordStore for a directory that announces nothing.
+
+    Asks the peer that answered last, then the named ones, then others of the run; one that is gone is passed over.
+    """
+
+    def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:
+        self._entries = entries
+        self._channels = channels
+        self._own = own
+        self._insecure = insecure
+        self._opened: dict[Entry, grpc.aio.Channel] = {}
+        self._opening = asyncio.Lock()
+        self._others: list[PeerRecord] = []
+        self._last: list[Entry | PeerRecord] = []
+
+    def learn(self, records: Iterable[PeerRecord]) -> None:
+        """Other peers to ask, when those asked so far are gone."""
+        self._others = list(records)[:MAX_OTHERS]
+
+    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+        """All unexpired records under a key: subkey -> (value, expiration). Cancellation gives the question up.
+
+        Raises:
+            PeerUnavailable: no peer answers; the message is about the first.
+            ValueError: the run is locked, and there is no token.
+            Fatal: what the peer that was asked said, such as WrongRun or NotAllowed.
+        """
+        faults: list[Retryable] = []
+        for source in dict.fromkeys([*self._last, *self._entries, *self._others]):
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    reply = await self._ask(source, key)
+            except TimeoutError:
+                faults.append(DeadlineExceeded(f"no answer within {ANSWER_SECONDS:.0f} s"))
+            except Retryable as error:
+                logger.debug("%s does not answer: %s", source, error)
+                faults.append(error)
+            else:
+                self._last = [source]
+                if reply.num_left_out:
+                    logger.warning("%d more entries under %s are not shown", reply.num_left_out, key)
+                return {record.subkey: (record.value, record.expiration) for record in reply.records}
+        raise PeerUnavailable(f"no peer of the run answers: {faults[0]}")
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        """Always refused: a peer stores nothing for others."""
+        return False
+
+    def remember(self, address: str) -> None:
+        """Does nothing: there is no DHT to enter again."""
+
+    async def close(self) -> None:
+        """Close the connections to the named peers."""
+        for channel in self._opened.values():
+            await channel.close()
+        self._opened.clear()
+
+    async def _ask(self, source: Entry | PeerRecord, key: str) -> pb.ReadReply:
+        channel = self._channels.channel(source) if isinstance(source, PeerRecord) else await self._enter(source)
+        call: Any = DirectoryServiceStub(channel).Read
+        try:
+            reply: pb.ReadReply = await call(pb.ReadRequest(key=key))
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
+        try:
+            require_bounds(reply, finite=True)
+        except MalformedMessage as error:
+            raise PeerUnavailable(f"an answer that makes no sense: {error}") from None
+        return reply
+
+    async def _enter(self, entry: Entry) -> grpc.aio.Channel:
+        # Several keys are asked for at once, and one connection is enough.
+        async with self._opening:
+            if entry not in self._opened:
+                self._opened[entry] = await entry.connect(self._own, insecure=self._insecure)
+            return self._opened[entry]

@@ -1,0 +1,113 @@
+"""Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, as a swarm-peer prints it for swarm-status.
+
+Used by swarm-peer, which prints it, and by lookup, which connects. The id makes it safe to copy: whoever answers there
+has to show the certificate of that id before it is told or asked anything. Never looks up where a peer is.
+"""
+
+import asyncio
+import contextlib
+import re
+import ssl
+from dataclasses import dataclass
+from typing import Self
+
+import grpc
+from cryptography.exceptions import InvalidSignature
+
+from swarm import certificates
+from swarm.errors import IntegrityError, PeerUnavailable
+from swarm.identity import Identity
+from swarm.rpc import tls
+from swarm.rpc.channels import CLIENT_OPTIONS
+from swarm.types import PeerId
+
+_ENTRY = re.compile(r"(?P<peer_id>[0-9a-f]{40})@(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A peer, and the host:port of its gRPC server."""
+
+    peer_id: PeerId
+    endpoint: str
+
+    def __str__(self) -> str:
+        return f"{self.peer_id}@{self.endpoint}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. Raises ValueError, one line, if it is none."""
+        match = _ENTRY.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) < 65536:
+            raise ValueError(
+                f"{text!r} is no peer's address: copy the whole of it from the watch: line that a swarm-peer prints, "
+                "PEER_ID@HOST:PORT"
+            )
+        return cls(PeerId(match["peer_id"]), f"{match['host']}:{match['port']}")
+
+    async def connect(self, own: Identity, *, insecure: bool) -> grpc.aio.Channel:
+        """A channel to this very peer. Cancellation leaves nothing behind.
+
+        Args:
+            own: who calls.
+            insecure: the run does without TLS; then the id is taken on trust.
+
+        Raises:
+            PeerUnavailable: nobody there, somebody else, or somebody without TLS.
+            ValueError: the run is locked, and there is no token.
+        """
+        if insecure:
+            return grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS)
+        try:
+            certificate_pem = await self._shown_certificate()
+        except OSError as error:
+            raise PeerUnavailable(
+                f"no swarm-peer answers at {self.endpoint} ({error.strerror or error}): check the address, that its "
+                "port is open, and that it was started without --insecure"
+            ) from None
+        if _id_of(certificate_pem) != self.peer_id:
+            raise PeerUnavailable(
+                f"another peer answers at {self.endpoint}: it restarted under a new identity, so copy its present "
+                "address"
+            )
+        if own.authority is None and not _is_self_signed(certificate_pem):
+            raise ValueError(f"the run at {self} is locked: ask its owner for a token, and come with {self}#TOKEN")
+        credentials = tls.pinned_credentials(certificate_pem, own)
+        return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
+
+    async def _shown_certificate(self) -> str:
+        """Of whoever listens there. Raises OSError."""
+        host, _, port = self.endpoint.rpartition(":")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # gRPC gives no certificate that it has not verified, and this one is checked against the id.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        # Before 1.3 a locked run's server would refuse us before it has shown anything.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.set_alpn_protocols(["h2"])
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
+        try:
+            shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        finally:
+            writer.close()
+            # What it says to our leaving like that is nothing to us.
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        return ssl.DER_cert_to_PEM_cert(shown)
+
+
+def _id_of(certificate_pem: str) -> PeerId | None:
+    try:
+        return certificates.peer_id_of(certificate_pem)
+    except IntegrityError:
+        return None
+
+
+def _is_self_signed(certificate_pem: str) -> bool:
+    """As in an open run; in a locked one a token has signed it."""
+    certificate = certificates.load(certificate_pem)
+    try:
+        certificate.verify_directly_issued_by(certificate)
+    except (InvalidSignature, *certificates.FAULTS):
+        return False
+    return True
