@@ -18,11 +18,16 @@ from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
-from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
+from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
 from swarm.rpc.v1.averaging_pb2_grpc import (
     AveragingServiceServicer,
     AveragingServiceStub,
     add_AveragingServiceServicer_to_server,
+)
+from swarm.rpc.v1.directory_pb2_grpc import (
+    DirectoryServiceServicer,
+    DirectoryServiceStub,
+    add_DirectoryServiceServicer_to_server,
 )
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub, add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, StageServiceStub, add_StageServiceServicer_to_server
@@ -74,6 +79,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
             # Abstract for the type checker only.
             add_StageServiceServicer_to_server(StageServiceServicer(), server)  # type: ignore[abstract]
+            add_DirectoryServiceServicer_to_server(DirectoryServiceServicer(), server)  # type: ignore[abstract]
             add_LeaseServiceServicer_to_server(LeaseServiceServicer(), server)  # type: ignore[abstract]
             add_AveragingServiceServicer_to_server(Averaging(), server)  # type: ignore[abstract]
             add_HealthServicer_to_server(HealthServicer(), server)
@@ -118,6 +124,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     """Every call there is, made in one's own name."""
     stage: Any = StageServiceStub(channel)
     lease: Any = LeaseServiceStub(channel)
+    directory: Any = DirectoryServiceStub(channel)
     averaging: Any = AveragingServiceStub(channel)
     health: Any = HealthStub(channel)
     pb, own = averaging_pb2, identity.peer_id
@@ -126,6 +133,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
         "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(iter([stage_pb2.TrainRequest()]), **seconds),
         "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(iter([stage_pb2.EvaluateRequest()]), **seconds),
         "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(stage_pb2.DescribeRequest(), **seconds),
+        "/swarm.rpc.v1.DirectoryService/Read": lambda: directory.Read(directory_pb2.ReadRequest(), **seconds),
         "/swarm.rpc.v1.LeaseService/Acquire": lambda: lease.Acquire(
             lease_pb2.AcquireRequest(trainer_id=own), **seconds
         ),
@@ -148,7 +156,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
 async def test_every_call_is_tried_here() -> None:
     services = [
         service
-        for file in (stage_pb2, lease_pb2, averaging_pb2)
+        for file in (stage_pb2, lease_pb2, averaging_pb2, directory_pb2)
         for service in file.DESCRIPTOR.services_by_name.values()
     ]
     ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
@@ -223,7 +231,7 @@ async def test_nobody_speaks_for_another_member(start: Any) -> None:
     server = await start()
     async with server.called_by(OTHER_PEER) as channel:
         answers = {name: await _code(call()) for name, call in _calls(channel, PEER).items()}
-    silent = {"Train", "Evaluate", "Describe", "Check"}
+    silent = {"Train", "Evaluate", "Describe", "Read", "Check"}
     for name, code in answers.items():
         assert _is_served(code) if name.rpartition("/")[2] in silent else code is not grpc.StatusCode.OK, name
         assert name.rpartition("/")[2] in {*silent, "Exchange"} or code is DENIED, name

@@ -1,0 +1,84 @@
+"""swarm-status through a peer: what it shows, what it refuses, and what it does without."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from peers.status import StatusOptions
+from swarm import config as configs
+from swarm.clock import SystemClock
+from swarm.dht import keys
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.identity import generate
+from swarm.lookup import DirectoryServicer
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.entry import Entry
+from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.types import PeerRecord, PeerState, TrainerRecord
+
+CONFIG = configs.load_preset("tiny")
+HEAVY = ("torch", "hivemind", "numpy", "scipy", "matplotlib")
+PROGRAM = f"""
+import sys
+from peers import status
+status.main(sys.argv[1:])
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+@pytest.fixture
+async def entry() -> AsyncIterator[Entry]:
+    """A peer that announces itself and a trainer, and shows both; it serves nothing else."""
+    own, clock = generate(), SystemClock()
+    dht = MemoryStore(clock)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    run_keys = keys.of_run(CONFIG.run_id, CONFIG.stages.num_stages)
+    add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
+    await server.start()
+    directory = Directory(dht, own, CONFIG.run_id, clock)
+    await directory.publish_config(configs.to_json(CONFIG), 100.0)
+    peer = PeerRecord(
+        peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=f"127.0.0.1:{port}",
+        certificate_pem=own.certificate_pem, state=PeerState.SERVING, round=7,
+    )  # fmt: skip
+    await directory.announce_peer(peer, 100.0)
+    trainer = TrainerRecord(peer_id=own.peer_id, name="reader", announced_at=clock.time(), step=5)
+    await directory.announce_trainer(trainer, 100.0)
+    yield Entry(own.peer_id, peer.endpoint)
+    await server.stop(None)
+
+
+async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, "--peer", str(entry), "--json", stdout=asyncio.subprocess.PIPE
+    )
+    stdout, _ = await process.communicate()
+    shown, imported = stdout.decode().splitlines()
+    assert imported == "[]"
+    view: dict[str, Any] = json.loads(shown)
+    assert view["run"] == CONFIG.run_id
+    assert [len(row["peers"]) for row in view["stages"]] == [1, *[0] * (CONFIG.stages.num_stages - 1)]
+    peer = view["stages"][0]["peers"][0]
+    assert (peer["name"], peer["state"], peer["round"]) == ("first", "unreachable", 7)
+    assert [(trainer["name"], trainer["step"]) for trainer in view["trainers"]] == [("reader", 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "--peer needs the address of at least one peer"),
+        ({"peer": ("x",), "initial_peers": ("y",)}, "--peer and --initial-peers are two ways"),
+        ({"peer": ("x",), "audit": ("z",)}, "--audit reads files"),
+        ({"peer": ("x",), "interval": 0.0}, "--interval must be positive"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        StatusOptions(**options)

@@ -1,0 +1,178 @@
+"""What a peer answers about the DHT, and what is believed of it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from swarm import config as configs
+from swarm.clock import ManualClock
+from swarm.dht import keys
+from swarm.dht.directory import Directory, MemoryStore, discover_config
+from swarm.dht.records import seal
+from swarm.errors import PeerUnavailable, WrongRun
+from swarm.identity import Identity, generate
+from swarm.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.entry import Entry
+from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
+
+OURS, THEIRS = generate(), generate()
+CONFIG = configs.load_preset("tiny")
+RUN = CONFIG.run_id
+
+
+class Store(MemoryStore):
+    """Counts the lookups, and fails when it is told to."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.num_lookups = 0
+        self.is_gone = False
+
+    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+        self.num_lookups += 1
+        await asyncio.sleep(0)
+        if self.is_gone:
+            raise PeerUnavailable("the DHT did not answer")
+        return await super().get(key)
+
+
+class Swarm:
+    """Peers that show one DHT, and those who ask them."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock(1000.0)
+        self.dht = Store(self.clock)
+        self._servers: dict[Identity, grpc.aio.Server] = {}
+        self._readers: list[tuple[PeerStore, ChannelPool]] = []
+
+    async def serve(self, identity: Identity) -> PeerRecord:
+        """A peer that shows the DHT."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        servicer = DirectoryServicer(store=self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
+        add_DirectoryServiceServicer_to_server(servicer, server)
+        port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
+        await server.start()
+        self._servers[identity] = server
+        return PeerRecord(
+            peer_id=identity.peer_id, announced_at=1000.0, stage=0, endpoint=f"127.0.0.1:{port}",
+            certificate_pem=identity.certificate_pem, state=PeerState.SERVING,
+        )  # fmt: skip
+
+    async def stop(self, identity: Identity) -> None:
+        await self._servers.pop(identity).stop(None)
+
+    def reader(self, *records: PeerRecord) -> PeerStore:
+        """Somebody who knows the addresses of these peers."""
+        own = generate()
+        channels = ChannelPool(identity=own, clock=self.clock)
+        entries = [Entry(PeerId(record.peer_id), record.endpoint) for record in records]
+        store = PeerStore(entries, channels, own, insecure=False)
+        self._readers.append((store, channels))
+        return store
+
+    async def close(self) -> None:
+        for store, channels in self._readers:
+            await store.close()
+            await channels.close()
+        for identity in list(self._servers):
+            await self.stop(identity)
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    swarm = Swarm()
+    yield swarm
+    await swarm.close()
+
+
+async def test_a_directory_reads_the_same_through_a_peer(swarm: Swarm) -> None:
+    record = await swarm.serve(OURS)
+    within = Directory(swarm.dht, OURS, RUN, swarm.clock)
+    await within.publish_config(configs.to_json(CONFIG), 60.0)
+    await within.announce_peer(record, 20.0)
+    await within.announce_trainer(TrainerRecord(peer_id=OURS.peer_id, announced_at=1000.0, step=3), 20.0)
+    claim = ClaimRecord(
+        peer_id=OURS.peer_id, announced_at=1000.0, stage=1, state=ClaimState.CONFIRMED, claimed_at=1000.0
+    )
+    await within.announce_claim(claim, 20.0)
+    store = swarm.reader(record)
+    assert (await discover_config(store, swarm.clock, address="")).run_id == RUN
+    without = Directory(store, generate(), RUN, swarm.clock)
+    assert [await without.peers(stage) for stage in range(2)] == [[record], []]
+    assert [trainer.step for trainer in await without.trainers()] == [3]
+    assert await without.claims() == [claim]
+
+
+async def test_a_peer_that_makes_records_up_is_not_believed(swarm: Swarm) -> None:
+    record, key = await swarm.serve(THEIRS), keys.of_stage(RUN, 0)
+    forged = record.model_copy(update={"peer_id": OURS.peer_id})
+    await swarm.dht.store(key, OURS.peer_id, seal(THEIRS, key, forged, 1020.0), 1020.0)
+    prolonged = seal(THEIRS, key, record, 1020.0)
+    await swarm.dht.store(key, THEIRS.peer_id, prolonged, 1060.0)
+    store = swarm.reader(record)
+    assert len(await store.get(key)) == 2
+    assert await Directory(store, generate(), RUN, swarm.clock).peers(0) == []
+
+
+async def test_many_questions_cost_one_lookup(swarm: Swarm) -> None:
+    record = await swarm.serve(OURS)
+    readers = [swarm.reader(record) for _ in range(4)]
+    await asyncio.gather(*(reader.get(keys.RUNS) for reader in readers for _ in range(5)))
+    assert swarm.dht.num_lookups == 1
+    swarm.clock.advance(FRESH_SECONDS + 0.1)
+    await readers[0].get(keys.RUNS)
+    await readers[0].get(keys.of_claims(RUN))
+    assert swarm.dht.num_lookups == 3
+
+
+async def test_nothing_is_looked_up_but_the_keys_of_the_run(swarm: Swarm) -> None:
+    store = swarm.reader(await swarm.serve(OURS))
+    for key in ("", "swarm.runs.", keys.of_stage(RUN, 2), keys.of_trainers("another")):
+        with pytest.raises(WrongRun, match="is no key of the run"):
+            await store.get(key)
+    assert swarm.dht.num_lookups == 0
+
+
+async def test_a_reply_is_bounded_and_says_so(swarm: Swarm, caplog: pytest.LogCaptureFixture) -> None:
+    key = keys.of_stage(RUN, 0)
+    for number in range(5):
+        await swarm.dht.store(key, str(number), bytes(MAX_REPLY_BYTES // 4), 1060.0)
+    with caplog.at_level(logging.WARNING):
+        found = await swarm.reader(await swarm.serve(OURS)).get(key)
+    assert sorted(found) == ["0", "1", "2"]
+    assert "2 more entries" in caplog.text
+
+
+async def test_when_the_asked_peer_is_gone_another_one_is_asked(swarm: Swarm) -> None:
+    first, second, third = [await swarm.serve(identity) for identity in (OURS, THEIRS, generate())]
+    store = swarm.reader(first, second)
+    await store.get(keys.RUNS)
+    await swarm.stop(OURS)
+    await store.get(keys.RUNS)
+    store.learn([third])
+    await swarm.stop(THEIRS)
+    await store.get(keys.RUNS)
+
+
+async def test_when_nobody_answers_the_first_ones_reason_is_told(swarm: Swarm) -> None:
+    store = swarm.reader(await swarm.serve(OURS))
+    swarm.dht.is_gone = True
+    for _ in range(3):
+        with pytest.raises(PeerUnavailable, match="no peer of the run answers: the DHT did not answer"):
+            await store.get(keys.RUNS)
+    assert swarm.dht.num_lookups == 1
+    await swarm.stop(OURS)
+    with pytest.raises(PeerUnavailable, match="no peer of the run answers"):
+        await store.get(keys.RUNS)
+
+
+async def test_a_reader_announces_nothing(swarm: Swarm) -> None:
+    store = swarm.reader(await swarm.serve(OURS))
+    assert not await store.store(keys.RUNS, OURS.peer_id, b"", 1060.0)
+    assert await swarm.dht.get(keys.RUNS) == {}
