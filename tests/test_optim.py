@@ -1,6 +1,8 @@
 """Optimizers take the steps that their papers and torch say."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -53,7 +55,7 @@ def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
     expected = {name: parameter.detach().double() for name, parameter in parameters.items()}
     first = {name: torch.zeros_like(value) for name, value in expected.items()}
     second = {name: torch.zeros_like(value) for name, value in expected.items()}
-    optimizer = optim.build_adamw(parameters, config)
+    optimizer = optim.AdamW(config)
     for step, rate in enumerate([0.1, 0.05, 0.02], start=1):
         optim.step(optimizer, parameters, _gradients(step), rate)
         for name, gradient in _gradients(step).items():
@@ -67,9 +69,48 @@ def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
         torch.testing.assert_close(parameter.detach().double(), expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "outer"])
+def test_steps_are_those_of_torchs_own_optimizers_to_the_bit(kind: str) -> None:
+    ours, theirs = _parameters(), _parameters()
+    if kind == "adamw":
+        config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
+        optimizer: optim.Optimizer = optim.AdamW(config)
+        groups = [{"params": [theirs["matrix"]], "weight_decay": 0.3}, {"params": [theirs["vector"]]}]
+        reference: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+    else:
+        optimizer = optim.OuterSgd(OuterConfig(momentum=0.9))
+        reference = torch.optim.SGD(theirs.values(), momentum=0.9, nesterov=True)
+    for step, rate in enumerate([0.1, 0.05, 0.02, 0.02]):
+        optim.step(optimizer, ours, _gradients(step), rate)
+        for group in reference.param_groups:
+            group["lr"] = rate
+        for name, gradient in _gradients(step).items():
+            theirs[name].grad = gradient
+        reference.step()
+    state = optim.state_tensors(optimizer, ours)
+    for name, parameter in theirs.items():
+        assert torch.equal(ours[name], parameter)
+        for key, value in reference.state[parameter].items():
+            assert torch.equal(state.pop(f"{name}/{key}"), value), key
+    assert not state
+
+
+def test_a_step_does_not_import_dynamo() -> None:
+    """It would take longer than torch itself, at the first step of every peer."""
+    program = """
+import sys, torch
+from swarm import optim
+from swarm.config import OptimizerConfig, OuterConfig
+for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig())):
+    optim.step(optimizer, {"w": torch.nn.Parameter(torch.zeros(2, 2))}, {"w": torch.ones(2, 2)}, 0.1)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_step_leaves_no_gradient_behind_and_its_arguments_alone() -> None:
     parameters, gradients = _parameters(), _gradients(0)
-    optim.step(optim.build_outer_sgd(parameters, OuterConfig()), parameters, gradients, 0.7)
+    optim.step(optim.OuterSgd(OuterConfig()), parameters, gradients, 0.7)
     assert all(parameter.grad is None for parameter in parameters.values())
     assert all(torch.equal(gradients[name], value) for name, value in _gradients(0).items())
 
@@ -77,7 +118,7 @@ def test_a_step_leaves_no_gradient_behind_and_its_arguments_alone() -> None:
 def test_adamw_without_matrices_or_without_vectors() -> None:
     for name, parameter in _parameters().items():
         before = parameter.detach().clone()
-        optim.step(optim.build_adamw({name: parameter}, OptimizerConfig()), {name: parameter}, _gradients(0), 0.1)
+        optim.step(optim.AdamW(OptimizerConfig()), {name: parameter}, _gradients(0), 0.1)
         assert not torch.equal(parameter.detach(), before)
 
 
@@ -90,7 +131,7 @@ def test_outer_sgd_follows_the_formula(momentum: float) -> None:
     parameters = _parameters()
     expected = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     velocity = {name: torch.zeros_like(value) for name, value in expected.items()}
-    optimizer = optim.build_outer_sgd(parameters, OuterConfig(learning_rate=0.7, momentum=momentum))
+    optimizer = optim.OuterSgd(OuterConfig(learning_rate=0.7, momentum=momentum))
     for step in range(4):
         optim.step(optimizer, parameters, _gradients(step), 0.7)
         for name, gradient in _gradients(step).items():
@@ -129,19 +170,19 @@ def test_clipped_gradients_have_the_largest_norm() -> None:
 def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
     """Who loads the state takes the same steps as who gave it, to the bit."""
 
-    def build(parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    def build() -> optim.Optimizer:
         if kind == "adamw":
-            return optim.build_adamw(parameters, OptimizerConfig(weight_decay=0.1))
-        return optim.build_outer_sgd(parameters, OuterConfig())
+            return optim.AdamW(OptimizerConfig(weight_decay=0.1))
+        return optim.OuterSgd(OuterConfig())
 
     giver = _parameters()
-    optimizer = build(giver)
+    optimizer = build()
     for step in range(3):
         optim.step(optimizer, giver, _gradients(step), 0.1)
     state = {name: value.clone() for name, value in optim.state_tensors(optimizer, giver).items()}
 
     taker = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in giver.items()}
-    other = build(taker)
+    other = build()
     optim.step(other, {name: nn.Parameter(p.detach().clone()) for name, p in taker.items()}, _gradients(9), 0.1)
     optim.load_state_tensors(other, taker, state)
     for step in range(3, 5):
@@ -153,7 +194,7 @@ def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
 
 def test_loading_copies_and_replaces() -> None:
     parameters = _parameters()
-    optimizer = optim.build_outer_sgd(parameters, OuterConfig())
+    optimizer = optim.OuterSgd(OuterConfig())
     optim.step(optimizer, parameters, _gradients(0), 0.1)
     given = {"matrix/momentum_buffer": torch.ones(4, 3)}
     optim.load_state_tensors(optimizer, parameters, given)
@@ -165,4 +206,4 @@ def test_loading_copies_and_replaces() -> None:
 
 def test_there_is_no_state_before_the_first_step() -> None:
     parameters = _parameters()
-    assert optim.state_tensors(optim.build_adamw(parameters, OptimizerConfig()), parameters) == {}
+    assert optim.state_tensors(optim.AdamW(OptimizerConfig()), parameters) == {}

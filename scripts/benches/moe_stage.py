@@ -20,9 +20,8 @@ from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor, nn
 
 from scripts.benches.common import write_json
-from scripts.benches.reference import BareStage
+from scripts.benches.reference import BareStage, torch_adamw
 from swarm import config as configs
-from swarm import optim
 from swarm.config import RunConfig
 
 NUM_HANDLERS = 2
@@ -72,7 +71,7 @@ def build_backend(config: RunConfig, stage: int) -> RoundBackend:
         expert_name(stage),
         LastStage(module) if is_last else module,
         round_samples=config.rounds.round_samples,
-        optimizer=optim.build_adamw(dict(module.named_parameters()), config.optimizer),
+        optimizer=torch_adamw(module, config.optimizer),
         args_schema=(hidden, tokens) if is_last else (tokens,),
         outputs_schema=BatchTensorDescriptor(1) if is_last else hidden,
         max_batch_size=4 * config.data.microbatch_size,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swarm import optim
-from swarm.config import RunConfig
+from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
@@ -30,6 +30,15 @@ class BareStage(nn.Module):
         return outputs
 
 
+def torch_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """The swarm's optimizer as the class of torch's own, for those who cannot do without one."""
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon)
+
+
 class Reference:
     """The whole model, from the same initial weights as the swarm's."""
 
@@ -38,7 +47,7 @@ class Reference:
         self._data = data
         self._model = build_transformer(config, device="cpu")
         self._parameters = dict(self._model.named_parameters())
-        self._adamw = optim.build_adamw(self._parameters, config.optimizer)
+        self._adamw = optim.AdamW(config.optimizer)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -69,3 +78,4 @@ class Reference:
         torch._foreach_mul_(list(gradients.values()), factor)
         rate = optim.learning_rate(self._config.optimizer, number * self._config.rounds.round_samples)
         optim.step(self._adamw, self._parameters, gradients, rate)
+        self._model.zero_grad(set_to_none=True)

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from scripts.benches.common import with_corpus
-from scripts.benches.reference import BareStage
+from scripts.benches.reference import BareStage, torch_adamw
 from scripts.benches.turns import take_turns
 from swarm import config as configs
-from swarm import optim
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.stages import token_loss
@@ -31,7 +30,7 @@ class StaticStage:
     def __init__(self, config: RunConfig, data: Microbatches, rank: int) -> None:
         self._config, self._data = config, data
         self._module = BareStage(config, rank)
-        self._adamw = optim.build_adamw(dict(self._module.named_parameters()), config.optimizer)
+        self._adamw = torch_adamw(self._module, config.optimizer)
         self._is_first, self._is_last = rank == 0, rank == config.stages.num_stages - 1
         stage = PipelineStage(self._module, rank, config.stages.num_stages, torch.device("cpu"))
         self._schedule = Schedule1F1B(stage, config.microbatches_per_round, loss_fn=token_loss)

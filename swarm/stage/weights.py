@@ -113,8 +113,8 @@ class StageWeights:
         self._num_buckets = 0
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.round = Round(lineage=lineage)
-        self._adamw = optim.build_adamw(self.masters, config.optimizer)
-        self._outer = None if config.rounds.synchronous else optim.build_outer_sgd(self.masters, config.outer)
+        self._adamw = optim.AdamW(config.optimizer)
+        self._outer = None if config.rounds.synchronous else optim.OuterSgd(config.outer)
         self._fragments = fragments(self.masters, 1 if self._outer is None else config.averaging.num_fragments)
         self._unaveraged_samples = [0] * len(self._fragments)
         """By fragment, samples of inner steps since it was last averaged."""

@@ -87,15 +87,14 @@ def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:
     options = {"weight_decay": 0.1, "clip_norm": 0.5}
     weights = _weights("diloco", **options)
     reference = dict(_module().named_parameters())
-    adamw = optim.build_adamw(reference, _config("diloco", **options).optimizer)
+    adamw = optim.AdamW(_config("diloco", **options).optimizer)
     for number in range(6):
         _accumulate(weights, number)
     for number in (0, 2, 4):
         mean = {name: (_gradients(number)[name] + _gradients(number + 1)[name]) / 2 for name in reference}
         norm = sum(float(value.square().sum()) for value in mean.values()) ** 0.5
-        for name, parameter in reference.items():
-            parameter.grad = mean[name] * min(1.0, 0.5 / norm)
-        adamw.step()
+        clipped = {name: value * min(1.0, 0.5 / norm) for name, value in mean.items()}
+        optim.step(adamw, reference, clipped, _config("diloco", **options).optimizer.learning_rate)
     _assert_same(weights.masters, reference)
     _assert_same(weights.version.parameters, reference)
     assert (weights.round_samples, weights.backlog_samples) == (12, 0)
