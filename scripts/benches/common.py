@@ -93,12 +93,16 @@ class SwarmProcesses:
             PeerUnavailable: one ended instead.
             DeadlineExceeded: one took too long.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_config(self.config, self.folder / "run.toml")
+        self.prepare()
         # The first one has to be there before others can join it.
         for batch in (stages[:1], stages[1:]):
             started = [(self.launch_peer(stage), stage) for stage in batch]
             self.peers += [self.until_ready(child, stage) for child, stage in started]
+
+    def prepare(self) -> None:
+        """Make the folder, with the configuration that the first peer reads."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_config(self.config, self.folder / "run.toml")
 
     def train(self, name: str, steps: int, *, evaluation_samples: int = 1) -> list[dict[str, Any]]:
         """Have a trainer train `steps` steps, and evaluate at the end; gives its metrics, one dictionary a step.

@@ -1,0 +1,145 @@
+"""How soon is each command of use, and what does that cost?
+
+A new swarm for each repetition: a first peer, one of another stage, a trainer until its first step is done, a peer
+that joins the trained stage, and swarm-status, which asks that peer or enters the DHT itself. Seconds are those of the
+clock until a peer serves, a trainer has taken its step or a program has answered; CPU seconds are those of all its
+processes until then, p2pd included. Importing a command's program is what it costs before it does anything.
+"""
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Supervisor
+from scripts.benches.common import (
+    POLL_SECONDS,
+    BenchOptions,
+    ServingPeer,
+    SwarmProcesses,
+    fail_on_exit,
+    program,
+    say,
+    with_corpus,
+)
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import PeerUnavailable
+from swarm.rpc.entry import Entry
+from swarm.types import PeerId
+
+PROGRAMS = ("stage_peer", "trainer", "status", "local", "keys")
+"""Modules in peers/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Measure the start of each command."""
+
+    repetitions: int = 3
+    """Swarms that are started, one after another."""
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Medians of all repetitions."""
+    config, _ = with_corpus(_config(options))
+    samples: list[dict[str, float]] = []
+    for number in range(options.repetitions):
+        say(f"repetition {number + 1} of {options.repetitions}")
+        with tempfile.TemporaryDirectory() as folder, Supervisor(Path(folder) / "logs") as children:
+            swarm = SwarmProcesses(config, children, Path(folder))
+            samples.append({**_imports(), **_starts(swarm)})
+    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+
+
+def _config(options: Options) -> RunConfig:
+    return RunConfig(
+        run="startup",
+        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=4),
+        rounds=RoundsConfig(setting="diloco", round_samples=32, inner_batch_samples=8),
+    )
+
+
+def _imports() -> dict[str, float]:
+    return {
+        f"import_{name}_cpu_seconds": _to_the_end([sys.executable, "-c", f"import peers.{name}"])[0]
+        for name in PROGRAMS
+    }
+
+
+def _starts(swarm: SwarmProcesses) -> dict[str, float]:
+    swarm.prepare()
+    figures = _serves(swarm, 0, "first_peer")
+    _serves(swarm, 1, "second_peer")
+    figures |= _first_step(swarm)
+    # It downloads what the second one has learnt.
+    figures |= _serves(swarm, 1, "joiner")
+    joiner = swarm.peers[-1]
+    for way, where in (("status", ["--peer", _entry(joiner)]), ("status_dht", ["--initial-peers", joiner.dht_address])):
+        cpu_seconds, seconds = _to_the_end(program("status", [*where, "--json"]))
+        figures |= {f"{way}_cpu_seconds": cpu_seconds, f"{way}_seconds": seconds}
+    return figures
+
+
+def _serves(swarm: SwarmProcesses, stage: int, name: str) -> dict[str, float]:
+    began_at = time.time()
+    child = swarm.launch_peer(stage)
+    peer = swarm.until_ready(child, stage)
+    cpu_seconds = cpu_seconds_of(child.pid)
+    swarm.peers.append(peer)
+    # The peer itself writes down when it serves.
+    seconds = peer.record.announced_at - began_at
+    return {f"{name}_serving_cpu_seconds": cpu_seconds, f"{name}_serving_seconds": seconds}
+
+
+def _entry(peer: ServingPeer) -> str:
+    return str(Entry(PeerId(peer.record.peer_id), peer.record.endpoint))
+
+
+def _first_step(swarm: SwarmProcesses) -> dict[str, float]:
+    began_at = time.monotonic()
+    child = swarm.launch_trainer("trainer", 1)
+    while not swarm.steps("trainer"):
+        fail_on_exit(swarm.children)
+        time.sleep(POLL_SECONDS)
+    seconds, cpu_seconds = time.monotonic() - began_at, cpu_seconds_of(child.pid)
+    while not (ended := swarm.children.exits()):
+        time.sleep(POLL_SECONDS)
+    failed = [end for end in ended if end.name != child.name or end.returncode != 0]
+    if failed:
+        raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
+    return {"trainer_first_step_cpu_seconds": cpu_seconds, "trainer_first_step_seconds": seconds}
+
+
+def _to_the_end(command: Sequence[str]) -> tuple[float, float]:
+    """CPU seconds of a command and all that it waited for, and seconds of the clock."""
+    began_at, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if result.returncode != 0:
+        raise PeerUnavailable(f"{command[-1]}: {result.stderr.strip() or result.returncode}")
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_seconds, time.monotonic() - began_at
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """What a process has used so far, with its children, those that have ended included."""
+    # After the name, which may hold anything: user and system time are fields 14 and 15, those of the dead 16 and 17.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    children = [
+        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return own + sum(map(cpu_seconds_of, map(int, children)))
