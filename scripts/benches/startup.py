@@ -59,6 +59,7 @@ def run(options: Options) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, Supervisor(Path(folder) / "logs") as children:
             swarm = SwarmProcesses(config, children, Path(folder))
             samples.append({**_imports(), **_starts(swarm)})
+        say(", ".join(f"{name} {value:.2f}" for name, value in samples[-1].items()))
     return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
 
 
