@@ -8,13 +8,14 @@ chunk, each with one chunk at a time, so they share its lines evenly.
 What one machine sends to another can be slowed further, or held back for good or for a while, and their connections
 can be broken: so links are slow or stalled, one way or both, and replies are lost after the work was done.
 
-Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Latency is not added.
-The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
+Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Lines may be long as
+well: then bytes arrive half a round trip after they have gone over, and as many as fit are under way. The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
 it, the sender's kernel lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
 """
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,13 +39,13 @@ class Line:
     def __init__(self, bytes_per_second: float) -> None:
         self.num_bytes = 0
         """Bytes that went over it."""
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._free_at = 0.0
 
     def queue(self, num_bytes: int, now: float) -> float:
         """Take the last place in the queue; gives the time at which the bytes have gone over."""
         self.num_bytes += num_bytes
-        self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self._bytes_per_second
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self.bytes_per_second
         return self._free_at
 
 
@@ -63,14 +64,44 @@ class Machine:
         return {"grpc_proxy": f"http://{self.proxy}", "no_grpc_proxy": ""}
 
 
+class DelayLine:
+    """One direction of a connection, so long that bytes take a while: all of them as long, and in their order."""
+
+    def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
+        self._writer = writer
+        self._loop = loop
+        self._under_way: deque[bytes] = deque()
+        self._arrives_at = 0.0
+
+    def send(self, chunk: bytes, seconds: float) -> None:
+        """Let bytes arrive so much later, though never before what was sent before them."""
+        self._arrives_at = max(self._arrives_at, self._loop.time() + seconds)
+        self._under_way.append(chunk)
+        # Timers that are due at once go off in any order: each brings what has waited longest.
+        self._loop.call_at(self._arrives_at, self._arrive)
+
+    async def end(self) -> None:
+        """Return when everything has arrived."""
+        while self._under_way:
+            await asyncio.sleep(self._arrives_at - self._loop.time())
+
+    def _arrive(self) -> None:
+        chunk = self._under_way.popleft()
+        if not self._writer.transport.is_closing():
+            self._writer.write(chunk)
+
+
 @dataclass(eq=False)
 class Throttle:
     """The lines of all machines. Bytes pass inside its `with` block."""
 
     bytes_per_second: float
     """Of each line."""
+    round_trip_seconds: float = 0.0
+    """What the length of the lines adds to a call and its answer, whoever calls whom."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
+    _machines: list[Machine] = field(default_factory=list)
     _serving: dict[str, Machine] = field(default_factory=dict)
     _obstacles: dict[tuple[Machine, Machine], float] = field(default_factory=dict)
     """From whom to whom, and how many bytes per second still pass."""
@@ -95,6 +126,12 @@ class Throttle:
     def serve(self, endpoint: str, machine: Machine) -> None:
         """Have what others send to `endpoint`, and get from there, go over the lines of its machine as well."""
         self._serving[endpoint] = machine
+
+    def change(self, bytes_per_second: float, round_trip_seconds: float) -> None:
+        """From now on have every line be as fast and as long as this."""
+        self.bytes_per_second, self.round_trip_seconds = bytes_per_second, round_trip_seconds
+        for machine in self._machines:
+            machine.up.bytes_per_second = machine.down.bytes_per_second = bytes_per_second
 
     def hinder(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
         """From now on let no more than this pass from one machine to another; what has to wait is not lost."""
@@ -129,6 +166,7 @@ class Throttle:
         host, port = listener.getsockname()
         up, down = Line(self.bytes_per_second), Line(self.bytes_per_second)
         machine = Machine(up=up, down=down, proxy=f"{host}:{port}")
+        self._machines.append(machine)
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._connect(machine, reader, writer)
@@ -165,6 +203,7 @@ class Throttle:
     ) -> None:  # fmt: skip
         """Pass one direction on until its end of file. Raises OSError when either side fails."""
         time = asyncio.get_running_loop().time
+        delayed = DelayLine(writer, asyncio.get_running_loop())
         writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
         while chunk := await reader.read(CHUNK_BYTES):
             source, target = ends()
@@ -173,8 +212,9 @@ class Throttle:
             await asyncio.sleep(passed_at - time())
             if source and target:
                 await self._pass_obstacle(source, target, len(chunk))
-            writer.write(chunk)
+            delayed.send(chunk, self.round_trip_seconds / 2)
             await writer.drain()
+        await delayed.end()
         writer.write_eof()
 
     async def _pass_obstacle(self, source: Machine, target: Machine, num_bytes: int) -> None:
