@@ -7,6 +7,7 @@ the peers that worked on it before are asked first. Never looks into the tensors
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _NOBODY_SECONDS = 1.0
 """A stage whose every peer is banned for longer than this is reported as empty."""
+
+_REFUSED_SECONDS = 1.0
+"""Who was refused asks again within this."""
 
 TRAINER_ACK_SECONDS = 7.0
 """A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
@@ -152,6 +156,13 @@ class Hop:
         self._limits = limits or HopLimits()
         self._events = events or NoEvents()
         self._credits = Credits()
+        self._num_sending = 0
+        self._refused_at = -math.inf
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether one more microbatch would wait here for those before it: for the line, or for a place downstream."""
+        return self._num_sending > 0 or self._clock.monotonic() - self._refused_at < _REFUSED_SECONDS
 
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
@@ -219,6 +230,7 @@ class Hop:
             try:
                 return await once(record)
             except Overloaded as busy:
+                self._refused_at = self._clock.monotonic()
                 attempt.num_busy += 1
                 self._router.busy(peer_id, busy.retry_after_seconds)
                 attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
@@ -279,9 +291,13 @@ class Hop:
             if not request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
             accepted_at = self._clock.monotonic()
-            for name, tensor in tensors.items():
-                for chunk in chunks(name, tensor):
-                    await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
+            self._num_sending += 1
+            try:
+                for name, tensor in tensors.items():
+                    for chunk in chunks(name, tensor):
+                        await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
+            finally:
+                self._num_sending -= 1
             if request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
             attempt.route = {**attempt.route, self.stage: peer_id}

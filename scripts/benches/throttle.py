@@ -9,8 +9,9 @@ What one machine sends to another can be slowed further, or held back for good o
 can be broken: so links are slow or stalled, one way or both, and replies are lost after the work was done.
 
 Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Lines may be long as
-well: then bytes arrive half a round trip after they have gone over, and as many as fit are under way. The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
-it, the sender's kernel lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
+well: then bytes arrive half a round trip after they have gone over, and as many as fit are under way. The proxy holds
+about 0.1 MB a connection and direction beyond that, as a router with a short queue does; before it, the sender's kernel
+lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
 """
 
 import asyncio
@@ -82,13 +83,14 @@ class DelayLine:
 
     async def end(self) -> None:
         """Return when everything has arrived."""
+        await asyncio.sleep(self._arrives_at - self._loop.time())
         while self._under_way:
-            await asyncio.sleep(self._arrives_at - self._loop.time())
+            self._arrive()
 
     def _arrive(self) -> None:
-        chunk = self._under_way.popleft()
-        if not self._writer.transport.is_closing():
-            self._writer.write(chunk)
+        # At the end what was due at once may have been brought by somebody else.
+        if self._under_way and not self._writer.transport.is_closing():
+            self._writer.write(self._under_way.popleft())
 
 
 @dataclass(eq=False)
