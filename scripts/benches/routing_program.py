@@ -6,6 +6,7 @@ POLICY is `queue` (changes nothing), `round_robin` or `random`. Only what a choi
 busy, banned or asked before are left out as ever: the other rules know when to leave a peer alone, not what it manages.
 """
 
+import heapq
 import random
 import sys
 from collections.abc import Callable
@@ -32,8 +33,7 @@ def replace_choice(cost: Callable[[random.Random], float]) -> None:
 
     def enter(self: Any, member: Any) -> None:
         member.priority = max(member.priority, self._virtual_now + cost(self._rng))
-        self._ready.append((member.priority, member.ticket, member))
-        self._ready.sort(key=lambda entry: entry[:2])
+        heapq.heappush(self._ready, (member.priority, member.ticket, member))
 
     PeerQueue._charge = charge  # type: ignore[method-assign]
     PeerQueue._enter = enter  # type: ignore[method-assign]

@@ -40,13 +40,13 @@ class Line:
     def __init__(self, bytes_per_second: float) -> None:
         self.num_bytes = 0
         """Bytes that went over it."""
-        self.bytes_per_second = bytes_per_second
+        self._bytes_per_second = bytes_per_second
         self._free_at = 0.0
 
     def queue(self, num_bytes: int, now: float) -> float:
         """Take the last place in the queue; gives the time at which the bytes have gone over."""
         self.num_bytes += num_bytes
-        self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self.bytes_per_second
+        self._free_at = max(self._free_at, now - BURST_SECONDS) + num_bytes / self._bytes_per_second
         return self._free_at
 
 
@@ -103,7 +103,6 @@ class Throttle:
     """What the length of the lines adds to a call and its answer, whoever calls whom."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
-    _machines: list[Machine] = field(default_factory=list)
     _serving: dict[str, Machine] = field(default_factory=dict)
     _obstacles: dict[tuple[Machine, Machine], float] = field(default_factory=dict)
     """From whom to whom, and how many bytes per second still pass."""
@@ -128,12 +127,6 @@ class Throttle:
     def serve(self, endpoint: str, machine: Machine) -> None:
         """Have what others send to `endpoint`, and get from there, go over the lines of its machine as well."""
         self._serving[endpoint] = machine
-
-    def change(self, bytes_per_second: float, round_trip_seconds: float) -> None:
-        """From now on have every line be as fast and as long as this."""
-        self.bytes_per_second, self.round_trip_seconds = bytes_per_second, round_trip_seconds
-        for machine in self._machines:
-            machine.up.bytes_per_second = machine.down.bytes_per_second = bytes_per_second
 
     def hinder(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
         """From now on let no more than this pass from one machine to another; what has to wait is not lost."""
@@ -168,7 +161,6 @@ class Throttle:
         host, port = listener.getsockname()
         up, down = Line(self.bytes_per_second), Line(self.bytes_per_second)
         machine = Machine(up=up, down=down, proxy=f"{host}:{port}")
-        self._machines.append(machine)
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await self._connect(machine, reader, writer)

@@ -173,40 +173,34 @@ def _measure_row(options: Options, name: str) -> list[Measured]:
     settings = [
         Measured(megabits=megabits, round_trip_ms=ms) for megabits in options.megabits for ms in options.round_trips_ms
     ]
-    environment = {PACE: str(2 * Row.of(name).compute_seconds / SAMPLES)}
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-wan-") as folder,
-        Throttle(max(options.megabits) / options.scale * 1e6 / 8) as throttle,
-        Lines(Path(folder) / "logs", throttle, environment) as children,
-    ):
-        swarm = SwarmProcesses(config, children, Path(folder) / name)
-        say(f"{name}: 2 peers start")
-        swarm.start_peers((0, 1))
-        serve(swarm, swarm.peers)
-        for repetition in range(options.repetitions):
-            for number, setting in enumerate(settings):
-                bytes_per_second = setting.megabits / options.scale * 1e6 / 8
-                throttle.change(bytes_per_second, setting.round_trip_ms / 1000)
-                _measure(options, swarm, children, setting, f"trainer-{repetition}-{number}", bytes_per_second)
-                say(
-                    f"{name}, {setting.megabits:g} Mb/s, {setting.round_trip_ms} ms: "
-                    f"{setting.tokens_per_second[-1]:.0f} tokens/s, {setting.share_of_line[-1]:.2f} of the line"
-                )
+    for _ in range(options.repetitions):
+        for setting in settings:
+            # A swarm of its own for each: what TCP, gRPC, peers and trainer learn of a line, they learn anew.
+            with tempfile.TemporaryDirectory(prefix="bench-wan-") as folder:
+                _measure(options, config, Row.of(name), setting, Path(folder))
+            say(
+                f"{name}, {setting.megabits:g} Mb/s, {setting.round_trip_ms} ms: "
+                f"{setting.tokens_per_second[-1]:.0f} tokens/s, {setting.share_of_line[-1]:.2f} of the line"
+            )
     return settings
 
 
-def _measure(
-    options: Options, swarm: SwarmProcesses, children: Lines, setting: Measured, name: str, bytes_per_second: float
-) -> None:
-    trainer = swarm.launch_trainer(name, NEVER)
-    peers = [(peer, children.machines[peer.child.name]) for peer in swarm.peers]
-    watched = children.throttle.loop.run(
-        watch(
-            swarm.config.run_id, peers, children.own, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds
+def _measure(options: Options, config: RunConfig, row: Row, setting: Measured, folder: Path) -> None:
+    bytes_per_second = setting.megabits / options.scale * 1e6 / 8
+    environment = {PACE: str(2 * row.compute_seconds / SAMPLES)}
+    with (
+        Throttle(bytes_per_second, setting.round_trip_ms / 1000) as throttle,
+        Lines(folder / "logs", throttle, environment) as children,
+    ):
+        swarm = SwarmProcesses(config, children, folder / "swarm")
+        swarm.start_peers((0, 1))
+        serve(swarm, swarm.peers)
+        swarm.launch_trainer("trainer", NEVER)
+        peers = [(peer, children.machines[peer.child.name]) for peer in swarm.peers]
+        watched = throttle.loop.run(
+            watch(config.run_id, peers, children.own, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds)
         )
-    )
-    fail_on_exit(children)
-    children.kill9(trainer)
+        fail_on_exit(children)
     (first,) = (one for one in watched if one.stage == 0)
-    setting.tokens_per_second.append(swarm.config.data.tokens_per_microbatch * first.microbatches_per_second)
+    setting.tokens_per_second.append(config.data.tokens_per_microbatch * first.microbatches_per_second)
     setting.share_of_line.append(max(max(one.up, one.down) for one in watched) / bytes_per_second)
