@@ -7,7 +7,6 @@ the peers that worked on it before are asked first. Never looks into the tensors
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -43,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 _NOBODY_SECONDS = 1.0
 """A stage whose every peer is banned for longer than this is reported as empty."""
-
-_REFUSED_SECONDS = 1.0
-"""Who was refused asks again within this."""
 
 TRAINER_ACK_SECONDS = 7.0
 """A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
@@ -138,6 +134,8 @@ class _Attempt:
     forward_passed: bool = False
     num_failures: int = 0
     num_busy: int = 0
+    is_refused: bool = False
+    """Whether nobody has taken it since somebody was busy."""
 
 
 class Hop:
@@ -157,12 +155,12 @@ class Hop:
         self._events = events or NoEvents()
         self._credits = Credits()
         self._num_sending = 0
-        self._refused_at = -math.inf
+        self._num_refused = 0
 
     @property
     def is_held_up(self) -> bool:
         """Whether one more microbatch would wait here for those before it: for the line, or for a place downstream."""
-        return self._num_sending > 0 or self._clock.monotonic() - self._refused_at < _REFUSED_SECONDS
+        return self._num_sending > 0 or self._num_refused > 0
 
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
@@ -221,22 +219,29 @@ class Hop:
         listener: HopListener,
         attempt: _Attempt,
     ) -> _Answer:
-        while True:
-            record = self._choose(num_samples, attempt)
-            if record is None:
-                await self._wait_for_somebody(listener, attempt)
-                continue
-            peer_id = PeerId(record.peer_id)
-            try:
-                return await once(record)
-            except Overloaded as busy:
-                self._refused_at = self._clock.monotonic()
-                attempt.num_busy += 1
-                self._router.busy(peer_id, busy.retry_after_seconds)
-                attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
-            except (Retryable, WrongStage) as error:
-                # Of the wrong stage is a peer that has moved since it was announced.
-                self._failed(peer_id, record.name, error, attempt)
+        try:
+            while True:
+                record = self._choose(num_samples, attempt)
+                if record is None:
+                    await self._wait_for_somebody(listener, attempt)
+                    continue
+                peer_id = PeerId(record.peer_id)
+                try:
+                    return await once(record)
+                except Overloaded as busy:
+                    attempt.num_busy += 1
+                    self._set_refused(attempt, True)
+                    self._router.busy(peer_id, busy.retry_after_seconds)
+                    attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
+                except (Retryable, WrongStage) as error:
+                    # Of the wrong stage is a peer that has moved since it was announced.
+                    self._failed(peer_id, record.name, error, attempt)
+        finally:
+            self._set_refused(attempt, False)
+
+    def _set_refused(self, attempt: _Attempt, is_refused: bool) -> None:
+        self._num_refused += is_refused - attempt.is_refused
+        attempt.is_refused = is_refused
 
     async def _wait_for_somebody(self, listener: HopListener, attempt: _Attempt) -> None:
         """Wait until a peer can be asked, or for a moment: new ones may come at any time."""
@@ -290,6 +295,7 @@ class Hop:
             await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
             if not request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
+                self._set_refused(attempt, False)
             accepted_at = self._clock.monotonic()
             self._num_sending += 1
             try:
@@ -300,6 +306,7 @@ class Hop:
                 self._num_sending -= 1
             if request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
+            self._set_refused(attempt, False)
             attempt.route = {**attempt.route, self.stage: peer_id}
             listener.routed(attempt.route)
             stalled_since = self._clock.monotonic()

@@ -5,7 +5,8 @@ trainer needs no knowledge of the swarm's size or of the links. Pure.
 """
 
 _GROWTH = 1.0
-_DECREASE = 0.85
+_DECREASE = 0.93
+"""Little: Busy from one of many peers says that this one has enough, not that all have."""
 
 
 class Window:

@@ -7,7 +7,7 @@ refused while the peer has next to nothing to do, and they get fewer again while
 
 LARGEST = 64
 """Of what is learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
-FEW = 1
+FEW = 2
 """So many tasks at the compute thread, the running one included, do not keep it busy for long."""
 PILE = 4
 """So many are more than it takes."""
