@@ -96,7 +96,7 @@ class Narrow(nn.Module):
     def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
         """tokens_BT at stage 0, else hidden_BTD; gives hidden_BTD, or logits_BTV at the last stage."""
         if self.embedding is None:
-            narrow_BTF = inputs.unflatten(-1, (self.num_repeats, self.WIDTH)).mean(dim=-2)
+            narrow_BTF = inputs.reshape(*inputs.shape[:-1], self.num_repeats, self.WIDTH).mean(dim=-2)
         else:
             narrow_BTF = self.embedding(inputs)
         for layer_F in self.layers.values():
