@@ -96,7 +96,8 @@ class PeerOptions:
     name: str = ""
     """What others see; by default host name and process id."""
     max_in_flight: int = 0
-    """Microbatches to work on at once; 0 takes two more than there are stages."""
+    """Microbatches to work on at once; 0 takes two more than there are stages, and more where links are so long or slow
+    that these do not keep the peer busy."""
     graph_memory_mib: int = 4096
     """Memory for what backward needs of forward; beyond it forwards are computed again."""
     insecure: bool = False

@@ -55,6 +55,7 @@ from swarm.stage.backend import GraphBudget, StageBackend, reply_specs
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
+from swarm.stage.slots import LARGEST
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.weights import StageWeights, digest_of
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
@@ -127,7 +128,10 @@ class StageServer:
             )  # fmt: skip
         self._stage = Stage(
             config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
-            limits=StageLimits(max_in_flight=options.max_in_flight or config.stages.num_stages + 2),
+            limits=StageLimits(
+                max_in_flight=options.max_in_flight or config.stages.num_stages + 2,
+                largest_in_flight=options.max_in_flight or LARGEST,
+            ),
             events=self._events,
         )  # fmt: skip
         self._hop = hop

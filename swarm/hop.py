@@ -134,6 +134,8 @@ class _Attempt:
     forward_passed: bool = False
     num_failures: int = 0
     num_busy: int = 0
+    is_refused: bool = False
+    """Whether nobody has taken it since somebody was busy."""
 
 
 class Hop:
@@ -152,6 +154,13 @@ class Hop:
         self._limits = limits or HopLimits()
         self._events = events or NoEvents()
         self._credits = Credits()
+        self._num_sending = 0
+        self._num_refused = 0
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether one more microbatch would wait here for those before it: for the line, or for a place downstream."""
+        return self._num_sending > 0 or self._num_refused > 0
 
     async def train(
         self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
@@ -210,21 +219,29 @@ class Hop:
         listener: HopListener,
         attempt: _Attempt,
     ) -> _Answer:
-        while True:
-            record = self._choose(num_samples, attempt)
-            if record is None:
-                await self._wait_for_somebody(listener, attempt)
-                continue
-            peer_id = PeerId(record.peer_id)
-            try:
-                return await once(record)
-            except Overloaded as busy:
-                attempt.num_busy += 1
-                self._router.busy(peer_id, busy.retry_after_seconds)
-                attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
-            except (Retryable, WrongStage) as error:
-                # Of the wrong stage is a peer that has moved since it was announced.
-                self._failed(peer_id, record.name, error, attempt)
+        try:
+            while True:
+                record = self._choose(num_samples, attempt)
+                if record is None:
+                    await self._wait_for_somebody(listener, attempt)
+                    continue
+                peer_id = PeerId(record.peer_id)
+                try:
+                    return await once(record)
+                except Overloaded as busy:
+                    attempt.num_busy += 1
+                    self._set_refused(attempt, True)
+                    self._router.busy(peer_id, busy.retry_after_seconds)
+                    attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
+                except (Retryable, WrongStage) as error:
+                    # Of the wrong stage is a peer that has moved since it was announced.
+                    self._failed(peer_id, record.name, error, attempt)
+        finally:
+            self._set_refused(attempt, False)
+
+    def _set_refused(self, attempt: _Attempt, is_refused: bool) -> None:
+        self._num_refused += is_refused - attempt.is_refused
+        attempt.is_refused = is_refused
 
     async def _wait_for_somebody(self, listener: HopListener, attempt: _Attempt) -> None:
         """Wait until a peer can be asked, or for a moment: new ones may come at any time."""
@@ -278,12 +295,18 @@ class Hop:
             await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
             if not request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
+                self._set_refused(attempt, False)
             accepted_at = self._clock.monotonic()
-            for name, tensor in tensors.items():
-                for chunk in chunks(name, tensor):
-                    await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
+            self._num_sending += 1
+            try:
+                for name, tensor in tensors.items():
+                    for chunk in chunks(name, tensor):
+                        await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
+            finally:
+                self._num_sending -= 1
             if request.eager:
                 self._admitted(await self._read(call, self._limits.open_seconds))
+            self._set_refused(attempt, False)
             attempt.route = {**attempt.route, self.stage: peer_id}
             listener.routed(attempt.route)
             stalled_since = self._clock.monotonic()

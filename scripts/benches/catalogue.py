@@ -17,5 +17,7 @@ MEASURING = {
     "wire": "validation loss and bytes of what travels between stages (slow)",
     "intruders": "what honest traffic keeps beside an intruder",
     "link": "throughput while a round is exchanged over slow links (slow)",
+    "wan": "throughput over long and slow lines, for layers of three sizes (slow)",
+    "heterogeneous": "unequal peers that come and go, against their capacities (slow)",
     "diloco": "validation loss and bytes of each way to average (slow)",
 }

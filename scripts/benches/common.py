@@ -8,7 +8,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ class SwarmProcesses:
     peers: list[ServingPeer] = field(default_factory=list)
     logs_events: bool = False
     """Whether every process writes an event log, to `events`."""
+    program: Callable[[str, Sequence[str]], list[str]] = field(default=lambda name, arguments: program(name, arguments))
+    """The command line of a program, by its name and arguments."""
     _num_started: int = 0
 
     @property
@@ -131,7 +133,7 @@ class SwarmProcesses:
             *self._event_log(name),
             "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
         ]  # fmt: skip
-        return self.children.start(f"{self.folder.name}-{name}", program("trainer", arguments))
+        return self.children.start(f"{self.folder.name}-{name}", self.program("trainer", arguments))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """The metrics that a trainer has written so far, one dictionary a step."""
@@ -155,7 +157,7 @@ class SwarmProcesses:
             *self._event_log(name),
             *(["--initial-peers", *addresses] if addresses else ["--config", str(self.folder / "run.toml")]),
         ]  # fmt: skip
-        return self.children.start(name, program("peer", arguments), environment=environment)
+        return self.children.start(name, self.program("peer", arguments), environment=environment)
 
     def ready_file(self, name: str) -> Path:
         """Of a peer: it is there once the peer serves."""

@@ -132,16 +132,22 @@ def _config(options: Options, arm: Arm) -> RunConfig:
 class Lines(Supervisor):
     """Puts every child behind a line of its own."""
 
-    def __init__(self, log_folder: Path, throttle: Throttle) -> None:
+    def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            environment: of every child, beside its line.
+        """
         super().__init__(log_folder)
         self.folder = log_folder
+        self.environment = dict(environment or {})
         self.throttle = throttle
         self.machines: dict[str, Machine] = {}
         self.own = throttle.machine()
 
     def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
         self.machines[name] = machine = self.throttle.machine()
-        return super().start(name, command, environment={**(environment or {}), **machine.environment})
+        environment = {**self.environment, **(environment or {}), **machine.environment}
+        return super().start(name, command, environment=environment)
 
 
 def _start(options: Options, arm: Arm, children: Lines, folder: Path) -> SwarmProcesses:

@@ -7,6 +7,7 @@ deadline of a report to a leader: what delays it would delay a heartbeat. Change
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -116,8 +117,13 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel]) -> N
         replies = [await _describe(run_id, channel, START_SECONDS) for channel in channels]
         return sum(reply.counters.committed for reply in replies)
 
-    deadline, before = time.monotonic() + START_SECONDS, await committed()
-    while await committed() == before:
+    deadline, before = time.monotonic() + START_SECONDS, None
+    while True:
+        with suppress(grpc.aio.AioRpcError):  # A line that is full, or a machine that is busy, may miss a ping.
+            now = await committed()
+            before = now if before is None else before
+            if now > before:
+                return
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"no microbatch in {START_SECONDS:.0f} s: is the machine busy with other work?")
         await asyncio.sleep(POLL_SECONDS)

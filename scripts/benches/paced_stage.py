@@ -2,7 +2,8 @@
 
 Peers load them by name in `model.custom_class`, so that many of them fit on few cores and each has a capacity of its
 own, which an environment variable may change. `Paced` is for measuring links: its layers hold parameters, (d_ff,
-d_model) each, that cost next to no computation, and never learn much. `PacedTransformer` is the real stage.
+d_model) each, that cost next to no computation, and never learn much; `Narrow` has hardly any. `PacedTransformer` is
+the real stage.
 
 Shape suffixes: B samples, T positions, D model width, F feed-forward width.
 """
@@ -73,3 +74,33 @@ class PacedTransformer(StageModule):
 def _pause(hidden_BTD: Tensor) -> Tensor:
     output_BTD: Tensor = _Pause.apply(hidden_BTD)  # type: ignore[no-untyped-call]  # torch's
     return output_BTD
+
+
+class Narrow(nn.Module):
+    """As wide as the wire wants it, and hardly anything to compute: of its channels only so many differ.
+
+    For measuring long lines, where what the CPU does beside the pauses would be what is measured.
+    """
+
+    WIDTH = 32
+
+    def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
+        super().__init__()
+        model = config.model
+        is_last = stage == config.stages.num_stages - 1
+        self.num_repeats = model.d_model // self.WIDTH
+        self.embedding = nn.Embedding(model.vocab_size, self.WIDTH) if stage == 0 else None
+        self.layers = nn.ParameterDict({str(layer): torch.empty(self.WIDTH) for layer in layer_range})
+        self.head = nn.Linear(self.WIDTH, model.vocab_size, bias=False) if is_last else None
+
+    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None) -> Tensor:
+        """tokens_BT at stage 0, else hidden_BTD; gives hidden_BTD, or logits_BTV at the last stage."""
+        if self.embedding is None:
+            narrow_BTF = inputs.reshape(*inputs.shape[:-1], self.num_repeats, self.WIDTH).mean(dim=-2)
+        else:
+            narrow_BTF = self.embedding(inputs)
+        for layer_F in self.layers.values():
+            narrow_BTF = narrow_BTF * layer_F
+        narrow_BTF = _pause(narrow_BTF)
+        output_BTD: Tensor = narrow_BTF.repeat(1, 1, self.num_repeats) if self.head is None else self.head(narrow_BTF)
+        return output_BTD

@@ -8,13 +8,15 @@ chunk, each with one chunk at a time, so they share its lines evenly.
 What one machine sends to another can be slowed further, or held back for good or for a while, and their connections
 can be broken: so links are slow or stalled, one way or both, and replies are lost after the work was done.
 
-Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Latency is not added.
-The proxy holds about 0.1 MB a connection and direction, as a router with a short queue does; before
-it, the sender's kernel lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
+Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Lines may be long as
+well: then bytes arrive half a round trip after they have gone over, and as many as fit are under way. The proxy holds
+about 0.1 MB a connection and direction beyond that, as a router with a short queue does; before it, the sender's kernel
+lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
 """
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,12 +65,42 @@ class Machine:
         return {"grpc_proxy": f"http://{self.proxy}", "no_grpc_proxy": ""}
 
 
+class DelayLine:
+    """One direction of a connection, so long that bytes take a while: all of them as long, and in their order."""
+
+    def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
+        self._writer = writer
+        self._loop = loop
+        self._under_way: deque[bytes] = deque()
+        self._arrives_at = 0.0
+
+    def send(self, chunk: bytes, seconds: float) -> None:
+        """Let bytes arrive so much later, though never before what was sent before them."""
+        self._arrives_at = max(self._arrives_at, self._loop.time() + seconds)
+        self._under_way.append(chunk)
+        # Timers that are due at once go off in any order: each brings what has waited longest.
+        self._loop.call_at(self._arrives_at, self._arrive)
+
+    async def end(self) -> None:
+        """Return when everything has arrived."""
+        await asyncio.sleep(self._arrives_at - self._loop.time())
+        while self._under_way:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        # At the end what was due at once may have been brought by somebody else.
+        if self._under_way and not self._writer.transport.is_closing():
+            self._writer.write(self._under_way.popleft())
+
+
 @dataclass(eq=False)
 class Throttle:
     """The lines of all machines. Bytes pass inside its `with` block."""
 
     bytes_per_second: float
     """Of each line."""
+    round_trip_seconds: float = 0.0
+    """What the length of the lines adds to a call and its answer, whoever calls whom."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
     _serving: dict[str, Machine] = field(default_factory=dict)
@@ -165,6 +197,7 @@ class Throttle:
     ) -> None:  # fmt: skip
         """Pass one direction on until its end of file. Raises OSError when either side fails."""
         time = asyncio.get_running_loop().time
+        delayed = DelayLine(writer, asyncio.get_running_loop())
         writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
         while chunk := await reader.read(CHUNK_BYTES):
             source, target = ends()
@@ -173,8 +206,9 @@ class Throttle:
             await asyncio.sleep(passed_at - time())
             if source and target:
                 await self._pass_obstacle(source, target, len(chunk))
-            writer.write(chunk)
+            delayed.send(chunk, self.round_trip_seconds / 2)
             await writer.drain()
+        await delayed.end()
         writer.write_eof()
 
     async def _pass_obstacle(self, source: Machine, target: Machine, num_bytes: int) -> None:

@@ -5,15 +5,19 @@ trainer needs no knowledge of the swarm's size or of the links. Pure.
 """
 
 _GROWTH = 1.0
-_DECREASE = 0.85
+_DECREASE = 0.93
+"""Little: Busy from one of many peers says that this one has enough, not that all have."""
 
 
 class Window:
-    """An additive-increase, multiplicative-decrease window."""
+    """A window that doubles until the first Busy, and then grows by addition and shrinks by multiplication."""
 
     def __init__(self, *, start: int, largest: int) -> None:
         self._size = float(start)
         self._largest = largest
+        self._was_busy = False
+        self._num_older = 0
+        """Microbatches to come that were in flight at the last decrease already."""
 
     @property
     def size(self) -> int:
@@ -21,9 +25,20 @@ class Window:
         return max(1, int(self._size))
 
     def finished(self, *, num_busy: int, in_flight: int) -> None:
-        """A microbatch came back; `num_busy` of its hops from here were answered Busy."""
+        """A microbatch came back; `num_busy` of its hops from here were answered Busy.
+
+        Args:
+            in_flight: microbatches under way, this one included.
+        """
+        is_older = self._num_older > 0
+        self._num_older = max(0, self._num_older - 1)
         if num_busy:
-            self._size = max(1.0, self._size * _DECREASE)
+            self._was_busy = True
+            # Those that were refused together are one sign, not many.
+            if not is_older:
+                self._size = max(1.0, self._size * _DECREASE)
+                self._num_older = in_flight - 1
         elif in_flight >= self.size:
             # Only a full window has shown that it is not too large.
-            self._size = min(float(self._largest), self._size + _GROWTH / self._size)
+            growth = _GROWTH / self._size if self._was_busy else _GROWTH
+            self._size = min(float(self._largest), self._size + growth)

@@ -1,7 +1,7 @@
 """A simulated stage peer: slots, a queue and one thread that computes, in virtual time.
 
 Used by swarm/simulation/pipeline. Who gets a slot and what is computed next is decided by the very classes that a real
-peer has (swarm.stage.admission, swarm.stage.task_queue); only the computing is replaced by waiting. Knows nothing of
+peer has (swarm.stage.admission, .slots and .task_queue); only the computing is replaced by waiting. Knows nothing of
 other peers.
 """
 
@@ -13,6 +13,7 @@ from functools import partial
 from swarm.routing.throughput import MovingAverage
 from swarm.simulation.timeline import Timeline
 from swarm.stage.admission import Admission
+from swarm.stage.slots import FEW, Slots
 from swarm.stage.task_queue import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -39,15 +40,19 @@ class SimulatedPeer:
     """One machine while it lives; when it comes back it is another one of these."""
 
     def __init__(
-        self, machine: Machine, timeline: Timeline, rng: random.Random, *, num_samples: int, max_in_flight: int
-    ) -> None:
+        self, machine: Machine, timeline: Timeline, rng: random.Random, *, num_samples: int, max_in_flight: int,
+        largest_in_flight: int = 0,
+    ) -> None:  # fmt: skip
         self.machine = machine
         self.is_gone = False
+        self.num_refused = 0
+        """Microbatches that wait here because every peer of the next stage that was asked was busy."""
         self._timeline = timeline
         self._rng = rng
         self._num_samples = num_samples
         self._queue = TaskQueue(QUEUE_CAPACITY)
-        self._admission = Admission(max_in_flight, timeline)
+        self._slots = Slots(max_in_flight, largest_in_flight)
+        self._admission = Admission(self._slots, timeline)
         self._seconds_per_sample = MovingAverage(0.1)
         self._is_running = False
         self._num_begun = 0
@@ -82,10 +87,12 @@ class SimulatedPeer:
     def admit(self, caller: str) -> None:
         """Take a slot. Raises Overloaded."""
         seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
-        self._admission.take(caller, retry_after_seconds=min(max(seconds, 0.02), 1.0))
+        idle = self.queue_length <= FEW and not self.num_refused
+        self._admission.take(caller, retry_after_seconds=min(max(seconds, 0.02), 1.0), idle=idle)
 
     def give_back(self, caller: str) -> None:
         """Free a slot."""
+        self._slots.freed(queue_length=self.queue_length)
         self._admission.give_back(caller)
 
     # -- computing ---------------------------------------------------------------------------------------------------

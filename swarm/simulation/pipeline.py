@@ -44,8 +44,9 @@ class SimulatedPipeline:
     """
 
     def __init__(
-        self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int
-    ) -> None:
+        self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int,
+        largest_in_flight: int = 0,
+    ) -> None:  # fmt: skip
         self.timeline = timeline
         self.num_stages = num_stages
         self.num_samples = num_samples
@@ -53,14 +54,16 @@ class SimulatedPipeline:
         self.num_reroutes = 0
         self._rng = rng
         self._max_in_flight = max_in_flight
+        self._largest_in_flight = largest_in_flight
         self._hops: dict[PeerId, dict[_Hop, None]] = {}
         """By peer: who waits for it."""
 
     def start(self, machine: Machine) -> None:
         """A peer begins to serve."""
         self.peers[machine.peer_id] = SimulatedPeer(
-            machine, self.timeline, self._rng, num_samples=self.num_samples, max_in_flight=self._max_in_flight
-        )
+            machine, self.timeline, self._rng, num_samples=self.num_samples, max_in_flight=self._max_in_flight,
+            largest_in_flight=self._largest_in_flight,
+        )  # fmt: skip
         self._hops[machine.peer_id] = {}
 
     def kill(self, peer_id: PeerId) -> None:
@@ -108,6 +111,7 @@ class _Hop:
         self._origin = origin
         self._caller = "trainer" if origin is None else origin.peer_id
         self._then = then
+        self._is_refused = False
         self._excluded: dict[PeerId, float] = {}
         self._attempt = 0
         """Number of the present one: what was planned for an earlier one does not happen any more."""
@@ -167,6 +171,7 @@ class _Hop:
         except Overloaded as busy:
             self._after(self._one_way, partial(self._refused, busy.retry_after_seconds))
             return
+        self._set_refused(False)
         # Without a credit, "accepted" goes back before the tensors come.
         self._after(0.0 if self._is_eager else 2 * self._one_way, self._begin)
 
@@ -203,9 +208,15 @@ class _Hop:
         peer_id = self._peer.peer_id
         self._pipeline.waits_no_more(self, peer_id)
         self.num_busy += 1
+        self._set_refused(True)
         self._view.chooser.busy(peer_id, retry_after_seconds)
         self._excluded[peer_id] = self._timeline.monotonic() + retry_after_seconds
         self.attempt()
+
+    def _set_refused(self, is_refused: bool) -> None:
+        if self._origin is not None:
+            self._origin.num_refused += is_refused - self._is_refused
+        self._is_refused = is_refused
 
     def _answered(self, queue_length: int, num_credits: int) -> None:
         peer_id = self._peer.peer_id

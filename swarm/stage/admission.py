@@ -9,6 +9,7 @@ from collections import Counter
 
 from swarm.clock import Clock
 from swarm.errors import Overloaded
+from swarm.stage.slots import Slots
 
 PATIENCE_SECONDS = 0.5
 """How long a slot is kept, beyond twice the seconds after which the refused caller was told to come again: lines are
@@ -20,8 +21,8 @@ CLEARLY_MORE = 2
 class Admission:
     """Gives out slots."""
 
-    def __init__(self, capacity: int, clock: Clock) -> None:
-        self._capacity = capacity
+    def __init__(self, slots: Slots, clock: Clock) -> None:
+        self._slots = slots
         self._clock = clock
         self._held: Counter[str] = Counter()
         self._refused: dict[str, float] = {}
@@ -34,11 +35,20 @@ class Admission:
 
     @property
     def num_free(self) -> int:
-        """Slots that are not."""
-        return self._capacity - self.num_held
+        """Slots that are not; less than none while there are fewer than there were."""
+        return self._slots.size - self.num_held
 
-    def take(self, caller: str, *, retry_after_seconds: float) -> None:
-        """Take a slot; `give_back` frees it. Raises Overloaded if there is none for this caller now."""
+    def take(self, caller: str, *, retry_after_seconds: float, idle: bool = False) -> None:
+        """Take a slot; `give_back` frees it.
+
+        Args:
+            idle: whether the peer has nothing to do, in spite of those who have slots.
+
+        Raises:
+            Overloaded: there is no slot for this caller now.
+        """
+        if self.num_free <= 0:
+            self._slots.refused(idle=idle)
         now = self._clock.monotonic()
         self._refused = {other: until for other, until in self._refused.items() if until > now}
         own = self._held[caller]

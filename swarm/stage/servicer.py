@@ -161,8 +161,12 @@ class StageServicer(StageServiceServicer):
     async def _answer(self, context: Context, computation: Computation) -> None:
         result = computation.result()
         if result.gradient is not None:
-            for chunk in chunks(GRADIENT, result.gradient):
-                await _send(context, pb.TrainReply(chunk=chunk))
+            self._stage.num_answering += 1
+            try:
+                for chunk in chunks(GRADIENT, result.gradient):
+                    await _send(context, pb.TrainReply(chunk=chunk))
+            finally:
+                self._stage.num_answering -= 1
         done = pb.Done(
             loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
             busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,

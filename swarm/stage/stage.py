@@ -23,6 +23,7 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.runtime import Runtime
+from swarm.stage.slots import FEW, Slots
 from swarm.types import PeerId
 
 _ACKNOWLEDGED = object()
@@ -34,7 +35,9 @@ class StageLimits:
     """How much a stage peer takes on, and how long it waits for others."""
 
     max_in_flight: int
-    """Microbatches admitted at once."""
+    """Microbatches admitted at once; more if that many do not keep the peer busy, up to `largest_in_flight`."""
+    largest_in_flight: int = 0
+    """No more than `max_in_flight` if that is larger."""
     orphan_seconds: float = 2.5
     """How long, at least, an answer whose call died waits for a retry before it is rolled back. Inner steps, and
     so the round, wait for it; a retry that comes later is merely computed again."""
@@ -89,6 +92,9 @@ class Stage:
         self._ages = itertools.count()
         self.num_settling = 0
         """Consequences of acknowledgements that are still under way."""
+        self.num_answering = 0
+        """Answers that are being written: the line takes no more."""
+        self._slots = Slots(limits.max_in_flight, limits.largest_in_flight)
         self._admissions: dict[int, Admission] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._new_round = asyncio.Event()
@@ -118,7 +124,17 @@ class Stage:
     def num_free(self) -> int:
         """Microbatches of the current round that would be admitted now."""
         admission = self._admissions.get(self._place(self.round))
-        return self._limits.max_in_flight if admission is None else admission.num_free
+        return self._slots.size if admission is None else admission.num_free
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether more microbatches would have the peer do more: they would wait for nothing here, and fit."""
+        return not (
+            self.runtime.queue_length > FEW
+            or self.num_answering
+            or (self._hop is not None and self._hop.is_held_up)
+            or not self.backend.budget.has_room()
+        )
 
     def _place(self, round_number: int) -> int:
         # All that is further ahead shares one place: their number must not grow with what callers name.
@@ -145,8 +161,10 @@ class Stage:
         self._admissions = {
             p: admission for p, admission in self._admissions.items() if admission.num_held or p >= place
         }
-        admission = self._admissions.setdefault(place, Admission(self._limits.max_in_flight, self._clock))
-        admission.take(caller, retry_after_seconds=self._microbatch_seconds())
+        admission = self._admissions.setdefault(place, Admission(self._slots, self._clock))
+        # One of the next round waits for the end of this one, however little there is to do.
+        idle = microbatch.round <= self.round and self._is_idle
+        admission.take(caller, retry_after_seconds=self._microbatch_seconds(), idle=idle)
         return Slot(place, caller)
 
     def _microbatch_seconds(self) -> float:
@@ -156,6 +174,7 @@ class Stage:
 
     def leave(self, slot: Slot) -> None:
         """Give a slot back."""
+        self._slots.freed(queue_length=self.runtime.queue_length)
         self._admissions[slot.place].give_back(slot.caller)
 
     def _averages_too_long(self) -> bool:

@@ -1,13 +1,13 @@
-"""The lines of the bench `link`: how much passes, and whose turn it is."""
+"""The lines of the benches: how much passes, whose turn it is, and how long it is under way."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Self
+from typing import Self, cast
 
 import pytest
 
-from scripts.benches.throttle import CHUNK_BYTES, Line, Machine, Throttle
+from scripts.benches.throttle import CHUNK_BYTES, DelayLine, Line, Machine, Throttle
 
 RATE = 1_000_000.0
 
@@ -135,6 +135,40 @@ async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[s
     began_at = time.monotonic()
     assert await client.call(b"12345", 5.0) == b"12345"
     assert time.monotonic() - began_at > 0.4
+
+
+async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
+    """A chunk at a time, it would take 13 round trips of 0.2 s if each had to arrive before the next."""
+    throttle.round_trip_seconds = 0.2
+    machine = throttle.machine()
+    assert await _send(machine, sink, 1) > 0.2
+    assert 0.2 + 0.2 - 0.02 < await _send(machine, sink, 200_000) < 2.0
+
+
+class _Writer:
+    """Stands in for a connection: what was written, with the loop's time."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.written: list[bytes] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, chunk: bytes) -> None:
+        self.written.append(chunk)
+
+
+async def test_bytes_arrive_in_their_order_though_the_line_gets_shorter() -> None:
+    loop, writer = asyncio.get_running_loop(), _Writer()
+    line = DelayLine(cast(asyncio.StreamWriter, writer), loop)
+    line.send(b"first", 0.1)
+    for number in range(20):
+        line.send(b"%d" % number, 0.0)
+    began_at = loop.time()
+    await line.end()
+    assert loop.time() - began_at > 0.05
+    assert writer.written == [b"first", *(b"%d" % number for number in range(20))]
 
 
 async def test_an_answer_that_is_held_back_is_lost_with_its_connection(

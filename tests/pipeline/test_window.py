@@ -5,11 +5,29 @@ import pytest
 from swarm.pipeline.window import Window
 
 
-def test_a_full_window_grows_by_about_one_a_round_trip() -> None:
+def test_a_full_window_doubles_in_a_round_trip_until_somebody_is_busy() -> None:
     window = Window(start=4, largest=64)
+    for _ in range(4):
+        window.finished(num_busy=0, in_flight=window.size)
+    assert window.size == 8
+
+
+def test_then_it_grows_by_about_one_a_round_trip() -> None:
+    window = Window(start=4, largest=64)
+    window.finished(num_busy=1, in_flight=1)
+    assert window.size == 3
     for _ in range(5):
         window.finished(num_busy=0, in_flight=window.size)
-    assert window.size == 5
+    assert window.size == 4
+
+
+def test_those_that_were_refused_together_shrink_it_once() -> None:
+    window = Window(start=20, largest=64)
+    for left in range(20, 0, -1):
+        window.finished(num_busy=1, in_flight=left)
+    assert window.size == 18
+    window.finished(num_busy=1, in_flight=18)
+    assert window.size == 17
 
 
 def test_a_window_that_is_not_full_proves_nothing() -> None:
@@ -22,7 +40,7 @@ def test_a_window_that_is_not_full_proves_nothing() -> None:
 def test_busy_shrinks_down_to_one_and_no_further() -> None:
     window = Window(start=20, largest=64)
     window.finished(num_busy=3, in_flight=20)
-    assert window.size == 17
+    assert window.size == 18
     for _ in range(100):
         window.finished(num_busy=1, in_flight=1)
     assert window.size == 1

@@ -5,20 +5,25 @@ import pytest
 from swarm.clock import ManualClock
 from swarm.errors import Overloaded
 from swarm.stage.admission import PATIENCE_SECONDS, Admission
+from swarm.stage.slots import Slots
 
 RETRY = 0.5
 
 
-def _taken(admission: Admission, caller: str) -> bool:
+def _slots(number: int, largest: int = 0) -> Slots:
+    return Slots(number, largest)
+
+
+def _taken(admission: Admission, caller: str, *, idle: bool = False) -> bool:
     try:
-        admission.take(caller, retry_after_seconds=RETRY)
+        admission.take(caller, retry_after_seconds=RETRY, idle=idle)
     except Overloaded as busy:
         return busy.retry_after_seconds != RETRY
     return True
 
 
 def test_one_caller_alone_may_take_all() -> None:
-    admission = Admission(3, ManualClock())
+    admission = Admission(_slots(3), ManualClock())
     assert [_taken(admission, "a") for _ in range(4)] == [True, True, True, False]
     admission.give_back("a")
     assert (admission.num_held, admission.num_free) == (2, 1)
@@ -28,7 +33,7 @@ def test_one_caller_alone_may_take_all() -> None:
 def test_a_flood_leaves_the_others_their_share() -> None:
     """Somebody asks for more whenever anything changes; another one asks once in a while."""
     clock = ManualClock()
-    admission = Admission(4, clock)
+    admission = Admission(_slots(4), clock)
     while _taken(admission, "flood"):
         pass
     assert not _taken(admission, "quiet")
@@ -46,7 +51,7 @@ def test_a_flood_leaves_the_others_their_share() -> None:
 
 def test_a_slot_is_not_kept_for_somebody_who_went_elsewhere() -> None:
     clock = ManualClock()
-    admission = Admission(3, clock)
+    admission = Admission(_slots(3), clock)
     assert [_taken(admission, "a") for _ in range(3)] == [True] * 3
     assert not _taken(admission, "b")
     admission.give_back("a")
@@ -56,14 +61,14 @@ def test_a_slot_is_not_kept_for_somebody_who_went_elsewhere() -> None:
 
 
 def test_equals_do_not_wait_for_each_other() -> None:
-    admission = Admission(3, ManualClock())
+    admission = Admission(_slots(3), ManualClock())
     assert [_taken(admission, caller) for caller in "abab"] == [True, True, True, False]
     admission.give_back("a")
     assert _taken(admission, "a")
 
 
 def test_newcomers_are_never_kept_from_a_free_slot_by_each_other() -> None:
-    admission = Admission(1, ManualClock())
+    admission = Admission(_slots(1), ManualClock())
     assert _taken(admission, "a")
     assert not _taken(admission, "b")
     assert not _taken(admission, "c")
@@ -71,3 +76,19 @@ def test_newcomers_are_never_kept_from_a_free_slot_by_each_other() -> None:
     assert _taken(admission, "d")
     with pytest.raises(Overloaded, match="1 microbatches are in flight"):
         admission.take("b", retry_after_seconds=RETRY)
+
+
+def test_who_would_find_the_peer_idle_gets_one_more_slot() -> None:
+    admission = Admission(_slots(2, largest=3), ManualClock())
+    assert [_taken(admission, "a") for _ in range(3)] == [True, True, False]
+    assert [_taken(admission, "a", idle=True) for _ in range(2)] == [True, False]
+
+
+def test_a_flood_that_leaves_the_peer_idle_gets_no_slot_that_is_kept_for_another() -> None:
+    slots = _slots(2, largest=64)
+    admission = Admission(slots, ManualClock())
+    assert [_taken(admission, "flood") for _ in range(2)] == [True, True]
+    assert not _taken(admission, "quiet")
+    assert not any(_taken(admission, "flood", idle=True) for _ in range(100))
+    assert slots.size == 3, "the one that is kept"
+    assert _taken(admission, "quiet")

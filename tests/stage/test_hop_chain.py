@@ -303,6 +303,32 @@ async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
         assert [_failures(router) for router in (chain.router, chain.peers[0].router)] == [0, 0]
 
 
+async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> None:
+    """Up to its largest number, and only while what it has is not refused further on."""
+    async with running_chain(SYNCHRONOUS, max_in_flight=(2, 16, 16), largest_in_flight=4) as chain:
+        first = chain.peers[0].stage
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train_all(range(6)))
+            await eventually(lambda: first.num_admitted == 4)
+            await eventually(lambda: chain.counts("busy_replies")[0] > 3)
+            assert first.num_admitted == 4
+        await training
+        chain.assert_accumulated(range(6))
+        chain.assert_idle()
+
+
+async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
+    async with running_chain(SYNCHRONOUS, max_in_flight=(16, 16, 1)) as chain:
+        hop = chain.peers[1].hop
+        assert not hop.is_held_up
+        async with chain.peers[2].held():
+            training = asyncio.create_task(chain.train_all(range(2)))
+            await eventually(lambda: hop.is_held_up and chain.counts("busy_replies")[2] > 0)
+            await eventually(lambda: not chain.peers[0].hop.is_held_up)  # All of its own are taken.
+        await training
+        await eventually(lambda: not hop.is_held_up)
+
+
 async def test_busy_against_a_credit_bans_nobody() -> None:
     """A credit is advice: by the time it is used, somebody else may have taken the room."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(1, 1, 1)) as chain:

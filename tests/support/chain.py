@@ -242,7 +242,7 @@ class Chain:
 async def running_chain(
     config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
     hop_clock: Clock | None = None, graph_bytes: int = 1 << 30, max_in_flight: Sequence[int] = (16, 16, 16),
-    hop_limits: HopLimits | None = None,
+    hop_limits: HopLimits | None = None, largest_in_flight: int = 0,
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops."""
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
@@ -253,7 +253,10 @@ async def running_chain(
             Peer(
                 config=config, number=number, stage=stage, clock=clock or SystemClock(), tasks=tasks,
                 hop_clock=hop_clock or SystemClock(),
-                stage_limits=StageLimits(max_in_flight=max_in_flight[stage], orphan_seconds=ORPHAN_SECONDS),
+                stage_limits=StageLimits(
+                    max_in_flight=max_in_flight[stage], largest_in_flight=largest_in_flight,
+                    orphan_seconds=ORPHAN_SECONDS,
+                ),
                 hop_limits=hop_limits, graph_bytes=graph_bytes,
             )
             for number, stage in enumerate(stages)

@@ -26,6 +26,7 @@ from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
 from swarm.simulation.timeline import Timeline
 from swarm.simulation.trainer import SimulatedTrainer
+from swarm.stage.slots import LARGEST
 from swarm.types import PeerId
 
 MICROBATCH_SIZE = 4
@@ -86,7 +87,7 @@ def simulate(
     timeline = Timeline()
     pipeline = SimulatedPipeline(
         timeline, random.Random(seed), num_stages=len(paces), num_samples=MICROBATCH_SIZE,
-        max_in_flight=len(paces) + 2,
+        max_in_flight=len(paces) + 2, largest_in_flight=LARGEST,
     )  # fmt: skip
     for stage, peers in enumerate(paces):
         for number, pace in enumerate(peers):
