@@ -154,7 +154,7 @@ class Averager:
             committed |= frozenset(range(standing.round * size, (standing.round + 1) * size))
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
-            committed=committed,
+            committed=committed, away=self._roster.away(standing),
             complete=self._is_complete(standing.round, committed, num_samples),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
@@ -222,7 +222,7 @@ class Averager:
             self._aborted[str(failed)] += 1
             self._attempts[standing.round] = max(number, failed.promised_attempt)
             for peer_id in failed.unreachable:
-                self._roster.suspect(peer_id)
+                self._roster.suspect(peer_id, is_gone=False)
             for peer_id in failed.excluded:
                 self._roster.exclude(peer_id)
             for peer_id in failed.refused:
@@ -317,9 +317,9 @@ class Averager:
                 raise DeadlineExceeded(f"{method.name} took longer than {timeout_seconds:.1f} s here") from None
         try:
             return await self._transport.call(peer, method, request, timeout_seconds=timeout_seconds)
-        except (PeerUnavailable, NotReady):
+        except (PeerUnavailable, NotReady) as error:
             if peer.stage == self._own.stage:
-                self._roster.suspect(PeerId(peer.peer_id))
+                self._roster.suspect(PeerId(peer.peer_id), is_gone=isinstance(error, PeerUnavailable))
             raise
 
     def _moved(self) -> None:

@@ -156,6 +156,7 @@ class Leader:
                 drops = _duplicates(begun)
                 again = {peer: members[peer] for peer in drops}
                 requests = {peer: request(drop) for peer, drop in drops.items()}
+                timeout_seconds += self.timing.drop_seconds * max(map(len, drops.values()), default=0)
                 for peer, reply in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
                     if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                         raise _failure("a member could not drop a duplicate", {peer: reply})
@@ -319,20 +320,24 @@ def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> 
 
 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:
-    """By member, the microbatches that it is to give up, since another counts them as well."""
-    committed = {peer: messages.unpack_indices(reply.committed_gaps) for peer, reply in begun.items()}
+    """By member, the microbatches that it is to give up, since another counts them as well.
+
+    Each one costs a forward and a backward, so the members share them; but all that a member has cost nothing.
+    """
+    committed = {peer: set(messages.unpack_indices(reply.committed_gaps)) for peer, reply in sorted(begun.items())}
     num_holders = Counter(index for indices in committed.values() for index in indices)
-
-    def has_nothing_alone(peer: PeerId) -> bool:
-        return all(num_holders[index] > 1 for index in committed[peer])
-
-    seen: set[int] = set()
     drops: dict[PeerId, set[int]] = {}
-    # Who was away and has only what was replayed meanwhile gives up all of it: unlike a part, that costs nothing.
-    for peer in sorted(committed, key=lambda peer: (has_nothing_alone(peer), peer)):
-        if twice := committed[peer] & seen:
-            drops[peer] = set(twice)
-        seen |= committed[peer]
+    for peer, indices in committed.items():
+        # Who was away may have only what was replayed meanwhile.
+        if indices and all(num_holders[index] > 1 for index in indices):
+            drops[peer] = indices
+            num_holders.subtract(indices)
+    rest = {peer: indices for peer, indices in committed.items() if peer not in drops}
+    for index in sorted(index for index, number in num_holders.items() if number > 1):
+        holders = [peer for peer, indices in rest.items() if index in indices]
+        holders.remove(max(holders, key=lambda peer: len(drops.get(peer, ()))))
+        for peer in holders:
+            drops.setdefault(peer, set()).add(index)
     return drops
 
 

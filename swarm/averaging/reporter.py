@@ -16,7 +16,7 @@ from swarm.averaging.roster import Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import REPORT, Caller, contact_of
 from swarm.clock import Clock
-from swarm.errors import SwarmError
+from swarm.errors import PeerUnavailable, SwarmError
 from swarm.rounds import RoundMember
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -147,7 +147,7 @@ class Reporter:
             await self._act_on(peer_id, standing, active, reply)
         except SwarmError as error:
             logger.debug("report to %s: %s", peer_id, error)
-            self._roster.suspect(peer_id)
+            self._roster.suspect(peer_id, is_gone=isinstance(error, PeerUnavailable))
             self._progressed.set()
             if active is not None and active == group.active and active.leader_id == peer_id:
                 logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)

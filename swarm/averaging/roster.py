@@ -52,6 +52,8 @@ class Roster:
         self._branches_yield = branches_yield
         self._contacts: dict[PeerId, tuple[PeerRecord, float]] = {}
         self._reports: dict[PeerId, Report] = {}
+        self._away: dict[PeerId, Report] = {}
+        """Last words of peers that may come back: of all but those that nobody answers for."""
         self._standings: dict[PeerId, Standing] = {}
         self._suspects: dict[PeerId, float] = {}
         """By the time of the last attempt to reach them."""
@@ -78,6 +80,7 @@ class Roster:
         previous = self._reports.get(peer_id)
         prepared = messages.unpack_ballot(request.prepared)
         self._reports[peer_id] = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
+        self._away.pop(peer_id, None)
         self.answered(peer_id, self._reports[peer_id].standing)
         return previous is None or previous.progress != progress or previous.prepared != prepared
 
@@ -87,19 +90,29 @@ class Roster:
         if standing is not None:
             self._standings[peer_id] = standing
 
-    def suspect(self, peer_id: PeerId) -> None:
-        """A call to a peer failed: it neither leads nor takes part until it gives a sign of life."""
+    def suspect(self, peer_id: PeerId, *, is_gone: bool) -> None:
+        """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
+
+        Args:
+            is_gone: nobody listens where it was: what it had committed in this round is lost.
+        """
         self._suspects[peer_id] = self._clock.monotonic()
-        self._reports.pop(peer_id, None)
+        report = self._reports.pop(peer_id, None)
+        if is_gone:
+            self._away.pop(peer_id, None)
+        elif report is not None:
+            self._away[peer_id] = report
         self._standings.pop(peer_id, None)
 
     def forget_report(self, peer_id: PeerId) -> None:
         """What a peer reported turned out to be out of date."""
-        self._reports.pop(peer_id, None)
+        if peer_id in self._reports:
+            self._away[peer_id] = self._reports.pop(peer_id)
 
     def forget(self) -> None:
         """This peer heard nothing for a while, through no fault of the others: all have to be asked again."""
         self._suspects.clear()
+        self._away |= self._reports
         self._reports.clear()
 
     def exclude(self, peer_id: PeerId) -> None:
@@ -113,6 +126,7 @@ class Roster:
         """This peer is at a new round: what is known of others at earlier ones is out of date."""
         self._moved_at = self._clock.monotonic()
         self._exclusions.clear()
+        self._away.clear()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -142,6 +156,12 @@ class Roster:
             if report.heard_at >= oldest and report.standing == own and not self._is_excluded(peer_id)
         }
 
+    def away(self, own: Standing) -> frozenset[int]:
+        """What peers have committed in this round that do not report at present and may come back."""
+        present = self.members(own).keys()
+        reports = [report for peer, report in (self._reports | self._away).items() if peer not in present]
+        return frozenset[int]().union(*(report.progress.committed for report in reports if report.standing == own))
+
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
 
@@ -170,8 +190,12 @@ class Roster:
         return [known[peer] for peer in (*ahead, *silent)]
 
     def strangers(self, own: Standing) -> list[PeerId]:
-        """Serving peers that should be members and have not reported: a leader makes itself known to them."""
-        members = self.members(own)
+        """Serving peers that should be members and have not reported of late: a leader calls them.
+
+        So it makes itself known, and learns soon that one has died.
+        """
+        oldest = self._clock.monotonic() - 1.5 * self._timing.heartbeat_seconds
+        members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
         return [p for p in self._peers(serving=True) if p not in members and p not in self._suspects]
 
     def due_suspects(self) -> list[PeerId]:

@@ -21,6 +21,8 @@ class Timing:
     """Longest time for which a member that made exchanges fail is left out; the first one is `probe_seconds`."""
     begin_seconds: float = 3.0
     """Least deadline for closing a contribution."""
+    drop_seconds: float = 2.0
+    """More of it for each microbatch that a member has to take out of its contribution."""
     average_seconds: float = 10.0
     """Least deadline for an exchange."""
     bytes_per_second: float = 1e6

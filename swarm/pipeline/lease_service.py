@@ -34,6 +34,8 @@ MAX_NAMED = 1 << 14
 """Microbatches that one request may name as held or released."""
 MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
+ANSWER_SECONDS = 3.0
+"""Longest wait for an answer, beyond the wait that was asked for."""
 _POLL_SECONDS = 0.03
 
 
@@ -88,6 +90,7 @@ class LeaseServicer(LeaseServiceServicer):
         grant = self._table.acquire(
             view, request.trainer_id, 0 if too_new else min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released),
+            all_granted=self._stage == 0 or view.round < request.newest_round or request.newest_is_complete,
         )  # fmt: skip
         if grant.accumulate_only_at is not None:
             self._events.write(GrantEvent(microbatches=tuple(grant.microbatches), trainer=request.trainer_id))
@@ -127,29 +130,33 @@ class LeaseClient:
         self._channels = channels
         self._clock = clock
         self._leaders: dict[int, PeerId] = {}
+        self._failed_at: dict[PeerId, float] = {}
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        newest_round: int | None = None,
+        newest_round: int | None = None, newest_is_complete: bool = False,
     ) -> Leased | None:  # fmt: skip
         """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case.
 
         Args:
-            newest_round: take nothing of a later one.
+            newest_round: take nothing of a later one: stage 0 has not begun it.
+            newest_is_complete: stage 0 has committed all of that round.
         """
         request = pb.AcquireRequest(
             address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
             trainer_id=self._trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
-            newest_round=newest_round,
+            newest_round=newest_round, newest_is_complete=newest_is_complete,
         )  # fmt: skip
         asked: set[str] = set()
         while (record := self._next_to_ask(stage, asked)) is not None:
             asked.add(record.peer_id)
             try:
-                reply = await self._ask(record, request, wait_seconds + 5.0)
+                reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
             except Retryable:
                 self._leaders.pop(stage, None)
+                self._failed_at[PeerId(record.peer_id)] = self._clock.monotonic()
                 continue
+            self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
                 self._leaders[stage] = PeerId(record.peer_id)
                 only_at = reply.accumulate_only_at if reply.HasField("accumulate_only_at") else None
@@ -163,7 +170,13 @@ class LeaseClient:
     def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
         candidates = [record for record in self._peers(stage) if record.peer_id not in asked]
         leader = self._leaders.get(stage)
-        return min(candidates, key=lambda record: (record.peer_id != leader, record.peer_id), default=None)
+
+        def order(record: PeerRecord) -> tuple[bool, float, str]:
+            # A frozen peer costs a time-out: whoever answered, or was not asked for long, comes before it.
+            failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
+            return record.peer_id != leader, failed_at, record.peer_id
+
+        return min(candidates, key=order, default=None)
 
     async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
         call: Any = LeaseServiceStub(self._channels.channel(record)).Acquire

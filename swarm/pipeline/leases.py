@@ -30,6 +30,8 @@ class RoundView:
     round: int
     committed: Set[int]
     """Microbatches that some member has committed."""
+    away: Set[int]
+    """Microbatches of members that do not report, but may come back with them."""
     highest_microbatch: int
     """Highest id that any member has seen; -1 for none."""
     quiet_seconds: float
@@ -63,6 +65,8 @@ class LeaseTable:
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
+        self._counted: set[int] = set()
+        """Synchronous: what has been seen as committed in this round."""
         self._next: int | None = None
         self._round = -1
 
@@ -72,18 +76,21 @@ class LeaseTable:
         return len(self._leases)
 
     def acquire(
-        self, view: RoundView, trainer_id: str, count: int, *, holding: Collection[int], released: Collection[int]
-    ) -> Grant:
+        self, view: RoundView, trainer_id: str, count: int, *, holding: Collection[int], released: Collection[int],
+        all_granted: bool = True,
+    ) -> Grant:  # fmt: skip
         """Renew what a trainer holds, take back what it released, and grant it up to `count` microbatches.
 
         Args:
             holding: microbatches of the current round that the trainer still works on.
             released: microbatches that it gives back without having run them.
+            all_granted: at a later stage, whether stage 0 has committed the whole round: else what lacks here may
+                simply not have come yet.
         """
         self._note_committed(view)
         self._renew(trainer_id, holding, released)
         if self._config.rounds.synchronous:
-            return self._grant_of_round(view, trainer_id, count)
+            return self._grant_of_round(view, trainer_id, count, all_granted)
         return self._grant_endless(view, trainer_id, count)
 
     def _note_committed(self, view: RoundView) -> None:
@@ -108,24 +115,30 @@ class LeaseTable:
         for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
             del self._leases[microbatch]
 
-    def _grant_of_round(self, view: RoundView, trainer_id: str, count: int) -> Grant:
+    def _grant_of_round(self, view: RoundView, trainer_id: str, count: int, all_granted: bool) -> Grant:
         if view.round != self._round:
             self._round = view.round
             size = self._config.microbatches_per_round
             self._leases = {m: lease for m, lease in self._leases.items() if m // size == view.round}
             self._finished.clear()
+            self._counted.clear()
+        self._counted |= view.committed
         size = self._config.microbatches_per_round
         wanted = [
             microbatch
             for microbatch in range(view.round * size, (view.round + 1) * size)
             if microbatch not in view.committed and microbatch not in self._leases
         ]
+        # Whoever counted these has died. Replayed at once, they do not hold up the end of the round.
+        lost = [microbatch for microbatch in wanted if microbatch in self._counted - view.away]
+        if lost:
+            return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:
             fresh = [microbatch for microbatch in wanted if microbatch not in self._finished]
             if fresh:
                 return self._lease(trainer_id, fresh[:count])
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
-        if view.quiet_seconds < SETTLE_SECONDS:
+        if view.quiet_seconds < SETTLE_SECONDS or not all_granted:
             return Grant(microbatches=())
         now = self._clock.monotonic()
         missing = [m for m in wanted if now - self._finished.get(m, -SETTLE_SECONDS) >= SETTLE_SECONDS]

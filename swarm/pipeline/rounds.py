@@ -94,10 +94,6 @@ class RoundWatcher:
         """The round that the foremost stage has reached."""
         return max(self._rounds.values(), default=0)
 
-    def is_behind(self, stage: int, round_number: int) -> bool:
-        """Whether a stage was at an earlier round when it was last asked."""
-        return self._present.get(stage, round_number) < round_number
-
     async def poll(self, wait_seconds: float = 0.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it.
 

@@ -34,6 +34,8 @@ HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
 lease ends, or never, and a second is for clocks of different speeds."""
 GRANT_WAIT_SECONDS = 0.25
 """How long stage 0 may look for more to grant before it answers that there is none."""
+LOST_GAP_SECONDS = 0.05
+"""Least time between two questions to a later stage about what it has lost."""
 ROUND_WAIT_SECONDS = 1.0
 """Likewise, how long a stage may wait for its next round."""
 REPORT_POLLS = 10
@@ -93,7 +95,10 @@ class TrainLoop(HopListener):
         self._window = Window(start=2 * config.stages.num_stages, largest=max_in_flight)
         self._queue: deque[_Work] = deque()
         self._in_flight: dict[int, tuple[_Work, asyncio.Task[None]]] = {}
-        self._released: list[int] = []
+        self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
+        """By the stage whose leader granted them."""
+        self._stage_0: Leased | None = None
+        """Its last answer."""
         self._wanted = asyncio.Event()
         self._arrived = asyncio.Event()
         self._totals = StepTotals()
@@ -118,8 +123,11 @@ class TrainLoop(HopListener):
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                last_round = first + count - 1
+                later = range(1, self._config.stages.num_stages if self._config.rounds.synchronous else 1)
                 background = [
-                    tasks.create_task(self._keep_leased(last_round=first + count - 1)),
+                    tasks.create_task(self._keep_leased(last_round)),
+                    *(tasks.create_task(self._replay_lost(stage, last_round)) for stage in later),
                     tasks.create_task(self._dispatch(tasks)),
                 ]
                 await self._follow(first, count, on_step)
@@ -194,7 +202,7 @@ class TrainLoop(HopListener):
             if self._is_overdue():
                 # As after a SIGSTOP: by now another trainer may have it.
                 reply.close()
-                self._released.append(index)
+                self._release(work)
                 return
             answered = True
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
@@ -204,12 +212,12 @@ class TrainLoop(HopListener):
         except asyncio.CancelledError:
             # Once an ack may be under way it may count, and nobody else is to run it.
             if not answered:
-                self._released.append(index)
+                self._release(work)
             raise
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
         except Fatal as error:
-            self._failed(index, error)
+            self._failed(work, error)
         else:
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
@@ -236,10 +244,10 @@ class TrainLoop(HopListener):
             self._totals.busy_seconds += now - self._counted_until
         self._counted_until = now
 
-    def _failed(self, index: int, error: Fatal) -> None:
-        self._released.append(index)
+    def _failed(self, work: _Work, error: Fatal) -> None:
+        self._release(work)
         self._num_failures += 1
-        logger.warning("microbatch %d failed: %s", index, error)
+        logger.warning("microbatch %d failed: %s", work.microbatch.index, error)
         if self._num_failures >= MAX_FAILURES:
             raise RetriesExhausted(f"{self._num_failures} microbatches failed one after another; the last: {error}")
 
@@ -264,7 +272,7 @@ class TrainLoop(HopListener):
                 continue
 
     async def _acquire(self, last_round: int) -> bool:
-        """Renew, and ask for more: new microbatches first, then what some stage has lost. True if stage 0 answered."""
+        """Renew what stage 0 granted, and ask it for more. True if it answered."""
         room = max(0, 2 * self._window.size - len(self._queue))
         wanting = len(self._queue) < self._window.size
         leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if wanting else 0.0)
@@ -272,30 +280,43 @@ class TrainLoop(HopListener):
             if not self._queue and not self._in_flight:
                 self._on_waiting(0)
             return False
+        self._stage_0 = leased
         self._take(leased, last_round)
-        if self._config.rounds.synchronous:
-            for stage in range(1, self._config.stages.num_stages):
-                behind = self._watcher.is_behind(stage, leased.round)
-                if behind or (leased.round_complete and room):
-                    lost = await self._ask(stage, max(room, self._window.size), wait_seconds=0.0, newest=leased.round)
-                    if lost is not None:
-                        self._take(lost, last_round)
         return True
 
-    async def _ask(self, stage: int, count: int, wait_seconds: float, newest: int | None = None) -> Leased | None:
-        work = [*self._queue, *(work for work, _ in self._in_flight.values())]
-        holding = [entry.microbatch.index for entry in work if entry.granted_by == stage]
-        released, self._released = self._released, []
+    async def _replay_lost(self, stage: int, last_round: int) -> None:
+        """Synchronous: run again what a later stage has lost with a peer that died, while the round goes on."""
+        while True:
+            if self._stage_0 is not None:
+                num_held = sum(work.granted_by == stage for work in self._work())
+                lost = await self._ask(
+                    stage, max(0, self._window.size - num_held), wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0
+                )
+                if lost is not None:
+                    self._take(lost, last_round)
+            await self._clock.sleep(LOST_GAP_SECONDS)
+
+    async def _ask(self, stage: int, count: int, wait_seconds: float, stage_0: Leased | None = None) -> Leased | None:
+        holding = [work.microbatch.index for work in self._work() if work.granted_by == stage]
+        released, self._released[stage] = self._released[stage], []
         leased = await self._leases.acquire(
-            stage, count, holding=holding, released=released, wait_seconds=wait_seconds, newest_round=newest
-        )
+            stage, count, holding=holding, released=released, wait_seconds=wait_seconds,
+            newest_round=stage_0.round if stage_0 else None,
+            newest_is_complete=stage_0.round_complete if stage_0 else False,
+        )  # fmt: skip
         if leased is None:
-            self._released += released
+            self._released[stage] += released
         return leased
+
+    def _work(self) -> list[_Work]:
+        return [*self._queue, *(work for work, _ in self._in_flight.values())]
+
+    def _release(self, work: _Work) -> None:
+        self._released[work.granted_by].append(work.microbatch.index)
 
     def _take(self, leased: Leased, last_round: int) -> None:
         if self._config.rounds.synchronous and leased.round > last_round:
-            self._released += leased.microbatches
+            self._released[leased.stage] += leased.microbatches
             return
         known = {work.microbatch.index for work in self._queue} | self._in_flight.keys()
         new = [
@@ -309,8 +330,8 @@ class TrainLoop(HopListener):
             for index in leased.microbatches
             if index not in known
         ]  # fmt: skip
-        # A round that some stage has to repeat comes before the next one, which waits for it.
-        is_first = self._queue and leased.round < self._queue[0].microbatch.round
+        # What a stage has lost comes before the next round, which waits for it, and before the rest of this one.
+        is_first = leased.accumulate_only_at is not None
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._arrived.set()
 
@@ -321,15 +342,20 @@ class TrainLoop(HopListener):
         """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
         if self._in_flight:
             logger.warning("the leases were not renewed in time: %d microbatches given up", len(self._in_flight))
-        self._released += [work.microbatch.index for work in self._queue]
-        self._queue.clear()
+        self._release_queue()
         for _, task in self._in_flight.values():
             task.cancel()
 
     async def _give_back(self) -> None:
         """Release what was leased and not run, so that others need not wait for it to expire."""
-        self._released += [work.microbatch.index for work in self._queue]
-        self._released += self._in_flight.keys()
-        self._queue.clear()
+        self._release_queue()
+        for work, _ in self._in_flight.values():
+            self._release(work)
         self._in_flight.clear()
-        await self._ask(0, 0, wait_seconds=0.0)
+        stages = [stage for stage, released in self._released.items() if released]
+        await asyncio.gather(*(self._ask(stage, 0, wait_seconds=0.0) for stage in stages))
+
+    def _release_queue(self) -> None:
+        for work in self._queue:
+            self._release(work)
+        self._queue.clear()

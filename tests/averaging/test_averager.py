@@ -130,6 +130,20 @@ async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> Non
         assert [stage.dropped for stage in (returned, *others)] == [{1, 3}, set(), set()]
 
 
+async def test_doubles_are_shared_by_those_that_have_them() -> None:
+    """Taking one out costs a forward and a backward."""
+    async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
+        returned, *others = stages(network, 1, 2, 3)
+        returned.learn(0, 1, 2, 3, 7)
+        others[0].learn(0, 1, 4)
+        others[1].learn(2, 3, 5)
+        await asyncio.sleep(0.15)
+        others[0].learn(6)
+        await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
+        assert sorted(len(stage.dropped) for stage in (returned, *others)) == [1, 1, 2]
+        assert {0, 1, 2, 3} == returned.dropped | others[0].dropped | others[1].dropped
+
+
 # -- leaders that die ------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,9 @@ from tests.support.chain import SYNCHRONOUS
 
 async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireReply:
     """What the leader of a stage answers that is at a round and lacks all of it."""
-    view = RoundView(round=round_number, committed=set(), highest_microbatch=-1, quiet_seconds=60.0, complete=False)
+    view = RoundView(
+        round=round_number, committed=set(), away=set(), highest_microbatch=-1, quiet_seconds=60.0, complete=False
+    )
     servicer = LeaseServicer(
         config=SYNCHRONOUS, stage=stage, clock=ManualClock(), rng=random.Random(0),
         lead=lambda: GroupLead(leader_id=PeerId("me"), view=view),
@@ -24,9 +26,14 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
 
 
 async def test_a_stage_has_what_it_lacks_replayed() -> None:
-    reply = await acquire(1, 3, newest_round=3)
+    reply = await acquire(1, 3, newest_round=3, newest_is_complete=True)
     first = 3 * SYNCHRONOUS.microbatches_per_round
     assert (list(reply.microbatches), reply.accumulate_only_at) == ([first, first + 1], 1)
+
+
+async def test_what_stage_0_has_still_to_grant_is_not_lost() -> None:
+    assert not (await acquire(1, 3, newest_round=3)).microbatches
+    assert (await acquire(1, 2, newest_round=3)).microbatches, "stage 0 has committed that round"
 
 
 async def test_what_stage_0_has_not_begun_is_not_lost() -> None:

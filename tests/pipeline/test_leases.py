@@ -25,18 +25,21 @@ class _Leader:
         self.clock = ManualClock()
         self.table = LeaseTable(config, stage, self.clock, random.Random(seed))
         self.committed: set[int] = set()
+        self.away: set[int] = set()
         self.highest = -1
         self.round = 0
 
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
-        quiet_seconds: float = 0.0, committed: Set[int] | None = None,
+        quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
-            highest_microbatch=self.highest, quiet_seconds=quiet_seconds, complete=False,
+            away=self.away, highest_microbatch=self.highest, quiet_seconds=quiet_seconds, complete=False,
         )  # fmt: skip
-        return self.table.acquire(view, trainer, count, holding=holding, released=released)
+        return self.table.acquire(
+            view, trainer, count, holding=holding, released=released, all_granted=all_granted
+        )  # fmt: skip
 
     def give(self, trainer: str, count: int, **options: Any) -> list[int]:
         return list(self.ask(trainer, count, **options).microbatches)
@@ -117,6 +120,33 @@ def test_a_later_stage_grants_only_what_it_lacks() -> None:
     grant = leader.ask("a", 1, quiet_seconds=SETTLE_SECONDS)
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([4], 1)
     assert leader.give("b", 9, quiet_seconds=SETTLE_SECONDS) == [5], "the other one is leased"
+
+
+def test_a_later_stage_waits_for_what_stage_0_has_not_granted_yet() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed = {0, 1}
+    assert leader.give("a", 9, quiet_seconds=60.0, all_granted=False) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: int) -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=stage)
+    leader.committed = {0, 1, 2}
+    leader.ask("a", 0)
+    leader.committed = {0}
+    grant = leader.ask("a", 9, all_granted=False)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([1, 2], stage)
+    leader.round, leader.committed = 1, set()
+    assert leader.ask("a", 9, all_granted=False).accumulate_only_at is None, "another round, in which nothing is lost"
+
+
+def test_what_may_come_back_is_not_replayed_before_the_rest_has_come() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed = {0, 1, 2, 3, 4, 5}
+    leader.ask("a", 0)
+    leader.committed, leader.away = {2, 3, 4, 5}, {0, 1}
+    assert leader.give("a", 9) == []
+    assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS) == [0, 1]
 
 
 def test_a_replay_that_gets_lost_is_granted_again() -> None:

@@ -8,13 +8,14 @@ from typing import Any, cast
 import numpy as np
 
 from swarm.clock import ManualClock
+from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.hop import TRAINER_ACK_SECONDS, Hop, HopListener, Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import HOLD_SECONDS, Step, TrainLoop
-from tests.support.chain import DILOCO, eventually
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 
 
 class Reply:
@@ -43,15 +44,21 @@ class World:
         self.released: list[int] = []
         self.num_runs = 0
         self.granted = False
+        self.lost: list[int] = []
+        """What stage 1 has lost."""
+        self.trained: list[Microbatch] = []
         self.round = 0
         self.steps: list[Step] = []
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        newest_round: int | None = None,
+        newest_round: int | None = None, newest_is_complete: bool = False,
     ) -> Leased | None:  # fmt: skip
         if not self.reachable:
             return None
+        if stage:
+            lost, self.lost = self.lost, []
+            return Leased(stage=stage, round=0, microbatches=lost, accumulate_only_at=stage, round_complete=False)
         self.released += released
         fresh = [] if self.granted or not count else [0]
         self.granted |= bool(fresh)
@@ -61,6 +68,7 @@ class World:
         self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[int, Any]
     ) -> Reply:
         self.num_runs += 1
+        self.trained.append(microbatch)
         await self.answer.wait()
         return self.reply
 
@@ -73,20 +81,18 @@ class World:
     async def on_step(self, step: Step) -> None:
         self.steps.append(step)
 
-    def is_behind(self, stage: int, round_number: int) -> bool:
-        return False
-
     def tokens(self, index: int) -> Any:
         return np.zeros((1, 2), dtype=np.int32)
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[World]:
+async def running(config: RunConfig = DILOCO, max_in_flight: int = 1) -> AsyncIterator[World]:
     """A loop that has begun with the microbatch."""
     world = World()
     loop = TrainLoop(
-        config=DILOCO, data=cast(Microbatches, world), hop=cast(Hop, world), leases=cast(LeaseClient, world),
-        watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=1, on_waiting=lambda stage: None,
+        config=config, data=cast(Microbatches, world), hop=cast(Hop, world), leases=cast(LeaseClient, world),
+        watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=max_in_flight,
+        on_waiting=lambda stage: None,
     )  # fmt: skip
     task = asyncio.create_task(loop.run(0, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
@@ -120,6 +126,13 @@ async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
         world.round = 1
         await eventually(lambda: len(world.steps) == 1, meanwhile=lambda: pass_time(world))
         assert (world.steps[0].totals.losses, world.steps[0].totals.num_microbatches) == ([1.0], 1)
+
+
+async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_something_to_grant() -> None:
+    async with running(SYNCHRONOUS, max_in_flight=4) as world:
+        world.lost = [5]
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
+        assert [(m.index, m.accumulate_only_at) for m in world.trained] == [(0, None), (5, 1)]
 
 
 async def test_what_is_answered_after_a_freeze_is_given_up_whatever_comes_first() -> None:

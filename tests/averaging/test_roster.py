@@ -1,0 +1,87 @@
+"""What is known of a member that has fallen silent: it may come back with all it has, or it is gone."""
+
+from swarm.averaging import messages
+from swarm.averaging.messages import Standing
+from swarm.averaging.roster import Roster
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import contact_of
+from swarm.clock import ManualClock
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+from tests.averaging.doubles import record
+
+TIMING = Timing()
+OTHER = PeerId(record(2).peer_id)
+HERE = Standing(run_samples=0, round=0, lineage="00")
+
+
+class Group:
+    """This peer's roster, which has heard of two microbatches at another member."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.roster = Roster(
+            own=record(1), directory=lambda: [record(2)], clock=self.clock, timing=TIMING, branches_yield=True
+        )
+        self.report(3, 4)
+
+    def report(self, *committed: int) -> None:
+        self.roster.hear(
+            pb.ReportRequest(
+                sender=contact_of(record(2)), standing=messages.pack_standing(HERE),
+                committed_gaps=messages.pack_indices(committed),
+            )
+        )  # fmt: skip
+
+    @property
+    def committed(self) -> set[int]:
+        return {index for report in self.roster.members(HERE).values() for index in report.progress.committed}
+
+    @property
+    def away(self) -> set[int]:
+        return set(self.roster.away(HERE))
+
+
+def test_a_member_that_reports_is_not_away() -> None:
+    group = Group()
+    assert (group.committed, group.away) == ({3, 4}, set())
+
+
+def test_what_a_silent_member_has_may_come_back() -> None:
+    group = Group()
+    group.clock.advance(TIMING.fresh_seconds + 0.1)
+    assert (group.committed, group.away) == (set(), {3, 4})
+    group.report(3, 4, 5)
+    assert (group.committed, group.away) == ({3, 4, 5}, set())
+
+
+def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_does_not() -> None:
+    group = Group()
+    group.roster.suspect(OTHER, is_gone=False)
+    assert (group.committed, group.away) == (set(), {3, 4})
+    group.roster.suspect(OTHER, is_gone=True)
+    assert (group.committed, group.away) == (set(), set())
+
+
+def test_after_a_freeze_of_this_peer_all_others_may_come_back() -> None:
+    group = Group()
+    group.roster.forget()
+    assert (group.committed, group.away) == (set(), {3, 4})
+
+
+def test_nothing_of_a_round_that_is_over_comes_back() -> None:
+    group = Group()
+    group.roster.suspect(OTHER, is_gone=False)
+    later = Standing(run_samples=1, round=1, lineage="01")
+    group.roster.moved(later)
+    assert not group.roster.away(later)
+    assert not group.away
+
+
+def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:
+    group = Group()
+    group.clock.advance(TIMING.heartbeat_seconds)
+    assert not group.roster.strangers(HERE)
+    group.clock.advance(TIMING.heartbeat_seconds)
+    assert group.roster.strangers(HERE) == [OTHER]
+    assert OTHER in group.roster.members(HERE)
