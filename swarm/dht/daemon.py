@@ -5,18 +5,25 @@ Used by node alone, on the node's own event loop. Knows nothing about the DHT.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0
+_PLACE, _PREFIX = Path("/tmp"), "swarm-p2pd-"
+# Not in TMPDIR: a socket's path has 108 characters at most, and hivemind keeps its end in /tmp too.
+_SOCKET = "control.sock"
+_START_SECONDS = 60.0
 
 # PR_SET_PDEATHSIG survives exec but not fork, so the process that becomes p2pd sets it: p2pd dies with us even if we
 # are killed with -9. A group of its own keeps a terminal's Ctrl-C away: the peer still says goodbye through it. Not a
@@ -77,9 +84,9 @@ async def launch(program: Path, options: Sequence[str]) -> Daemon:
         OSError: p2pd ended at once; the message is its last line.
     Cancellation leaves nothing behind.
     """
-    # Not in TMPDIR: a socket's path has 108 characters at most, and hivemind keeps its end in /tmp too.
-    folder = Path(tempfile.mkdtemp(prefix="swarm-p2pd-", dir="/tmp"))
-    control_address = f"/unix{folder}/control.sock"
+    _sweep(_PLACE)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PLACE))
+    control_address = f"/unix{folder / _SOCKET}"
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
@@ -97,6 +104,17 @@ async def launch(program: Path, options: Sequence[str]) -> Daemon:
         await Daemon(process, folder, control_address).stop()
         raise
     return Daemon(process, folder, control_address)
+
+
+def _sweep(place: Path) -> None:
+    """Remove what daemons left whose owner was killed with -9: folders that are not new, where nobody listens."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _START_SECONDS:
+                continue
+            client.settimeout(1.0)
+            if client.connect_ex(str(folder / _SOCKET)) in (errno.ECONNREFUSED, errno.ENOENT):
+                shutil.rmtree(folder)
 
 
 async def _await_ready(process: asyncio.subprocess.Process) -> None:

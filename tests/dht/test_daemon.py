@@ -1,0 +1,36 @@
+"""What daemons leave behind that were killed with their owner."""
+
+import os
+import socket
+from pathlib import Path
+
+from swarm.dht import daemon
+
+
+def _folder(place: Path, name: str, *, old: bool = True) -> Path:
+    folder = place / f"swarm-p2pd-{name}"
+    folder.mkdir()
+    return _aged(folder) if old else folder
+
+
+def _aged(folder: Path) -> Path:
+    os.utime(folder, (1.0, 1.0))
+    return folder
+
+
+def test_only_folders_where_nobody_listens_are_removed(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as gone:
+        alive, dead, empty, new = (
+            _folder(tmp_path, "alive"), _folder(tmp_path, "dead"), _folder(tmp_path, "empty"),
+            _folder(tmp_path, "new", old=False),
+        )  # fmt: skip
+        server.bind(str(alive / "control.sock"))
+        server.listen()
+        gone.bind(str(dead / "control.sock"))
+        gone.close()
+        _aged(alive)
+        _aged(dead)
+        others = tmp_path / "somebody-elses"
+        others.mkdir()
+        daemon._sweep(tmp_path)
+        assert [folder.exists() for folder in (alive, dead, empty, new, others)] == [True, False, False, True, True]
