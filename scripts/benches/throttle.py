@@ -89,8 +89,9 @@ class DelayLine:
 
     def _arrive(self) -> None:
         # At the end what was due at once may have been brought by somebody else.
-        if self._under_way and not self._writer.transport.is_closing():
-            self._writer.write(self._under_way.popleft())
+        chunk = self._under_way.popleft() if self._under_way else b""
+        if chunk and not self._writer.transport.is_closing():
+            self._writer.write(chunk)
 
 
 @dataclass(eq=False)

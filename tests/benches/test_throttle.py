@@ -186,3 +186,17 @@ async def test_an_answer_that_is_held_back_is_lost_with_its_connection(
     throttle.clear(callee, caller)
     assert await (await _Echo.connect(caller, endpoint)).call(b"again", 5.0) == b"again"
     assert await other.call(b"not concerned", 5.0) == b"not concerned"
+
+
+async def test_a_line_whose_other_end_is_gone_comes_to_its_end() -> None:
+    class Closing:
+        def is_closing(self) -> bool:
+            return True
+
+    class Writer:
+        transport = Closing()
+
+    line = DelayLine(cast(asyncio.StreamWriter, Writer()), asyncio.get_running_loop())
+    line.send(b"a", 0.01)
+    async with asyncio.timeout(5.0):
+        await line.end()
