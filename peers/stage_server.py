@@ -361,8 +361,8 @@ class StageServer:
         if not view.is_leader:
             return GroupLead(leader_id=PeerId(view.leader_id), view=None)
         round_view = RoundView(
-            round=view.round, committed=view.committed, away=view.away, highest_microbatch=view.highest_microbatch,
-            quiet_seconds=view.quiet_seconds, complete=view.complete,
+            round=view.round, committed=view.committed, counted=view.counted, away=view.away,
+            highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds, complete=view.complete,
         )  # fmt: skip
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 

@@ -33,7 +33,15 @@ class Retryable(SwarmError):
 
 
 class PeerUnavailable(Retryable):
-    """The peer is unreachable, frozen, or ended the call before its answer was complete."""
+    """The peer is unreachable, frozen, or ended the call before its answer was complete.
+
+    Attributes:
+        is_gone: nobody listens at its address: it has died, and does not come back with what it had.
+    """
+
+    def __init__(self, message: str, *, is_gone: bool = False) -> None:
+        super().__init__(message)
+        self.is_gone = is_gone
 
 
 class Overloaded(Retryable):

@@ -7,6 +7,7 @@ itself behind, it downloads. Never touches weights: the stage does, when it is t
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from typing import Any
@@ -74,6 +75,8 @@ class Averager:
         self._attempts: Counter[int] = Counter()
         self._aborted: Counter[str] = Counter()
         self._num_attempts = 0
+        self._told_at: dict[PeerId, float] = {}
+        """When members heard last what all of them have committed."""
         self._roster = Roster(
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
@@ -154,7 +157,7 @@ class Averager:
             committed |= frozenset(range(standing.round * size, (standing.round + 1) * size))
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
-            committed=committed, away=self._roster.away(standing),
+            committed=committed, counted=self._roster.counted | committed, away=self._roster.away(standing),
             complete=self._is_complete(standing.round, committed, num_samples),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
@@ -278,11 +281,34 @@ class Averager:
         standing, theirs = self._participant.standing, messages.unpack_standing(request.standing)
         if self._roster.is_ahead(theirs, standing) and self._leader.active is None:
             self._reporter.nudge(PeerId(request.sender.peer_id))
-        return pb.ReportReply(
+        reply = pb.ReportReply(
             standing=messages.pack_standing(standing), active=messages.pack_ballot(self._leader.active),
             outcome=self._participant.outcomes.get(theirs.round), leader=self._leader_contact(),
             num_alive=len(self._roster.alive()),
         )  # fmt: skip
+        if self._config.rounds.synchronous and theirs == standing:
+            self._tell_of_round(PeerId(request.sender.peer_id), reply)
+        return reply
+
+    def _tell_of_round(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
+        view, now = self.view(), self._clock.monotonic()
+        # Now and then: there may be thousands of microbatches in a round, and reports come with each of them.
+        if view.is_leader and now - self._told_at.get(peer_id, -math.inf) >= self._timing.heartbeat_seconds / 2:
+            self._told_at[peer_id] = now
+            reply.committed_gaps.extend(messages.pack_indices(self._member.progress().committed))
+            reply.counted_gaps.extend(messages.pack_indices(view.counted))
+        reply.give_up = self._gives_up(peer_id, view)
+
+    def _gives_up(self, peer_id: PeerId, view: GroupView) -> bool:
+        """Whether a member has mostly doubles: to replay the rest costs less than to take out a part."""
+        if not view.is_leader or self._leader.active is not None or peer_id not in view.progress:
+            return False
+        theirs = view.progress[peer_id].committed
+        elsewhere = frozenset[int]().union(*(p.committed for other, p in view.progress.items() if other != peer_id))
+        gives_up = 2 * len(theirs & elsewhere) > len(theirs)
+        if gives_up:
+            self._roster.has_given_up(peer_id)
+        return gives_up
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
@@ -319,10 +345,12 @@ class Averager:
             return await self._transport.call(peer, method, request, timeout_seconds=timeout_seconds)
         except (PeerUnavailable, NotReady) as error:
             if peer.stage == self._own.stage:
-                self._roster.suspect(PeerId(peer.peer_id), is_gone=isinstance(error, PeerUnavailable))
+                is_gone = isinstance(error, PeerUnavailable) and error.is_gone
+                self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
             raise
 
     def _moved(self) -> None:
+        self._told_at.clear()
         self._roster.moved(self._participant.standing)
         self._progress_changed()
         self._reporter.notify()

@@ -20,6 +20,7 @@ from swarm.averaging.donor import Donor
 from swarm.averaging.exchange import Exchanges
 from swarm.averaging.feedback import Residual
 from swarm.averaging.group import Ballot, Group, Refused
+from swarm.averaging.messages import Standing
 from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.averaging.results import Committed
 from swarm.averaging.shared import SharedBlocks
@@ -293,6 +294,14 @@ class Participant:
             if (active := self.group.active) is not None:
                 self.group.step_back()
                 await self._reopen(reason, active)
+
+    async def give_up(self, standing: Standing) -> bool:
+        """Take all of this round out of the contribution, unless it is being closed; whether that was done."""
+        async with self._lock:
+            if self.group.active is not None or self.standing != standing:
+                return False
+            await self._member.give_up(standing.round)
+        return True
 
     async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
         """Become a downloaded state. Runs to its end even if the caller is cancelled.

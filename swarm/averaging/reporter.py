@@ -17,7 +17,7 @@ from swarm.averaging.timing import Timing
 from swarm.averaging.transport import REPORT, Caller, contact_of
 from swarm.clock import Clock
 from swarm.errors import PeerUnavailable, SwarmError
-from swarm.rounds import RoundMember
+from swarm.rounds import Progress, RoundMember
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId, PeerRecord
@@ -143,11 +143,11 @@ class Reporter:
         )  # fmt: skip
         self._under_way.add(peer_id)
         try:
-            reply = await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
+            reply = await self._tell(peer, request)
             await self._act_on(peer_id, standing, active, reply)
         except SwarmError as error:
             logger.debug("report to %s: %s", peer_id, error)
-            self._roster.suspect(peer_id, is_gone=isinstance(error, PeerUnavailable))
+            self._roster.suspect(peer_id, is_gone=isinstance(error, PeerUnavailable) and error.is_gone)
             self._progressed.set()
             if active is not None and active == group.active and active.leader_id == peer_id:
                 logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)
@@ -156,6 +156,16 @@ class Reporter:
             self._under_way.discard(peer_id)
             if version != self._version:
                 self._progressed.set()
+
+    async def _tell(self, peer: PeerRecord, request: pb.ReportRequest) -> pb.ReportReply:
+        try:
+            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
+        except PeerUnavailable as error:
+            is_stale = messages.unpack_standing(request.standing) != self._participant.standing
+            if error.is_gone or is_stale or self._participant.is_catching_up:
+                raise
+            # A connection broke: whether there is still somebody shows when another one is made.
+            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
 
     async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
         theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
@@ -168,6 +178,14 @@ class Reporter:
             await self._participant.step_back("the leader has given the attempt up")
         if standing != self._participant.standing:
             return
+        if theirs == standing and reply.counted_gaps:
+            progress = Progress(
+                round=theirs.round, lineage=theirs.lineage, run_samples=theirs.run_samples, num_samples=0,
+                committed=messages.unpack_indices(reply.committed_gaps), highest_microbatch=-1,
+            )  # fmt: skip
+            self._roster.heard_of_round(peer_id, progress, messages.unpack_indices(reply.counted_gaps))
+        if reply.give_up and await self._participant.give_up(standing):
+            logger.info("round %d: most of what this peer had was done again by others meanwhile", standing.round)
         prepared = reply.outcome.prepared
         if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
             try:

@@ -4,6 +4,7 @@ Used by averaging/averager. Draws on the directory's last view and on what peers
 goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ class Roster:
         self._reports: dict[PeerId, Report] = {}
         self._away: dict[PeerId, Report] = {}
         """Last words of peers that may come back: of all but those that nobody answers for."""
+        self._counted: set[int] = set()
+        """What anybody is known to have committed in this round."""
         self._standings: dict[PeerId, Standing] = {}
         self._suspects: dict[PeerId, float] = {}
         """By the time of the last attempt to reach them."""
@@ -81,6 +84,7 @@ class Roster:
         prepared = messages.unpack_ballot(request.prepared)
         self._reports[peer_id] = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
         self._away.pop(peer_id, None)
+        self._counted |= progress.committed
         self.answered(peer_id, self._reports[peer_id].standing)
         return previous is None or previous.progress != progress or previous.prepared != prepared
 
@@ -89,6 +93,17 @@ class Roster:
         self._suspects.pop(peer_id, None)
         if standing is not None:
             self._standings[peer_id] = standing
+
+    def heard_of_round(self, peer_id: PeerId, progress: Progress, counted: Set[int]) -> None:
+        """A leader told what it has committed, and what anybody has: if it dies, whoever follows it has to know."""
+        self._counted |= counted
+        self._away[peer_id] = Report(progress=progress, prepared=None, heard_at=self._clock.monotonic())
+
+    def has_given_up(self, peer_id: PeerId) -> None:
+        """A member was told to empty its contribution: it counts as empty from now on."""
+        report = self._reports[peer_id]
+        empty = dataclasses.replace(report.progress, committed=frozenset(), num_samples=0)
+        self._reports[peer_id] = dataclasses.replace(report, progress=empty)
 
     def suspect(self, peer_id: PeerId, *, is_gone: bool) -> None:
         """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
@@ -127,6 +142,7 @@ class Roster:
         self._moved_at = self._clock.monotonic()
         self._exclusions.clear()
         self._away.clear()
+        self._counted.clear()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -155,6 +171,11 @@ class Roster:
             for peer_id, report in self._reports.items()
             if report.heard_at >= oldest and report.standing == own and not self._is_excluded(peer_id)
         }
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """What any other peer has committed in this round, though it may be gone with it."""
+        return frozenset(self._counted)
 
     def away(self, own: Standing) -> frozenset[int]:
         """What peers have committed in this round that do not report at present and may come back."""

@@ -14,6 +14,7 @@ class GroupView:
     Attributes:
         progress: by member, this peer included.
         committed: microbatches that some member has committed in this round.
+        counted: those, and the ones that a member had committed who is there no more.
         away: those of peers that do not report at present, but may come back with them.
         complete: the round has all it needs.
         highest_microbatch: highest index any member has seen; -1 for none.
@@ -25,6 +26,7 @@ class GroupView:
     is_leader: bool
     progress: Mapping[PeerId, Progress]
     committed: frozenset[int]
+    counted: frozenset[int]
     away: frozenset[int]
     complete: bool
     highest_microbatch: int

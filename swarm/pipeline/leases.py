@@ -30,6 +30,8 @@ class RoundView:
     round: int
     committed: Set[int]
     """Microbatches that some member has committed."""
+    counted: Set[int]
+    """Those, and the ones that a member had committed who is there no more."""
     away: Set[int]
     """Microbatches of members that do not report, but may come back with them."""
     highest_microbatch: int
@@ -65,8 +67,6 @@ class LeaseTable:
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
-        self._counted: set[int] = set()
-        """Synchronous: what has been seen as committed in this round."""
         self._next: int | None = None
         self._round = -1
 
@@ -121,8 +121,6 @@ class LeaseTable:
             size = self._config.microbatches_per_round
             self._leases = {m: lease for m, lease in self._leases.items() if m // size == view.round}
             self._finished.clear()
-            self._counted.clear()
-        self._counted |= view.committed
         size = self._config.microbatches_per_round
         wanted = [
             microbatch
@@ -130,11 +128,12 @@ class LeaseTable:
             if microbatch not in view.committed and microbatch not in self._leases
         ]
         # Whoever counted these has died. Replayed at once, they do not hold up the end of the round.
-        lost = [microbatch for microbatch in wanted if microbatch in self._counted - view.away]
+        lost = [microbatch for microbatch in wanted if microbatch in view.counted and microbatch not in view.away]
         if lost:
             return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:
-            fresh = [microbatch for microbatch in wanted if microbatch not in self._finished]
+            known = self._finished.keys() | view.counted
+            fresh = [microbatch for microbatch in wanted if microbatch not in known]
             if fresh:
                 return self._lease(trainer_id, fresh[:count])
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.

@@ -6,6 +6,7 @@ carried over the wire. Never retries.
 """
 
 import asyncio
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -77,6 +78,7 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
+_TIMED_OUT = re.compile("timed? ?-?out|deadline", re.IGNORECASE)
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
@@ -203,7 +205,9 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
         return error_class(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(details)
-    return errors.PeerUnavailable(f"{error.code().name}: {details}")
+    # Connected to nobody; but where a network is parted, that takes until a time-out.
+    is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
+    return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone)
 
 
 async def _close(channels: Iterable[grpc.aio.Channel], grace_seconds: float | None) -> None:

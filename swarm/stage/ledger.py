@@ -84,6 +84,10 @@ class Ledger(Generic[_Computation]):
             if entry.state is EntryState.COMMITTED and entry.round == round_number
         )
 
+    def of_round(self, round_number: int) -> list[Entry[_Computation]]:
+        """All entries of a round."""
+        return [entry for entry in self._entries.values() if entry.round == round_number]
+
     def uncommitted(self, round_number: int | None = None) -> list[Entry[_Computation]]:
         """Entries that are running or tentative, of one round or of all."""
         return [

@@ -83,6 +83,7 @@ class FakeStage:
         self.closed = False
         self.num_installs = 0
         self.dropped: set[int] = set()
+        self.given_up: set[int] = set()
         self.poison = False
         """Contribute NaN."""
         self.averager: Averager | None = None
@@ -113,6 +114,14 @@ class FakeStage:
             tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept),
             round_samples=MICROBATCH * len(kept), committed=frozenset(kept),
         )  # fmt: skip
+
+    async def give_up(self, round_number: int) -> None:
+        assert round_number == self.round
+        assert not self.closed
+        self.given_up |= self.indices
+        self.indices = set()
+        if self.averager is not None:
+            self.averager.notify()
 
     async def reopen(self, round_number: int) -> None:
         assert round_number == self.round

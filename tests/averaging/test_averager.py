@@ -8,6 +8,7 @@ import torch
 from swarm.averaging import messages
 from swarm.averaging.transport import ABORT, BEGIN
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
 
 
@@ -105,16 +106,16 @@ async def test_round_waits_for_what_is_missing() -> None:
 
 
 async def test_duplicates_count_once() -> None:
-    async with network_of(make_config(), 1, 2, 3) as network:
+    async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         members[0].learn(0, 1, 2)
-        members[1].learn(2, 3)
-        members[2].learn(0, 3, 4)
+        members[1].learn(2, 3, 6)
+        members[2].learn(0, 4, 7)
         await asyncio.sleep(0.15)
         members[0].learn(5)
         await until(lambda: all(stage.round == 1 for stage in members))
-        assert members[0].results[0].num_samples == 12
-        np.testing.assert_allclose(result_vector(members[2]), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+        assert members[0].results[0].num_samples == 16
+        np.testing.assert_allclose(result_vector(members[2]), expected_mean(*range(8)), rtol=1e-5, atol=1e-6)
 
 
 async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
@@ -130,15 +131,34 @@ async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> Non
         assert [stage.dropped for stage in (returned, *others)] == [{1, 3}, set(), set()]
 
 
+async def test_who_comes_back_with_mostly_doubles_gives_all_of_it_up_at_once() -> None:
+    """Before the round ends: nothing has to be computed for that, and the rest is replayed."""
+    async with network_of(make_config(), 1, 2, 3) as network:
+        leader, returned, other = stages(network, 1, 2, 3)
+        leader.learn(0)
+        other.learn(1, 2)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().committed == {0, 1, 2})
+        returned.learn(1, 2, 3)
+        await until(lambda: returned.given_up == {1, 2, 3})
+        await until(lambda: view().progress[PeerId(peer_id(2))].committed == set())
+        assert view().committed == {0, 1, 2}
+        assert view().counted == {0, 1, 2, 3}
+        returned.learn(3)
+        other.learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in (leader, returned, other)))
+        assert not leader.dropped | returned.dropped | other.dropped
+
+
 async def test_doubles_are_shared_by_those_that_have_them() -> None:
     """Taking one out costs a forward and a backward."""
-    async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
+    async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
         returned, *others = stages(network, 1, 2, 3)
-        returned.learn(0, 1, 2, 3, 7)
-        others[0].learn(0, 1, 4)
-        others[1].learn(2, 3, 5)
+        returned.learn(*range(9))
+        others[0].learn(0, 1, 9, 10)
+        others[1].learn(2, 3, 11, 12)
         await asyncio.sleep(0.15)
-        others[0].learn(6)
+        others[0].learn(13)
         await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
         assert sorted(len(stage.dropped) for stage in (returned, *others)) == [1, 1, 2]
         assert {0, 1, 2, 3} == returned.dropped | others[0].dropped | others[1].dropped

@@ -1,5 +1,7 @@
 """What is known of a member that has fallen silent: it may come back with all it has, or it is gone."""
 
+import dataclasses
+
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
 from swarm.averaging.roster import Roster
@@ -69,6 +71,19 @@ def test_after_a_freeze_of_this_peer_all_others_may_come_back() -> None:
     assert (group.committed, group.away) == (set(), {3, 4})
 
 
+def test_whoever_leads_next_knows_what_the_leader_and_all_had() -> None:
+    group = Group()
+    assert group.roster.counted == {3, 4}
+    progress = dataclasses.replace(group.roster.members(HERE)[OTHER].progress, committed=frozenset([5]))
+    leader = PeerId(record(3).peer_id)
+    group.roster.heard_of_round(leader, progress, {3, 4, 5, 6})
+    assert group.roster.counted == {3, 4, 5, 6}
+    assert group.away == {5}
+    group.roster.suspect(leader, is_gone=True)
+    assert group.roster.counted == {3, 4, 5, 6}
+    assert group.away == set()
+
+
 def test_nothing_of_a_round_that_is_over_comes_back() -> None:
     group = Group()
     group.roster.suspect(OTHER, is_gone=False)
@@ -76,6 +91,7 @@ def test_nothing_of_a_round_that_is_over_comes_back() -> None:
     group.roster.moved(later)
     assert not group.roster.away(later)
     assert not group.away
+    assert not group.roster.counted
 
 
 def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:

@@ -99,7 +99,7 @@ async def test_cancelled_work_that_waits_never_runs(runtime: Runtime) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await runtime.control(lambda: None)
+    await runtime.run(lambda: None, priority=Priority.FORWARD)
     assert not ran
     assert runtime.statistics().num_dropped == 1
 
