@@ -6,6 +6,7 @@ trainer's microbatches go to another. `LeaseTable` decides and is pure; lease_se
 carries its answers.
 """
 
+import math
 import random
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ LEASE_SECONDS = 15.0
 """Lifetime of a lease that is not renewed."""
 SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
+SHOWN_SECONDS = 2.0
+"""How long it may take, while a round goes on, until a microbatch that its trainer is done with shows as committed."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
 """DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone who has not
 reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
@@ -127,8 +130,10 @@ class LeaseTable:
             for microbatch in range(view.round * size, (view.round + 1) * size)
             if microbatch not in view.committed and microbatch not in self._leases
         ]
+        now = self._clock.monotonic()
         # Whoever counted these has died. Replayed at once, they do not hold up the end of the round.
-        lost = [microbatch for microbatch in wanted if microbatch in view.counted and microbatch not in view.away]
+        dead = view.counted - view.away
+        lost = [m for m in wanted if m in dead and now - self._finished.get(m, -math.inf) >= SHOWN_SECONDS]
         if lost:
             return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:
@@ -139,8 +144,7 @@ class LeaseTable:
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
         if view.quiet_seconds < SETTLE_SECONDS or not all_granted:
             return Grant(microbatches=())
-        now = self._clock.monotonic()
-        missing = [m for m in wanted if now - self._finished.get(m, -SETTLE_SECONDS) >= SETTLE_SECONDS]
+        missing = [m for m in wanted if now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
         return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
 
     def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:

@@ -11,7 +11,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig
-from swarm.pipeline.leases import LEASE_SECONDS, LEAST_SKIP, MOST_SKIP, SETTLE_SECONDS, Grant, LeaseTable, RoundView
+from swarm.pipeline.leases import (
+    LEASE_SECONDS,
+    LEAST_SKIP,
+    MOST_SKIP,
+    SETTLE_SECONDS,
+    SHOWN_SECONDS,
+    Grant,
+    LeaseTable,
+    RoundView,
+)  # fmt: skip
 
 _SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=48))
 _DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))
@@ -138,6 +147,15 @@ def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: in
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([1, 2], stage)
     leader.round, leader.committed, leader.counted = 1, set(), set()
     assert leader.ask("a", 9, all_granted=False).accumulate_only_at is None, "another round, in which nothing is lost"
+
+
+def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed, leader.counted = {0}, {1}
+    assert leader.give("a", 9) == [1]
+    assert leader.give("a", 9) == []
+    leader.clock.advance(SHOWN_SECONDS)
+    assert leader.give("a", 9) == [1], "it came to nothing"
 
 
 def test_what_may_come_back_is_not_replayed_before_the_rest_has_come() -> None:
