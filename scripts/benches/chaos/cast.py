@@ -270,6 +270,8 @@ def _usage(role: Role, now: float) -> Usage | None:
     except OSError:
         return None
     status = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    if "VmRSS" not in status:
+        return None
     return Usage(
         at=now, name=role.name, pid=role.child.pid, resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
         num_descriptors=num_descriptors, num_threads=int(status["Threads"]), num_tasks=num_tasks,
