@@ -157,10 +157,11 @@ class Averager:
             committed |= frozenset(range(standing.round * size, (standing.round + 1) * size))
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
-            committed=committed, counted=self._roster.counted | committed, away=self._roster.away(standing),
+            committed=committed, counted=self._roster.counted | committed, lost=self._roster.lost - committed,
             complete=self._is_complete(standing.round, committed, num_samples),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
+            awaits_reports=self._roster.awaits_reports(standing),
         )  # fmt: skip
 
     async def changed(self) -> None:

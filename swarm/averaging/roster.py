@@ -53,10 +53,12 @@ class Roster:
         self._branches_yield = branches_yield
         self._contacts: dict[PeerId, tuple[PeerRecord, float]] = {}
         self._reports: dict[PeerId, Report] = {}
-        self._away: dict[PeerId, Report] = {}
-        """Last words of peers that may come back: of all but those that nobody answers for."""
+        self._last_words: dict[PeerId, Report] = {}
+        """Of peers that were heard of in this round, present or not."""
         self._counted: set[int] = set()
         """What anybody is known to have committed in this round."""
+        self._lost: set[int] = set()
+        """What has died with a peer."""
         self._standings: dict[PeerId, Standing] = {}
         self._suspects: dict[PeerId, float] = {}
         """By the time of the last attempt to reach them."""
@@ -82,10 +84,10 @@ class Roster:
         )  # fmt: skip
         previous = self._reports.get(peer_id)
         prepared = messages.unpack_ballot(request.prepared)
-        self._reports[peer_id] = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
-        self._away.pop(peer_id, None)
-        self._counted |= progress.committed
-        self.answered(peer_id, self._reports[peer_id].standing)
+        report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
+        self._reports[peer_id] = report
+        self._listen(peer_id, report)
+        self.answered(peer_id, report.standing)
         return previous is None or previous.progress != progress or previous.prepared != prepared
 
     def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
@@ -97,13 +99,23 @@ class Roster:
     def heard_of_round(self, peer_id: PeerId, progress: Progress, counted: Set[int]) -> None:
         """A leader told what it has committed, and what anybody has: if it dies, whoever follows it has to know."""
         self._counted |= counted
-        self._away[peer_id] = Report(progress=progress, prepared=None, heard_at=self._clock.monotonic())
+        self._listen(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
+
+    def _listen(self, peer_id: PeerId, report: Report) -> None:
+        before = self._last_words.get(peer_id)
+        if before is not None and before.standing == report.standing:
+            # Started again: it has less than it had.
+            self._lost |= before.progress.committed - report.progress.committed
+        self._lost -= report.progress.committed
+        self._counted |= report.progress.committed
+        self._last_words[peer_id] = report
 
     def has_given_up(self, peer_id: PeerId) -> None:
         """A member was told to empty its contribution: it counts as empty from now on."""
         report = self._reports[peer_id]
         empty = dataclasses.replace(report.progress, committed=frozenset(), num_samples=0)
         self._reports[peer_id] = dataclasses.replace(report, progress=empty)
+        self._listen(peer_id, self._reports[peer_id])
 
     def suspect(self, peer_id: PeerId, *, is_gone: bool) -> None:
         """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
@@ -112,22 +124,18 @@ class Roster:
             is_gone: nobody listens where it was: what it had committed in this round is lost.
         """
         self._suspects[peer_id] = self._clock.monotonic()
-        report = self._reports.pop(peer_id, None)
-        if is_gone:
-            self._away.pop(peer_id, None)
-        elif report is not None:
-            self._away[peer_id] = report
+        self._reports.pop(peer_id, None)
+        if is_gone and (last := self._last_words.pop(peer_id, None)) is not None:
+            self._lost |= last.progress.committed
         self._standings.pop(peer_id, None)
 
     def forget_report(self, peer_id: PeerId) -> None:
         """What a peer reported turned out to be out of date."""
-        if peer_id in self._reports:
-            self._away[peer_id] = self._reports.pop(peer_id)
+        self._reports.pop(peer_id, None)
 
     def forget(self) -> None:
         """This peer heard nothing for a while, through no fault of the others: all have to be asked again."""
         self._suspects.clear()
-        self._away |= self._reports
         self._reports.clear()
 
     def exclude(self, peer_id: PeerId) -> None:
@@ -141,8 +149,9 @@ class Roster:
         """This peer is at a new round: what is known of others at earlier ones is out of date."""
         self._moved_at = self._clock.monotonic()
         self._exclusions.clear()
-        self._away.clear()
+        self._last_words.clear()
         self._counted.clear()
+        self._lost.clear()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -177,11 +186,15 @@ class Roster:
         """What any other peer has committed in this round, though it may be gone with it."""
         return frozenset(self._counted)
 
-    def away(self, own: Standing) -> frozenset[int]:
-        """What peers have committed in this round that do not report at present and may come back."""
-        present = self.members(own).keys()
-        reports = [report for peer, report in (self._reports | self._away).items() if peer not in present]
-        return frozenset[int]().union(*(report.progress.committed for report in reports if report.standing == own))
+    @property
+    def lost(self) -> frozenset[int]:
+        """What has died with a peer; somebody else may have committed it since."""
+        return frozenset(self._lost)
+
+    def awaits_reports(self, own: Standing) -> bool:
+        """Whether a serving peer has not told what it has, and nothing speaks against its being alive."""
+        members = self.members(own)
+        return any(peer not in members and peer not in self._suspects for peer in self._peers(serving=True))
 
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.

@@ -15,10 +15,11 @@ class GroupView:
         progress: by member, this peer included.
         committed: microbatches that some member has committed in this round.
         counted: those, and the ones that a member had committed who is there no more.
-        away: those of peers that do not report at present, but may come back with them.
+        lost: of the latter, those that have certainly died with it.
         complete: the round has all it needs.
         highest_microbatch: highest index any member has seen; -1 for none.
         quiet_seconds: since anything of this last changed.
+        awaits_reports: to a leader, a serving peer has not told yet what it has.
     """
 
     round: int
@@ -27,10 +28,11 @@ class GroupView:
     progress: Mapping[PeerId, Progress]
     committed: frozenset[int]
     counted: frozenset[int]
-    away: frozenset[int]
+    lost: frozenset[int]
     complete: bool
     highest_microbatch: int
     quiet_seconds: float
+    awaits_reports: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,8 +35,8 @@ class RoundView:
     """Microbatches that some member has committed."""
     counted: Set[int]
     """Those, and the ones that a member had committed who is there no more."""
-    away: Set[int]
-    """Microbatches of members that do not report, but may come back with them."""
+    lost: Set[int]
+    """Of the latter, those that have certainly died with it."""
     highest_microbatch: int
     """Highest id that any member has seen; -1 for none."""
     quiet_seconds: float
@@ -132,8 +132,7 @@ class LeaseTable:
         ]
         now = self._clock.monotonic()
         # Whoever counted these has died. Replayed at once, they do not hold up the end of the round.
-        dead = view.counted - view.away
-        lost = [m for m in wanted if m in dead and now - self._finished.get(m, -math.inf) >= SHOWN_SECONDS]
+        lost = [m for m in wanted if m in view.lost and now - self._finished.get(m, -math.inf) >= SHOWN_SECONDS]
         if lost:
             return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:

@@ -40,35 +40,47 @@ class Group:
         return {index for report in self.roster.members(HERE).values() for index in report.progress.committed}
 
     @property
-    def away(self) -> set[int]:
-        return set(self.roster.away(HERE))
+    def lost(self) -> set[int]:
+        return set(self.roster.lost)
 
 
-def test_a_member_that_reports_is_not_away() -> None:
+def test_a_member_that_reports_has_lost_nothing() -> None:
     group = Group()
-    assert (group.committed, group.away) == ({3, 4}, set())
+    assert (group.committed, group.lost) == ({3, 4}, set())
+    assert not group.roster.awaits_reports(HERE)
 
 
 def test_what_a_silent_member_has_may_come_back() -> None:
     group = Group()
     group.clock.advance(TIMING.fresh_seconds + 0.1)
-    assert (group.committed, group.away) == (set(), {3, 4})
+    assert (group.committed, group.lost) == (set(), set())
+    assert group.roster.awaits_reports(HERE), "until it has been called"
     group.report(3, 4, 5)
-    assert (group.committed, group.away) == ({3, 4, 5}, set())
+    assert group.committed == {3, 4, 5}
 
 
 def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_does_not() -> None:
     group = Group()
     group.roster.suspect(OTHER, is_gone=False)
-    assert (group.committed, group.away) == (set(), {3, 4})
+    assert (group.committed, group.lost) == (set(), set())
+    assert not group.roster.awaits_reports(HERE)
     group.roster.suspect(OTHER, is_gone=True)
-    assert (group.committed, group.away) == (set(), set())
+    assert (group.committed, group.lost) == (set(), {3, 4})
+    group.report(3, 4)
+    assert (group.committed, group.lost) == ({3, 4}, set()), "it was there all the same"
 
 
-def test_after_a_freeze_of_this_peer_all_others_may_come_back() -> None:
+def test_one_that_was_started_again_has_lost_what_it_had() -> None:
+    group = Group()
+    group.report()
+    assert (group.committed, group.lost) == (set(), {3, 4})
+
+
+def test_after_a_freeze_of_this_peer_nothing_of_the_others_is_lost() -> None:
     group = Group()
     group.roster.forget()
-    assert (group.committed, group.away) == (set(), {3, 4})
+    assert (group.committed, group.lost) == (set(), set())
+    assert group.roster.awaits_reports(HERE)
 
 
 def test_whoever_leads_next_knows_what_the_leader_and_all_had() -> None:
@@ -77,20 +89,16 @@ def test_whoever_leads_next_knows_what_the_leader_and_all_had() -> None:
     progress = dataclasses.replace(group.roster.members(HERE)[OTHER].progress, committed=frozenset([5]))
     leader = PeerId(record(3).peer_id)
     group.roster.heard_of_round(leader, progress, {3, 4, 5, 6})
-    assert group.roster.counted == {3, 4, 5, 6}
-    assert group.away == {5}
+    assert (group.roster.counted, group.lost) == (frozenset([3, 4, 5, 6]), set())
     group.roster.suspect(leader, is_gone=True)
-    assert group.roster.counted == {3, 4, 5, 6}
-    assert group.away == set()
+    assert (group.roster.counted, group.lost) == (frozenset([3, 4, 5, 6]), {5})
 
 
 def test_nothing_of_a_round_that_is_over_comes_back() -> None:
     group = Group()
-    group.roster.suspect(OTHER, is_gone=False)
-    later = Standing(run_samples=1, round=1, lineage="01")
-    group.roster.moved(later)
-    assert not group.roster.away(later)
-    assert not group.away
+    group.roster.suspect(OTHER, is_gone=True)
+    group.roster.moved(Standing(run_samples=1, round=1, lineage="01"))
+    assert not group.lost
     assert not group.roster.counted
 
 

@@ -15,7 +15,7 @@ from tests.support.chain import SYNCHRONOUS
 async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireReply:
     """What the leader of a stage answers that is at a round and lacks all of it."""
     view = RoundView(
-        round=round_number, committed=set(), counted=set(), away=set(), highest_microbatch=-1, quiet_seconds=60.0,
+        round=round_number, committed=set(), counted=set(), lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
         complete=False,
     )  # fmt: skip
     servicer = LeaseServicer(

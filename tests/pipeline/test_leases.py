@@ -35,7 +35,7 @@ class _Leader:
         self.table = LeaseTable(config, stage, self.clock, random.Random(seed))
         self.committed: set[int] = set()
         self.counted: set[int] = set()
-        self.away: set[int] = set()
+        self.lost: set[int] = set()
         self.highest = -1
         self.round = 0
 
@@ -45,7 +45,7 @@ class _Leader:
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
-            counted=self.counted | self.committed, away=self.away, highest_microbatch=self.highest,
+            counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
             quiet_seconds=quiet_seconds, complete=False,
         )  # fmt: skip
         return self.table.acquire(
@@ -142,16 +142,16 @@ def test_a_later_stage_waits_for_what_stage_0_has_not_granted_yet() -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: int) -> None:
     leader = _Leader(_SYNCHRONOUS, stage=stage)
-    leader.committed, leader.counted = {0}, {1, 2}
+    leader.committed, leader.lost = {0}, {1, 2}
     grant = leader.ask("a", 9, all_granted=False)
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([1, 2], stage)
-    leader.round, leader.committed, leader.counted = 1, set(), set()
+    leader.round, leader.committed, leader.lost = 1, set(), set()
     assert leader.ask("a", 9, all_granted=False).accumulate_only_at is None, "another round, in which nothing is lost"
 
 
 def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
-    leader.committed, leader.counted = {0}, {1}
+    leader.committed, leader.lost = {0}, {1}
     assert leader.give("a", 9) == [1]
     assert leader.give("a", 9) == []
     leader.clock.advance(SHOWN_SECONDS)
@@ -160,7 +160,7 @@ def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:
 
 def test_what_may_come_back_is_not_replayed_before_the_rest_has_come() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
-    leader.committed, leader.counted, leader.away = {2, 3, 4, 5}, {0, 1}, {0, 1}
+    leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
     assert leader.give("a", 9) == []
     assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS) == [0, 1]
 
@@ -183,11 +183,11 @@ def test_a_complete_round_grants_nothing() -> None:
 
 def test_a_new_leader_has_replayed_here_only_what_died_with_the_one_before() -> None:
     leader = _Leader(_SYNCHRONOUS)
-    leader.committed, leader.counted = {0, 1}, {2, 3}
+    leader.committed, leader.lost, leader.counted = {0}, {2, 3}, {1}
     grant = leader.ask("a", 9)
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([2, 3], 0)
     grant = leader.ask("a", 9, holding=[2, 3])
-    assert (list(grant.microbatches), grant.accumulate_only_at) == ([4, 5], None)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([4, 5], None), "of 1 nobody has told yet"
 
 
 def test_a_new_leader_leaves_what_is_committed_or_still_held() -> None:
