@@ -57,6 +57,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.slots import LARGEST
 from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import staging_of
 from swarm.stage.weights import StageWeights, digest_of
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
@@ -113,10 +114,11 @@ class StageServer:
         """Round of the peers that hold the stage, when this one began."""
         self._channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
         self._callers = Callers(clock)
-        self._runtime = Runtime(queue_capacity=1024)
+        staging = staging_of(options.device)
+        self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         module = build_stage(config, stage, device=options.device)
         backend = StageBackend(
-            config=config, stage=stage, module=module, device=options.device,
+            config=config, stage=stage, module=module, staging=staging,
             weights=StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events),
             budget=GraphBudget(limit_bytes=options.graph_bytes), events=self._events,
         )  # fmt: skip

@@ -107,7 +107,9 @@ def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, t
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
     """Sum of squares over all elements, accumulated in float64."""
-    return sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    # Read together: on a GPU each reading waits for all that was queued before it.
+    return sum((norm**2 for norm in torch.stack(norms).tolist()), 0.0) if norms else 0.0
 
 
 def clip_factor(total_squared_norm: float, max_norm: float) -> float:

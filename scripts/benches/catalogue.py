@@ -19,5 +19,6 @@ MEASURING = {
     "link": "throughput while a round is exchanged over slow links (slow)",
     "wan": "throughput over long and slow lines, for layers of three sizes (slow)",
     "heterogeneous": "unequal peers that come and go, against their capacities (slow)",
+    "cuda": "tokens/s of a GPU stage, against one that copies without pinned memory and streams (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",
 }

@@ -26,6 +26,7 @@ from swarm.stage.backend import TOKENS, GraphBudget, StageBackend
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import Staging
 from swarm.stage.task_queue import Priority
 from swarm.stage.weights import StageWeights
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -61,7 +62,7 @@ class Worker:
         module = build_stage(config, 0, device="cpu")
         self.weights = StageWeights(config, module, lineage="")
         backend = StageBackend(
-            config=config, stage=0, module=module, weights=self.weights, device=torch.device("cpu"),
+            config=config, stage=0, module=module, weights=self.weights, staging=Staging(),
             budget=GraphBudget(limit_bytes=1 << 30),
         )  # fmt: skip
         self.stage = Stage(

@@ -23,6 +23,7 @@ from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS
 from swarm.stage.boundary import Boundary
+from swarm.stage.staging import Staging
 
 NARROWER = 16
 """How many times fewer numbers a token the bottleneck lets through."""
@@ -170,13 +171,13 @@ def codec_times() -> dict[str, Any]:
     """Milliseconds of CPU time for each MiB of float32, medians; `over_copy` is both ways over two copies."""
     num_samples, length, width = CODEC_SHAPE
     tensor_BTR = torch.randn(CODEC_SHAPE, generator=torch.Generator().manual_seed(0))
-    copy_ms = _ms_per_mib(tensor_BTR.clone)
+    copy_ms, staging = _ms_per_mib(tensor_BTR.clone), Staging()
     times: dict[str, Any] = {"copy": copy_ms}
     for name in ("bf16", "int8"):
         boundary = Boundary(encoding=name, width=width)
-        wire = boundary.encode(tensor_BTR)
-        encode_ms = _ms_per_mib(partial(boundary.encode, tensor_BTR))
-        decode_ms = _ms_per_mib(partial(boundary.decode, wire, num_samples, length, torch.device("cpu")))
+        wire = boundary.encode(tensor_BTR, staging).wait()
+        encode_ms = _ms_per_mib(partial(boundary.encode, tensor_BTR, staging))
+        decode_ms = _ms_per_mib(partial(boundary.decode, wire, num_samples, length, staging))
         times[name] = {"encode": encode_ms, "decode": decode_ms, "over_copy": (encode_ms + decode_ms) / (2 * copy_ms)}
     return times
 

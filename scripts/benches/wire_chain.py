@@ -14,6 +14,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.model.stages import build_stage
 from swarm.rpc.wire import TensorReader, TensorSpec, chunks
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, GraphBudget, StageBackend, request_specs
+from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 
 KEPT_BYTES = 1 << 40
@@ -42,7 +43,7 @@ class WireChain:
                 parameter.mul_(1.0 + self._nudge)
         return StageBackend(
             config=self._config, stage=stage, module=module, weights=StageWeights(self._config, module, lineage=""),
-            device=torch.device("cpu"), budget=GraphBudget(limit_bytes=KEPT_BYTES),
+            staging=Staging(), budget=GraphBudget(limit_bytes=KEPT_BYTES),
         )  # fmt: skip
 
     def step(self, number: int) -> float:
@@ -53,14 +54,14 @@ class WireChain:
             forwards.append(stage.forward(number, number, inputs))
             hidden = forwards[-1].wire_hidden
             assert hidden is not None
-            inputs = self._travel({TOKENS: inputs[TOKENS], HIDDEN: hidden}, self._specs(stage.stage + 1))
+            inputs = self._travel({TOKENS: inputs[TOKENS], HIDDEN: hidden.wait()}, self._specs(stage.stage + 1))
         last = self.stages[-1]
         loss, gradient, accumulated = last.forward_loss(number, number, inputs, accumulate=True)
         self._settle(last, accumulated)
         for stage, forward in zip(reversed(self.stages[:-1]), reversed(forwards), strict=True):
             assert gradient is not None
             specs = {GRADIENT: self._specs(stage.stage + 1)[HIDDEN]}
-            received = self._travel({GRADIENT: gradient}, specs)[GRADIENT]
+            received = self._travel({GRADIENT: gradient.wait()}, specs)[GRADIENT]
             gradient, accumulated = stage.backward(forward, received, accumulate=True)
             self._settle(stage, accumulated)
         self._commit()

@@ -3,6 +3,10 @@
 Runs on the compute thread only; called by stage/computation. Knows nothing of the network, of queues or of
 who asked. Backward uses the weights that forward used, whatever steps came between.
 
+A GPU goes on while this thread prepares what comes next. For each microbatch the thread waits for it once, before a
+gradient is added to the sum; at the last stage a second time, to see the loss; and in stage/staging so that it is not
+too far ahead. Every other check is made on the CPU, of what came from there.
+
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
 
@@ -21,6 +25,7 @@ from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss
 from swarm.rpc.wire import TensorSpec, require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
+from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import GradientBucket, StageWeights, Version
 
 TOKENS = "tokens"
@@ -59,14 +64,14 @@ class Forward:
 
     Attributes:
         wire_inputs: what the stage received, CPU.
-        wire_hidden: what the next stage gets, CPU, as it travels; None at the last stage.
+        wire_hidden: what the next stage gets, as it travels; None at the last stage.
         version: the weights that were used.
     """
 
     microbatch: int
     wire_inputs: Mapping[str, torch.Tensor]
     version: Version
-    wire_hidden: torch.Tensor | None = None
+    wire_hidden: Download | None = None
     _inputs: torch.Tensor | None = None
     _outputs: torch.Tensor | None = None
 
@@ -107,7 +112,7 @@ class StageBackend:
     stage: int
     module: nn.Module
     weights: StageWeights
-    device: torch.device
+    staging: Staging
     budget: GraphBudget
     events: Events = field(default_factory=NoEvents)
     _is_first: bool = field(init=False)
@@ -145,12 +150,12 @@ class StageBackend:
             with torch.no_grad():
                 outputs = self._apply(forward, self._hidden_or_tokens(wire_inputs))
         forward.version.users += 1
-        forward.wire_hidden = self._boundary.encode(outputs)
+        forward.wire_hidden = self._boundary.encode(outputs, self.staging)
         return forward
 
     def backward(
         self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
-    ) -> tuple[torch.Tensor | None, Accumulated | None]:
+    ) -> tuple[Download | None, Accumulated | None]:
         """Gradient of the stage's input (None at stage 0) and, if wanted, of the weights into the open bucket.
 
         `only_at`, here and below, is for the record: for a replay, the stage that lacks the microbatch.
@@ -180,7 +185,7 @@ class StageBackend:
         *,
         accumulate: bool,
         only_at: int | None = None,
-    ) -> tuple[float, torch.Tensor | None, Accumulated | None]:  # fmt: skip
+    ) -> tuple[float, Download | None, Accumulated | None]:  # fmt: skip
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
         Raises:
@@ -197,9 +202,11 @@ class StageBackend:
             loss = token_loss(outputs, self._targets(wire_inputs))
             forward._outputs = outputs
             self.budget.num_kept += 1
-            require_in_range("loss", loss.detach())
+            # Waits for the device: nothing may come of a loss that is not finite. It is read once.
+            loss_on_cpu = loss.detach().cpu()
+            require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(forward, loss, None, None, accumulate=accumulate, only_at=only_at)
-            return float(loss.detach()), gradient, accumulated
+            return float(loss_on_cpu), gradient, accumulated
         finally:
             self.release(forward)
 
@@ -269,7 +276,7 @@ class StageBackend:
                 {"dropout_key": None, **self._tokens_too(wire_inputs)},
             )  # fmt: skip
             if not self._is_last:
-                return self._boundary.encode(outputs)
+                return self._boundary.encode(outputs, self.staging).wait()
             if want_logits:
                 return outputs[:, -1].float().cpu()
             return token_loss(outputs, self._targets(wire_inputs)).cpu()
@@ -305,7 +312,7 @@ class StageBackend:
     def _collect(
         self, forward: Forward, root: torch.Tensor, root_gradient: torch.Tensor | None,
         wire_gradient: torch.Tensor | None, *, accumulate: bool, only_at: int | None,
-    ) -> tuple[torch.Tensor | None, Accumulated | None]:  # fmt: skip
+    ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
         if not inputs and not parameters:
@@ -313,10 +320,10 @@ class StageBackend:
         gradients = torch.autograd.grad(
             root, [*inputs, *parameters], root_gradient, allow_unused=True, materialize_grads=True
         )
-        input_gradient = self._boundary.encode(gradients[0]) if inputs else None
+        input_gradient = self._boundary.encode(gradients[0], self.staging) if inputs else None
         if not accumulate:
             return input_gradient, None
-        # What is in the sum cannot be taken out again if it is not finite.
+        # Waits for the device: what is in the sum cannot be taken out again if it is not finite.
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
         num_samples = self.config.data.microbatch_size
@@ -334,6 +341,7 @@ class StageBackend:
         return input_gradient, accumulated
 
     def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:
+        # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.
         tokens = wire_inputs[TOKENS]
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.config.model.vocab_size:
             raise MalformedMessage(f"a token is outside the vocabulary of {self.config.model.vocab_size}")
@@ -346,7 +354,7 @@ class StageBackend:
         return self._decode(wire_inputs[HIDDEN], wire_inputs).detach()
 
     def _tokens(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return wire_inputs[TOKENS][:, :-1].to(self.device, torch.int64)
+        return self.staging.upload(wire_inputs[TOKENS])[:, :-1].long()
 
     def _tokens_too(self, wire_inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the module of a later stage wants beside the hidden state."""
@@ -355,12 +363,12 @@ class StageBackend:
         return {"tokens_BT": self._tokens(wire_inputs)}
 
     def _targets(self, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return wire_inputs[TOKENS][:, 1:].to(self.device, torch.int64)
+        return self.staging.upload(wire_inputs[TOKENS])[:, 1:].long()
 
     def _decode(self, wire: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """A hidden state of the microbatch, or a gradient of one."""
         num_samples, num_tokens = wire_inputs[TOKENS].shape
-        return self._boundary.decode(wire, num_samples, num_tokens - 1, self.device)
+        return self._boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
 
 
 def _measure_graph(compute: Callable[[], torch.Tensor], version: Version) -> tuple[torch.Tensor, int]:

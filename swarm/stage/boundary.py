@@ -1,6 +1,7 @@
 """What crosses between two stages: how hidden states and their gradients are encoded, and what a receiver expects.
 
-Called by stage/backend on the compute thread. Encoding rounds the same way every time: a microbatch that is computed
+Called by stage/backend on the compute thread. Floating-point types are converted where the stage computes, blocks are
+made and read on the CPU. Encoding rounds the same way every time: a microbatch that is computed
 again with the same weights gives the same bytes, and the same bytes give the same numbers. Never talks to anyone.
 
 Shapes: B samples of a microbatch, T tokens, R numbers a token that travel, N all numbers of a tensor.
@@ -13,6 +14,7 @@ import torch
 from swarm.compression.codec import simple_codec
 from swarm.config import RunConfig
 from swarm.rpc.wire import DTYPES, TensorSpec
+from swarm.stage.staging import Download, Staging
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +32,16 @@ class Boundary:
             return TensorSpec(shape=shape_of_bytes, encoding=self.encoding)
         return TensorSpec(shape=shape, encoding=self.encoding)
 
-    def encode(self, tensor_BTR: torch.Tensor) -> torch.Tensor:
-        """What travels of a tensor, on the CPU. Float32 on the CPU is not copied."""
+    def encode(self, tensor_BTR: torch.Tensor, staging: Staging) -> Download:
+        """What travels of a tensor, on its way to the CPU. Float32 on the CPU is not copied."""
         if self.encoding in DTYPES:
-            return tensor_BTR.detach().to("cpu", DTYPES[self.encoding])
-        flat_N = tensor_BTR.detach().to("cpu", torch.float32).reshape(-1)
-        return torch.frombuffer(simple_codec(self.encoding).encode(flat_N), dtype=torch.uint8)
+            return staging.download(tensor_BTR.detach().to(DTYPES[self.encoding]))
+        return staging.download(tensor_BTR.detach().float(), self._encode_blocks)
 
-    def decode(self, wire: torch.Tensor, num_samples: int, length: int, device: torch.device) -> torch.Tensor:
+    def _encode_blocks(self, tensor_BTR: torch.Tensor) -> torch.Tensor:
+        return torch.frombuffer(simple_codec(self.encoding).encode(tensor_BTR.reshape(-1)), dtype=torch.uint8)
+
+    def decode(self, wire: torch.Tensor, num_samples: int, length: int, staging: Staging) -> torch.Tensor:
         """What `encode` gave, as float32 (B, T, R) on the device.
 
         Raises:
@@ -46,7 +50,7 @@ class Boundary:
         if self.encoding not in DTYPES:
             shape = (num_samples, length, self.width)
             wire = simple_codec(self.encoding).decode(wire.numpy().data, num_samples * length * self.width).view(shape)
-        return wire.to(device, torch.float32)
+        return staging.upload(wire).float()
 
 
 def boundary_of(config: RunConfig) -> Boundary:

@@ -16,6 +16,7 @@ from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
 from swarm.stage.runtime import Runtime
+from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
 from swarm.types import PeerId
 
@@ -167,14 +168,15 @@ class Computation(HopListener):
             self._news.set()
 
     async def _run_last(self) -> Result:
-        def work() -> tuple[float, torch.Tensor | None]:
+        def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
                 self.microbatch.index, self.microbatch.round, self._wire_inputs, accumulate=self.accumulate,
                 only_at=self.microbatch.accumulate_only_at,
             )  # fmt: skip
             return loss, gradient
 
-        (loss, gradient), seconds = await self._runtime.run(work, priority=Priority.FORWARD, age=self._age)
+        (loss, download), seconds = await self._runtime.run(work, priority=Priority.FORWARD, age=self._age)
+        gradient = None if download is None else await download.arrived()
         self._on_accumulated()
         tokens = self._wire_inputs[TOKENS]
         return Result(
@@ -183,12 +185,12 @@ class Computation(HopListener):
         )  # fmt: skip
 
     async def _run_through(self) -> Result:
-        def forward() -> torch.Tensor:
+        def forward() -> Download:
             self._forward = self._backend.forward(self.microbatch.index, self.microbatch.round, self._wire_inputs)
             assert self._forward.wire_hidden is not None
             return self._forward.wire_hidden
 
-        def backward(wire_gradient: torch.Tensor) -> torch.Tensor | None:
+        def backward(wire_gradient: torch.Tensor) -> Download | None:
             assert self._forward is not None
             pending, self._forward = self._forward, None
             gradient, self._accumulated = self._backend.backward(
@@ -197,8 +199,8 @@ class Computation(HopListener):
             return gradient
 
         assert self._hop is not None
-        hidden, forward_seconds = await self._runtime.run(forward, priority=Priority.FORWARD, age=self._age)
-        tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: hidden}
+        download, forward_seconds = await self._runtime.run(forward, priority=Priority.FORWARD, age=self._age)
+        tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: await download.arrived()}
         self.waiting_stage = self._hop.stage
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)
@@ -207,11 +209,12 @@ class Computation(HopListener):
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.no_peer = self._backend.stage, False
         try:
-            gradient, backward_seconds = await self._runtime.run(
+            answer, backward_seconds = await self._runtime.run(
                 lambda: backward(reply.tensors[GRADIENT]), priority=Priority.BACKWARD, age=self._age
             )
         except MalformedMessage as error:
             raise PeerUnavailable(f"of no use is what the next stage answered: {error}") from None
+        gradient = None if answer is None else await answer.arrived()
         self._on_accumulated()
         return Result(
             loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,

@@ -7,20 +7,27 @@ nothing else.
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from swarm.stage.staging import Stopwatch
 from swarm.stage.task_queue import Priority, QueueStatistics, Task, TaskQueue
 
 _Result = TypeVar("_Result")
 
 
 class Runtime:
-    """Runs tasks in order of priority on a thread of its own."""
+    """Runs tasks in order of priority on a thread of its own.
 
-    def __init__(self, *, queue_capacity: int, name: str = "compute") -> None:
+    Args:
+        stopwatch: begins to measure a task; of the device that does the work.
+    """
+
+    def __init__(
+        self, *, queue_capacity: int, name: str = "compute", stopwatch: Callable[[], Stopwatch] = Stopwatch
+    ) -> None:
+        self._stopwatch = stopwatch
         self._queue = TaskQueue(queue_capacity)
         self._condition = threading.Condition()
         self._stopping = False
@@ -50,23 +57,25 @@ class Runtime:
             return self._queue.statistics()
 
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
-        """Have the thread do `work`; gives its result and the seconds it took.
+        """Have the thread do `work`; gives its result and the seconds it took, once the device has done it.
 
         Raises whatever `work` raises, Overloaded, or CancelledError if the thread stops first. Cancellation drops
         work that has not started; work that has runs to its end and its result is lost.
         """
 
-        def timed() -> tuple[_Result, float]:
-            start = time.perf_counter()
+        def timed() -> tuple[_Result, Stopwatch]:
+            stopwatch = self._stopwatch()
             result = work()
-            return result, time.perf_counter() - start
+            stopwatch.stop()
+            return result, stopwatch
 
         with self._condition:
             if self._stopping:
                 raise asyncio.CancelledError
-            future: Future[tuple[_Result, float]] = self._queue.push(timed, priority=priority, age=age)
+            future: Future[tuple[_Result, Stopwatch]] = self._queue.push(timed, priority=priority, age=age)
             self._condition.notify()
-        return await asyncio.wrap_future(future)
+        result, stopwatch = await asyncio.wrap_future(future)
+        return result, await stopwatch.seconds()
 
     async def control(self, work: Callable[[], _Result]) -> _Result:
         """Have the thread do short work on the stage's state, before any microbatch."""

@@ -25,6 +25,7 @@ from swarm.stage.backend import (
     reply_specs,
     request_specs,
 )  # fmt: skip
+from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from tests.support.rounding import rounding_reference
 
@@ -45,7 +46,7 @@ def _backend(config: RunConfig, stage: int, limit_bytes: int = _PLENTY) -> Stage
     module = build_stage(config, stage, device="cpu")
     return StageBackend(
         config=config, stage=stage, module=module, weights=StageWeights(config, module, lineage=""),
-        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=limit_bytes),
+        staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes),
     )  # fmt: skip
 
 
@@ -63,20 +64,23 @@ def _hidden(number: int) -> torch.Tensor:
     return torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(number))
 
 
+def _arrived(download: Download | None) -> torch.Tensor:
+    """What there has to be."""
+    assert download is not None
+    return download.wait()
+
+
 def _run(chain: Sequence[StageBackend], microbatch: int, *, accumulate: bool = True) -> tuple[float, list[Any]]:
     """One microbatch through all stages; gives the loss and what each accumulated."""
     inputs: dict[str, torch.Tensor] = {TOKENS: _tokens(microbatch)}
     forwards = []
     for backend in chain[:-1]:
         forwards.append(backend.forward(microbatch, 0, inputs))
-        hidden_BTD = forwards[-1].wire_hidden
-        assert hidden_BTD is not None
-        inputs = {TOKENS: inputs[TOKENS], HIDDEN: hidden_BTD}
+        inputs = {TOKENS: inputs[TOKENS], HIDDEN: _arrived(forwards[-1].wire_hidden)}
     loss, gradient_BTD, last = chain[-1].forward_loss(microbatch, 0, inputs, accumulate=accumulate)
     accumulated = [last]
     for backend, forward in zip(reversed(chain[:-1]), reversed(forwards), strict=True):
-        assert gradient_BTD is not None
-        gradient_BTD, entry = backend.backward(forward, gradient_BTD, accumulate=accumulate)
+        gradient_BTD, entry = backend.backward(forward, _arrived(gradient_BTD), accumulate=accumulate)
         accumulated.insert(0, entry)
     return loss, accumulated
 
@@ -139,10 +143,7 @@ def test_microbatches_in_any_order_do_not_mix() -> None:
     for number in range(2):
         forward = backend.forward(number, 0, {TOKENS: _tokens(number), HIDDEN: _hidden(number)})
         alone, _ = backend.backward(forward, _hidden(9), accumulate=False)
-        assert alone is not None
-        mixed_gradient_BTD = mixed[number]
-        assert mixed_gradient_BTD is not None
-        assert torch.equal(alone, mixed_gradient_BTD)
+        assert torch.equal(_arrived(alone), _arrived(mixed[number]))
 
 
 def test_without_accumulation_the_gradient_passes_through_and_nothing_stays() -> None:
@@ -200,19 +201,15 @@ def test_a_bottleneck_is_one_process_s_too(wire: Any, limit_bytes: int) -> None:
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_what_is_computed_again_travels_as_the_same_bytes(wire: Any) -> None:
     chain, other = (_chain(dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=wire))) for _ in range(2))
-    first, again = (backend.forward(5, 0, {TOKENS: _tokens(5)}).wire_hidden for backend in (chain[0], other[0]))
-    assert first is not None
-    assert again is not None
-    assert torch.equal(first, again)
-    inputs = {TOKENS: _tokens(5), HIDDEN: first}
-    middle, its_replay = (backend.forward(5, 0, inputs).wire_hidden for backend in (chain[1], other[1]))
-    assert middle is not None
-    assert its_replay is not None
-    assert torch.equal(middle, its_replay)
-    inputs = {TOKENS: _tokens(5), HIDDEN: middle}
-    gradients = [backend.forward_loss(5, 0, inputs, accumulate=False)[1] for backend in (chain[2], other[2], chain[2])]
-    assert all(gradient is not None and gradients[0] is not None for gradient in gradients)
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)  # type: ignore[arg-type]
+    inputs = {TOKENS: _tokens(5)}
+    for stage in (0, 1):
+        forwards = [backends[stage].forward(5, 0, inputs) for backends in (chain, other)]
+        first, again = (_arrived(forward.wire_hidden) for forward in forwards)
+        assert torch.equal(first, again)
+        inputs = {TOKENS: _tokens(5), HIDDEN: first}
+    answers = [backend.forward_loss(5, 0, inputs, accumulate=False)[1] for backend in (chain[2], other[2], chain[2])]
+    gradients = [_arrived(answer) for answer in answers]
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
 
 
 # -- taking out again --------------------------------------------------------------------------------------------------
@@ -284,10 +281,9 @@ def test_backward_uses_the_weights_that_forward_used(limit_bytes: int) -> None:
     forward = backend.forward(7, 0, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
     _accumulate_and_settle(backend, 1)
     assert backend.weights.version is not forward.version, "an inner step came in between"
-    gradient_BTD, entry = backend.backward(forward, _hidden(8), accumulate=True)
+    answer, entry = backend.backward(forward, _hidden(8), accumulate=True)
     expected = _middle_gradients(backend, old)
-    assert gradient_BTD is not None
-    torch.testing.assert_close(gradient_BTD, expected[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(_arrived(answer), expected[0], rtol=0, atol=1e-6)
     assert entry is not None
     for value, expected_value in zip(entry.bucket.sums.values(), expected[1:], strict=True):
         torch.testing.assert_close(value, 2 * expected_value, rtol=0, atol=1e-5)
@@ -445,6 +441,5 @@ def test_specs_follow_the_configuration() -> None:
 def test_the_answer_has_the_shapes_of_the_specs() -> None:
     backend = _backend(_CONFIG, 2)
     _, gradient, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
-    assert gradient is not None
-    assert tuple(gradient.shape) == reply_specs(_CONFIG, 2)[GRADIENT].shape
+    assert tuple(_arrived(gradient).shape) == reply_specs(_CONFIG, 2)[GRADIENT].shape
     assert isinstance(entry, Accumulated)

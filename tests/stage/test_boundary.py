@@ -8,9 +8,10 @@ import torch
 from swarm.errors import MalformedMessage
 from swarm.rpc.wire import TensorReader, TensorSpec, chunks, require_in_range
 from swarm.stage.boundary import Boundary
+from swarm.stage.staging import Staging
 from tests.support.rounding import rounded
 
-_CPU = torch.device("cpu")
+_STAGING = Staging()
 _DTYPES = ("fp32", "bf16", "fp16", "int8")
 
 
@@ -25,11 +26,11 @@ def _hidden(scale: float = 1.0) -> torch.Tensor:
 def _travel(boundary: Boundary, tensor: torch.Tensor) -> torch.Tensor:
     """Through messages, as one stage sends it and the next reads it."""
     reader = TensorReader({"hidden": boundary.spec(3, 7)})
-    for chunk in chunks("hidden", boundary.encode(tensor)):
+    for chunk in chunks("hidden", boundary.encode(tensor, _STAGING).wait()):
         reader.feed(chunk)
     assert reader.complete
     require_in_range("hidden", reader.tensors["hidden"])
-    return boundary.decode(reader.tensors["hidden"], 3, 7, _CPU)
+    return boundary.decode(reader.tensors["hidden"], 3, 7, _STAGING)
 
 
 def test_halves_and_quarters_of_the_bytes() -> None:
@@ -54,9 +55,10 @@ def test_what_arrives_is_what_the_protocol_says(name: str, scale: float) -> None
 @pytest.mark.parametrize("name", _DTYPES)
 def test_the_same_numbers_give_the_same_bytes(name: str) -> None:
     boundary = _boundary(name)
-    once, again = boundary.encode(_hidden()), boundary.encode(_hidden().transpose(0, 1).contiguous().transpose(0, 1))
+    strided = _hidden().transpose(0, 1).contiguous().transpose(0, 1)
+    once, again = (boundary.encode(tensor, _STAGING).wait() for tensor in (_hidden(), strided))
     assert torch.equal(once, again)
-    assert torch.equal(boundary.decode(once, 3, 7, _CPU), boundary.decode(again.clone(), 3, 7, _CPU))
+    assert torch.equal(boundary.decode(once, 3, 7, _STAGING), boundary.decode(again.clone(), 3, 7, _STAGING))
 
 
 @pytest.mark.parametrize("name", _DTYPES)

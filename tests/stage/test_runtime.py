@@ -11,6 +11,7 @@ import pytest
 
 from swarm.errors import Overloaded
 from swarm.stage.runtime import Runtime
+from swarm.stage.staging import Stopwatch
 from swarm.stage.task_queue import Priority
 
 
@@ -50,6 +51,28 @@ async def test_run_gives_result_and_seconds(runtime: Runtime) -> None:
     name, seconds = await runtime.run(lambda: threading.current_thread().name, priority=Priority.FORWARD)
     assert name == "compute" != threading.current_thread().name
     assert 0 <= seconds < 5
+
+
+async def test_seconds_are_those_of_the_device_that_does_the_work() -> None:
+    """A GPU has hardly begun when the thread is done."""
+    done = asyncio.Event()
+
+    class Watch(Stopwatch):
+        async def seconds(self) -> float:
+            await done.wait()
+            return 3.0
+
+    runtime = Runtime(queue_capacity=3, stopwatch=Watch)
+    runtime.start()
+    try:
+        running = asyncio.create_task(runtime.run(lambda: 1, priority=Priority.FORWARD))
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        assert runtime.queue_length == 0, "the thread could take the next task"
+        done.set()
+        assert await running == (1, 3.0)
+    finally:
+        runtime.stop(5.0)
 
 
 async def test_an_error_reaches_its_caller_and_nobody_else(runtime: Runtime) -> None:

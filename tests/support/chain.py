@@ -27,6 +27,7 @@ from swarm.stage.backend import TOKENS, GraphBudget, StageBackend, reply_specs
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import staging_of
 from swarm.stage.weights import StageWeights
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 
@@ -89,16 +90,17 @@ class Peer:
 
     def __init__(
         self, *, config: RunConfig, number: int, stage: int, clock: Clock, tasks: asyncio.TaskGroup,
-        hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int,
+        hop_clock: Clock, stage_limits: StageLimits, hop_limits: HopLimits, graph_bytes: int, device: str,
     ) -> None:  # fmt: skip
-        module = build_stage(config, stage, device="cpu")
+        staging = staging_of(torch.device(device))
+        module = build_stage(config, stage, device=device)
         self.peer_id = PeerId(f"{number:040x}")
         self.weights = StageWeights(config, module, lineage="")
         self.backend = StageBackend(
-            config=config, stage=stage, module=module, weights=self.weights, device=torch.device("cpu"),
+            config=config, stage=stage, module=module, weights=self.weights, staging=staging,
             budget=GraphBudget(limit_bytes=graph_bytes),
         )  # fmt: skip
-        self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}")
+        self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}", stopwatch=staging.stopwatch)
         self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits)
         last = stage == config.stages.num_stages - 1
         self.stage = Stage(
@@ -199,11 +201,12 @@ class Chain:
         return await asyncio.gather(*(one(index) for index in indices))
 
     def sums(self) -> dict[str, torch.Tensor]:
-        """What all peers have accumulated, added up over the peers of each stage."""
+        """What all peers have accumulated, added up over the peers of each stage; on the CPU."""
         total: dict[str, torch.Tensor] = {}
         for peer in self.peers:
             for name, value in peer.weights.open_bucket.sums.items():
-                total[name] = total[name] + value if name in total else value.clone()
+                value = value.to("cpu", copy=True)
+                total[name] = total[name] + value if name in total else value
         return total
 
     def num_samples(self) -> list[int]:
@@ -242,9 +245,13 @@ class Chain:
 async def running_chain(
     config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
     hop_clock: Clock | None = None, graph_bytes: int = 1 << 30, max_in_flight: Sequence[int] = (16, 16, 16),
-    hop_limits: HopLimits | None = None, largest_in_flight: int = 0,
+    hop_limits: HopLimits | None = None, largest_in_flight: int = 0, devices: Sequence[str] = ("cpu", "cpu", "cpu"),
 ) -> AsyncIterator[Chain]:  # fmt: skip
-    """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops."""
+    """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
+
+    Args:
+        devices: by stage.
+    """
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
     async with AsyncExitStack() as stack:
@@ -257,7 +264,7 @@ async def running_chain(
                     max_in_flight=max_in_flight[stage], largest_in_flight=largest_in_flight,
                     orphan_seconds=ORPHAN_SECONDS,
                 ),
-                hop_limits=hop_limits, graph_bytes=graph_bytes,
+                hop_limits=hop_limits, graph_bytes=graph_bytes, device=devices[stage],
             )
             for number, stage in enumerate(stages)
         ]  # fmt: skip

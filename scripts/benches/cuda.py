@@ -1,0 +1,166 @@
+"""What does a GPU stage gain from copies that it does not wait for?
+
+A middle stage, its compute thread and the tensors that cross it are the swarm's own; taken away is the network: the
+gradient of what a microbatch gives is there at once. Some microbatches are always under way. In turns the stage copies
+as the swarm does (swarm/stage/staging.py), and as one does without further thought, on the compute thread, which waits
+for each copy.
+"""
+
+import asyncio
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from scripts.benches.common import BenchOptions, say
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.model.stages import build_stage
+from swarm.stage.backend import HIDDEN, TOKENS, GraphBudget, StageBackend
+from swarm.stage.boundary import boundary_of
+from swarm.stage.runtime import Runtime
+from swarm.stage.staging import Convert, CudaStaging, Download, Staging
+from swarm.stage.task_queue import Priority
+from swarm.stage.weights import StageWeights
+
+IN_FLIGHT = 5
+"""Microbatches at once: as many as a peer of three stages takes."""
+WARM_UP = 10
+"""Microbatches before the first turn of a side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Measure a stage on a GPU."""
+
+    d_model: int = 1024
+    """Width of the model; a multiple of 64."""
+    layers: int = 4
+    """Layers of the stage."""
+    autocast: Literal["off", "bf16"] = "bf16"
+    """What matrix products are computed in."""
+    wire: Literal["fp32", "bf16", "int8"] = "bf16"
+    """How hidden states and gradients travel."""
+    microbatches: int = 100
+    """Of 8 samples of 512 tokens, a turn."""
+    repetitions: int = 7
+    """Turns of each side."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "microbatches", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
+        if self.d_model < 64 or self.d_model % 64:
+            raise ValueError(f"--d-model must be a multiple of 64, not {self.d_model}")
+
+
+class BlockingStaging(Staging):
+    """Copies on the compute thread, each of which waits for all that the GPU has to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+    def download(self, tensor: torch.Tensor, convert: Convert | None = None) -> Download:
+        return super().download(tensor.cpu(), convert)
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Medians of the turns; raises ValueError where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("this bench needs a GPU, and PyTorch finds none: run it on a machine that has one")
+    device, config = torch.device("cuda"), config_of(options)
+    stagings = {"swarm": CudaStaging(device), "blocking": BlockingStaging(device)}
+    sides = {name: Side(config, device, staging) for name, staging in stagings.items()}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side.tokens_per_second(WARM_UP)
+    for number in range(options.repetitions):
+        for name, side in sides.items():
+            rates[name].append(side.tokens_per_second(options.microbatches))
+        newest = ", ".join(f"{name} {rate[-1]:.0f}" for name, rate in rates.items())
+        say(f"turn {number + 1} of {options.repetitions}, tokens/s: {newest}")
+    return {
+        "ratio_to_blocking": statistics.median(
+            ours / theirs for ours, theirs in zip(rates["swarm"], rates["blocking"], strict=True)
+        ),
+        "tokens_per_second": statistics.median(rates["swarm"]),
+        "tokens_per_second_blocking": statistics.median(rates["blocking"]),
+        "device_bytes": torch.cuda.max_memory_allocated(device),
+        "gpu": torch.cuda.get_device_name(device),
+    }
+
+
+def config_of(options: Options) -> RunConfig:
+    """Three stages, of which one is measured."""
+    return RunConfig(
+        run="cuda",
+        model=ModelConfig(
+            num_layers=3 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
+            autocast=options.autocast,
+        ),
+        stages=StagesConfig(num_stages=3),
+        data=DataConfig(sequence_length=512, microbatch_size=8),
+        rounds=RoundsConfig(setting="synchronous"),
+        wire=WireConfig(dtype=options.wire),
+    )  # fmt: skip
+
+
+class Side:
+    """A stage that copies in one way."""
+
+    def __init__(self, config: RunConfig, device: torch.device, staging: Staging) -> None:
+        self._config = config
+        self._staging = staging
+        module = build_stage(config, 1, device=device)
+        self.backend = StageBackend(
+            config=config, stage=1, module=module, weights=StageWeights(config, module, lineage=""), staging=staging,
+            budget=GraphBudget(limit_bytes=1 << 40),
+        )  # fmt: skip
+        shape = (config.data.microbatch_size, config.data.sequence_length)
+        tensor_BTR = torch.randn(*shape, config.model.hidden_width)
+        self._wire = boundary_of(config).encode(tensor_BTR, Staging()).wait()
+        self._gradient = boundary_of(config).encode(1e-4 * tensor_BTR, Staging()).wait()
+        self._tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int32)
+
+    def tokens_per_second(self, num_microbatches: int) -> float:
+        """Compute so many."""
+        runtime = Runtime(queue_capacity=IN_FLIGHT, stopwatch=self._staging.stopwatch)
+        runtime.start()
+        try:
+            started_at = time.perf_counter()
+            asyncio.run(self._work(runtime, num_microbatches))
+            seconds = time.perf_counter() - started_at
+        finally:
+            runtime.stop(timeout_seconds=60.0)
+        return num_microbatches * self._tokens[:, 1:].numel() / seconds
+
+    async def _work(self, runtime: Runtime, num_microbatches: int) -> None:
+        numbers = iter(range(num_microbatches))
+
+        async def one_after_another() -> None:
+            for number in numbers:
+                await self._microbatch(runtime, number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(IN_FLIGHT):
+                tasks.create_task(one_after_another())
+
+    async def _microbatch(self, runtime: Runtime, number: int) -> None:
+        inputs = {TOKENS: self._tokens, HIDDEN: self._wire}
+        forward, _ = await runtime.run(
+            lambda: self.backend.forward(number, 0, inputs), priority=Priority.FORWARD, age=number
+        )
+        assert forward.wire_hidden is not None
+        await forward.wire_hidden.arrived()
+        (answer, accumulated), _ = await runtime.run(
+            lambda: self.backend.backward(forward, self._gradient, accumulate=True),
+            priority=Priority.BACKWARD, age=number,
+        )  # fmt: skip
+        assert answer is not None
+        await answer.arrived()
+        assert accumulated is not None
+        await runtime.control(lambda: self.backend.settle(accumulated))

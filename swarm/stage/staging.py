@@ -1,0 +1,159 @@
+"""How tensors get to the device that computes and back, and how long it computed.
+
+Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime); whatever is on its way
+to the CPU is waited for on another thread (stage/computation). Never looks at the numbers.
+
+A GPU works through queues of its own ("streams"): calls return before their work is done, and whoever reads a result
+waits for all that was queued before it. So copies have queues of their own, and go from and to pinned memory, without
+which there is no copying beside other work: while a microbatch is computed, the one before is on its way down and the
+next one on its way up. Pinned memory is used in passing alone. torch hands it out, and gives it to nobody else until
+the copy is made, even if nobody waits for that.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Arrival(Protocol):
+    """What says that a copy is made: an event of the device."""
+
+    def synchronize(self) -> None:
+        """Return once it is; blocks the thread."""
+
+
+class Download:
+    """A tensor on its way to the CPU, or there.
+
+    Args:
+        tensor: where it arrives.
+        arrival: says that it is there; None if it is.
+        convert: makes of what has arrived what is wanted, in memory of its own.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, arrival: Arrival | None = None, convert: Convert = torch.clone
+    ) -> None:  # fmt: skip
+        self._tensor = tensor
+        self._arrival = arrival
+        self._convert = convert
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, converted; blocks the thread until it is there. For one thread at a time."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+            self._tensor, self._arrival = self._convert(self._tensor), None
+        return self._tensor
+
+    async def arrived(self) -> torch.Tensor:
+        """The same, without blocking the event loop; when cancelled, the copy is made all the same, for nobody."""
+        return self.wait() if self._arrival is None else await asyncio.to_thread(self.wait)
+
+
+class Stopwatch:
+    """Seconds that a task takes; runs from the beginning."""
+
+    def __init__(self) -> None:
+        self._started_at = time.perf_counter()
+        self._seconds = 0.0
+
+    def stop(self) -> None:
+        """On the compute thread, at the end of the task."""
+        self._seconds = time.perf_counter() - self._started_at
+
+    async def seconds(self) -> float:
+        """How long it took; once stopped."""
+        return self._seconds
+
+
+class Staging:
+    """Of the CPU, which computes with what it receives and sends what it computes: nothing is copied."""
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A CPU tensor, on the device. It may be changed afterwards, but on the CPU."""
+        return tensor
+
+    def download(self, tensor: torch.Tensor, convert: Convert | None = None) -> Download:
+        """Begin to bring a tensor to the CPU; what `convert` then makes of it, if given, shares no memory with it."""
+        return Download(tensor if convert is None else convert(tensor))
+
+    def stopwatch(self) -> Stopwatch:
+        """Begin to measure a task of the compute thread."""
+        return Stopwatch()
+
+
+class CudaStopwatch(Stopwatch):
+    """Measures the GPU: the compute thread goes on to the next task before the GPU has begun with this one.
+
+    What the GPU has to do first does not count, and what it waits for within the task does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._started = self._stopped = _mark(self._stream)
+
+    def stop(self) -> None:
+        self._stopped = _mark(self._stream)
+
+    async def seconds(self) -> float:
+        """How long it took; returns when the GPU has come to the end of the task."""
+        await asyncio.to_thread(self._stopped.synchronize)
+        return float(self._started.elapsed_time(self._stopped)) / 1e3
+
+
+class CudaStaging(Staging):
+    """Of a GPU. To be used by the compute thread alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._downloads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._newest: torch.cuda.Event | None = None
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        pinned = tensor.pin_memory()
+        with torch.cuda.stream(self._uploads):
+            arrived = pinned.to(self._device, non_blocking=True)
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_stream(self._uploads)
+        # Its memory belongs to the stream of uploads, which would use it again as soon as nobody refers to it.
+        arrived.record_stream(compute)
+        return arrived
+
+    def download(self, tensor: torch.Tensor, convert: Convert | None = None) -> Download:
+        source = tensor.contiguous()
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._downloads.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._downloads):
+            host.copy_(source, non_blocking=True)
+        # As above, the other way round.
+        source.record_stream(self._downloads)
+        event = _mark(self._downloads)
+        before, self._newest = self._newest, event
+        if before is not None:
+            # One task is queued behind the one that the GPU is at, which keeps it busy. With more of them a backward
+            # that comes would have to wait for forwards, and the compute thread's queue would be short for no reason.
+            before.synchronize()
+        # What is sent is kept until it is acknowledged: in ordinary memory, of which there is more.
+        return Download(host, event, convert or torch.clone)
+
+    def stopwatch(self) -> Stopwatch:
+        return CudaStopwatch(self._device)
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """The end of what is in the queue now."""
+    # Whoever waits for a blocking event sleeps; else he would take a core for as long.
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
+    event.record(stream)
+    return event
+
+
+def staging_of(device: torch.device) -> Staging:
+    """What suits the device."""
+    return CudaStaging(device) if device.type == "cuda" else Staging()

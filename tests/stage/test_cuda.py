@@ -1,0 +1,163 @@
+"""Stages on a GPU: they compute what stages on a CPU do, beside them, and leave nothing behind."""
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from swarm import optim
+from swarm.config import RunConfig, StagesConfig, WireConfig
+from swarm.stage.staging import CudaStaging
+from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, reference, running_chain
+from tests.support.rounding import rounding_reference
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use")
+
+DEVICE = "cuda"
+_ALL = (DEVICE, DEVICE, DEVICE)
+_TWO_STAGES = dataclasses.replace(SYNCHRONOUS, stages=StagesConfig(num_stages=2))
+_DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
+
+
+# -- the same numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO])
+@pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
+async def test_stages_on_a_gpu_accumulate_the_gradient_of_one_process_on_the_cpu(
+    config: RunConfig, graph_bytes: int
+) -> None:
+    """Several microbatches in flight; graphs kept or computed again."""
+    async with running_chain(config, graph_bytes=graph_bytes, devices=_ALL) as chain:
+        losses = await chain.train_all(range(6))
+        expected_losses, expected = reference(config, range(6))
+        assert losses == pytest.approx(expected_losses, abs=1e-4)
+        assert_close(chain.sums(), expected, 1e-4)
+        chain.assert_idle()
+        assert all(peer.stage.samples_per_second > 0 for peer in chain.peers)
+
+
+async def test_rolling_back_on_a_gpu_brings_the_sum_back() -> None:
+    """With dropout: the masks are those of the first time."""
+    async with running_chain(_DROPOUT, devices=_ALL) as chain:
+        await chain.train_all([0, 1])
+        before = chain.sums()
+        reply = await chain.train(2)
+        assert chain.num_samples() == [6, 6, 6]
+        for peer in chain.peers:
+            await peer.stage.forget_all()
+        reply.close()
+        assert chain.num_samples() == [4, 4, 4]
+        assert_close(chain.sums(), before, 1e-5)
+
+
+async def test_bf16_products_are_near_those_of_float32() -> None:
+    config = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, autocast="bf16"))
+    async with running_chain(config, devices=_ALL) as chain:
+        losses = await chain.train_all(range(6))
+        expected_losses, expected = reference(SYNCHRONOUS, range(6))
+        assert losses == pytest.approx(expected_losses, rel=1e-2)
+        assert losses != pytest.approx(expected_losses, rel=1e-7), "something rounds"
+        for name, value in chain.sums().items():
+            assert value.dtype is torch.float32
+            assert float((value - expected[name]).norm()) <= 0.05 * float(expected[name].norm()), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("devices", [("cpu", DEVICE, "cpu"), (DEVICE, "cpu", DEVICE)])
+async def test_what_travels_is_the_same_from_and_to_either(dtype: Any, devices: Sequence[str]) -> None:
+    config = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype=dtype))
+    async with running_chain(config, devices=devices) as chain:
+        losses = await chain.train_all(range(4))
+        expected_losses, expected = rounding_reference(config, range(4))
+        assert losses == pytest.approx(expected_losses, rel=1e-3)
+        for name, value in chain.sums().items():
+            # A number that lies between two others may be rounded to either, after another order of additions.
+            assert float((value - expected[name]).norm()) <= 5e-3 * float(expected[name].norm()), name
+
+
+async def test_a_swarm_of_both_trains_to_the_same_losses() -> None:
+    """Four synchronous rounds of two stages."""
+    losses = []
+    for devices in (("cpu", "cpu"), ("cpu", DEVICE)):
+        async with running_chain(_TWO_STAGES, num_peers=(1, 1), devices=devices) as chain:
+            losses.append([await _round(chain, number) for number in range(4)])
+            chain.assert_idle()
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    untrained = reference(_TWO_STAGES, range(24, 32))[0]
+    assert abs(losses[0][3] - sum(untrained) / 8) > 0.01, "else the steps would not matter"
+
+
+async def _round(chain: Chain, number: int) -> float:
+    """Train a round's microbatches, and step; gives their mean loss."""
+    losses = await chain.train_all(range(8 * number, 8 * number + 8), round_number=number)
+    closings = [await peer.runtime.control(peer.weights.close) for peer in chain.peers]
+    squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
+    for peer, closing in zip(chain.peers, closings, strict=True):
+        commit = partial(
+            peer.weights.commit, closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples,
+            num_members=1, lineage="",
+        )  # fmt: skip
+        await peer.runtime.control(commit)
+        peer.stage.round_began()
+    return sum(losses) / len(losses)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
+async def test_microbatches_leave_no_memory_behind(graph_bytes: int) -> None:
+    async with running_chain(SYNCHRONOUS, graph_bytes=graph_bytes, devices=_ALL) as chain:
+        # The first ones make what stays: the libraries' own buffers.
+        await chain.train_all(range(4))
+        before = _allocated_bytes()
+        await chain.train_all(range(4, 8))
+        assert _allocated_bytes() == before
+
+
+def _allocated_bytes() -> int:
+    """Of the GPU, by tensors that are alive."""
+    gc.collect()
+    torch.cuda.synchronize()
+    # What another queue has used counts as allocated until somebody looks whether it is done.
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def test_results_pass_through_pinned_memory_and_stay_in_ordinary_memory() -> None:
+    download = CudaStaging(torch.device(DEVICE)).download(torch.arange(1000.0, device=DEVICE))
+    assert download._tensor.is_pinned()
+    arrived = download.wait()
+    assert not arrived.is_pinned()
+    assert torch.equal(arrived, torch.arange(1000.0))
+
+
+def _delay() -> None:
+    """Have the current queue do nothing for a tenth of a second."""
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch's
+
+
+def test_memory_is_not_used_again_while_a_copy_is_on_its_way() -> None:
+    """All of the same size, and nobody keeps any of it."""
+    staging = CudaStaging(torch.device(DEVICE))
+    with torch.cuda.stream(staging._uploads):
+        _delay()
+    uploaded = [staging.upload(torch.full((1 << 18,), float(number))) for number in range(8)]
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(uploaded))
+    total = torch.zeros(1 << 18, device=DEVICE)
+    _delay()
+    for number in range(8):
+        total += staging.upload(torch.full((1 << 18,), float(number)))
+    assert bool((total == sum(range(8))).all())
+    with torch.cuda.stream(staging._downloads):
+        _delay()
+    kept = []
+    for number in range(8):
+        staging.download(torch.full((1 << 18,), -1.0, device=DEVICE))
+        kept.append(staging.download(torch.full((1 << 18,), float(number), device=DEVICE)))
+    assert all(bool((download.wait() == number).all()) for number, download in enumerate(kept))
