@@ -306,7 +306,7 @@ class Averager:
             return False
         theirs = view.progress[peer_id].committed
         elsewhere = frozenset[int]().union(*(p.committed for other, p in view.progress.items() if other != peer_id))
-        gives_up = 2 * len(theirs & elsewhere) > len(theirs)
+        gives_up = 3 * len(theirs & elsewhere) > 2 * len(theirs)
         if gives_up:
             self._roster.has_given_up(peer_id)
         return gives_up

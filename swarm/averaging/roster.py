@@ -104,9 +104,8 @@ class Roster:
     def _listen(self, peer_id: PeerId, report: Report) -> None:
         before = self._last_words.get(peer_id)
         if before is not None and before.standing == report.standing:
-            # Started again: it has less than it had.
+            # Started again, or it gave up what others had.
             self._lost |= before.progress.committed - report.progress.committed
-        self._lost -= report.progress.committed
         self._counted |= report.progress.committed
         self._last_words[peer_id] = report
 
@@ -188,8 +187,8 @@ class Roster:
 
     @property
     def lost(self) -> frozenset[int]:
-        """What has died with a peer; somebody else may have committed it since."""
-        return frozenset(self._lost)
+        """What has died with a peer, and none of the others has told that it has it."""
+        return frozenset(self._lost.difference(*(last.progress.committed for last in self._last_words.values())))
 
     def awaits_reports(self, own: Standing) -> bool:
         """Whether a serving peer has not told what it has, and nothing speaks against its being alive."""

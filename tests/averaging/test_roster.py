@@ -9,7 +9,7 @@ from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerId
+from swarm.types import PeerId, PeerRecord
 from tests.averaging.doubles import record
 
 TIMING = Timing()
@@ -27,10 +27,10 @@ class Group:
         )
         self.report(3, 4)
 
-    def report(self, *committed: int) -> None:
+    def report(self, *committed: int, by: PeerRecord | None = None) -> None:
         self.roster.hear(
             pb.ReportRequest(
-                sender=contact_of(record(2)), standing=messages.pack_standing(HERE),
+                sender=contact_of(by or record(2)), standing=messages.pack_standing(HERE),
                 committed_gaps=messages.pack_indices(committed),
             )
         )  # fmt: skip
@@ -74,6 +74,17 @@ def test_one_that_was_started_again_has_lost_what_it_had() -> None:
     group = Group()
     group.report()
     assert (group.committed, group.lost) == (set(), {3, 4})
+
+
+def test_what_one_gave_up_and_another_has_is_not_lost_though_the_other_falls_silent() -> None:
+    group = Group()
+    third = record(3)
+    group.report(3, 4, by=third)
+    group.report(3)
+    group.roster.suspect(PeerId(third.peer_id), is_gone=False)
+    assert (group.committed, group.lost) == ({3}, set())
+    group.roster.suspect(PeerId(third.peer_id), is_gone=True)
+    assert (group.committed, group.lost) == ({3}, {4})
 
 
 def test_after_a_freeze_of_this_peer_nothing_of_the_others_is_lost() -> None:
