@@ -1,0 +1,129 @@
+"""How much memory does a stage peer take, and where does it go? What arithmetic says, against what processes took.
+
+Each case is a stage between two others with two members, each a process of its own (memory_stage.py), in the
+synchronous setting and with DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
+above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
+round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.supervisor import Supervisor
+from scripts.benches import memory_sizes as sizes
+from scripts.benches.common import BenchOptions, say, wait_for_json, write_config
+from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+
+SETTINGS = ("synchronous", "diloco")
+GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
+"""What a peer may keep of graphs, in each mode."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+"""One thread, and large tensors in huge pages, as in swarm-peer."""
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare a stage's memory with arithmetic; the dataset plays no part."""
+
+    d_model: int = 384
+    """Width of the model; a multiple of 128."""
+    layers: int = 4
+    """Of the stage."""
+    in_flight: int = 4
+    """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
+
+    def __post_init__(self) -> None:
+        if self.d_model < 128 or self.d_model % 128:
+            raise ValueError(f"--d-model must be a multiple of 128, not {self.d_model}")
+        for name in ("layers", "in_flight"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Run all cases; gives their figures."""
+    cases: dict[str, dict[str, Any]] = {}
+    for setting in SETTINGS:
+        for graphs in GRAPH_BYTES:
+            cases[f"{setting}_{graphs}"] = case = run_case(run_config(setting, options), graphs, options.in_flight)
+            say(f"{setting}, graphs {graphs}: {case['ratio']}")
+    return {
+        "cases": cases,
+        "recompute_seconds_ratio": {setting: recompute_ratio(cases, setting) for setting in SETTINGS},
+        "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
+        "d_model": options.d_model,
+        "layers": options.layers,
+        "in_flight": options.in_flight,
+    }
+
+
+def run_config(setting: str, options: Options) -> RunConfig:
+    """A run whose rounds take each member WAVES times as many microbatches as are in flight."""
+    wave_samples = 2 * options.in_flight
+    return RunConfig(
+        run="bench-memory",
+        model=ModelConfig(num_layers=3 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64),
+        stages=StagesConfig(num_stages=3),
+        data=DataConfig(sequence_length=256, microbatch_size=2),
+        rounds=RoundsConfig(
+            setting="synchronous" if setting == "synchronous" else "diloco",
+            round_samples=MEMBERS * WAVES * wave_samples, inner_batch_samples=wave_samples,
+        ),
+    )  # fmt: skip
+
+
+def run_case(config: RunConfig, graphs: str, num_in_flight: int) -> dict[str, Any]:
+    """One case, in two fresh processes; gives the first one's figures beside what is expected."""
+    with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        write_config(config, folder / "run.toml")
+        for number in range(MEMBERS):
+            arguments = [str(folder), str(number), str(GRAPH_BYTES[graphs]), str(num_in_flight)]
+            command = [sys.executable, "-m", "scripts.benches.memory_stage", *arguments]
+            children.start(f"member-{number}", command, environment=ENVIRONMENT)
+        measured = wait_for_json(folder / "0.json", children)
+        wait_for_json(folder / "1.json", children)
+    cpu_seconds = measured.pop("cpu_seconds_per_microbatch")
+    expected = expected_bytes(config, num_in_flight, is_kept=graphs == "kept")
+    parameters = sizes.num_parameters(config, STAGE)
+    return {
+        "expected_bytes": expected,
+        "measured_bytes": measured,
+        "ratio": {moment: measured[moment] / expected[moment] for moment in expected},
+        "state_bytes": sizes.state_bytes(config, STAGE),
+        "measured_bytes_per_parameter": {m: measured[m] / parameters for m in ("after_round", "snapshot")},
+        "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
+        "cpu_seconds_per_microbatch": cpu_seconds,
+    }
+
+
+def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> dict[str, int]:
+    """What arithmetic says of each moment."""
+    state = sum(sizes.state_bytes(config, STAGE).values())
+    delayed = sizes.delayed_bytes(config, STAGE)
+    waiting = num_in_flight * sizes.in_flight_bytes(config, STAGE, is_kept=is_kept)
+    wave_settled = num_in_flight * sizes.settled_bytes(config, STAGE)
+    again = 0 if is_kept else sizes.graph_bytes(config, STAGE)
+    in_flight = state + delayed + waiting + wave_settled
+    # At the end of a synchronous round nothing is in flight; with DiLoCo it goes on.
+    meanwhile = state + (WAVES * wave_settled if config.rounds.synchronous else delayed + waiting)
+    return {
+        "in_flight": in_flight,
+        "training_peak": in_flight + sizes.gradient_bytes(config, STAGE) + again,
+        "round_peak": meanwhile + sizes.averaging_bytes(config, STAGE, num_members=MEMBERS),
+        "after_round": state,
+        "snapshot": sizes.snapshot_bytes(config, STAGE),
+    }
+
+
+def recompute_ratio(cases: Mapping[str, Figures], setting: str) -> float:
+    """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept."""
+    kept, recomputed = (cases[f"{setting}_{graphs}"]["cpu_seconds_per_microbatch"] for graphs in GRAPH_BYTES)
+    return float(recomputed / kept)
