@@ -4,6 +4,9 @@ Each case is a stage between two others with two members, each a process of its 
 synchronous setting and with DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
 above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
 round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
+
+The C library keeps what was freed, for whoever wants it next. So every case is run twice: as it is (`usual`), and with
+memory given back to the system at once (`returning`), which is slower and shows what is really held.
 """
 
 import sys
@@ -24,6 +27,9 @@ GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
 """What a peer may keep of graphs, in each mode."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 """One thread, and large tensors in huge pages, as in swarm-peer."""
+
+MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
+"""The C library's settings; see mallopt(3)."""
 
 Figures = Mapping[str, Any]
 
@@ -52,8 +58,14 @@ def run(options: Options) -> dict[str, Any]:
     cases: dict[str, dict[str, Any]] = {}
     for setting in SETTINGS:
         for graphs in GRAPH_BYTES:
-            cases[f"{setting}_{graphs}"] = case = run_case(run_config(setting, options), graphs, options.in_flight)
-            say(f"{setting}, graphs {graphs}: {case['ratio']}")
+            config = run_config(setting, options)
+            expected = expected_bytes(config, options.in_flight, is_kept=graphs == "kept")
+            measured = {malloc: run_case(config, graphs, malloc, options.in_flight) for malloc in MALLOC}
+            cases[f"{setting}_{graphs}"] = summary(expected, measured) | {
+                "state_bytes": sizes.state_bytes(config, STAGE),
+                "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
+            }
+            say(f"{setting}, graphs {graphs}: {cases[f'{setting}_{graphs}']['ratio']}")
     return {
         "cases": cases,
         "recompute_seconds_ratio": {setting: recompute_ratio(cases, setting) for setting in SETTINGS},
@@ -79,28 +91,31 @@ def run_config(setting: str, options: Options) -> RunConfig:
     )  # fmt: skip
 
 
-def run_case(config: RunConfig, graphs: str, num_in_flight: int) -> dict[str, Any]:
-    """One case, in two fresh processes; gives the first one's figures beside what is expected."""
+def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
+    """One case, in two fresh processes; gives the first one's figures."""
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
         for number in range(MEMBERS):
             arguments = [str(folder), str(number), str(GRAPH_BYTES[graphs]), str(num_in_flight)]
             command = [sys.executable, "-m", "scripts.benches.memory_stage", *arguments]
-            children.start(f"member-{number}", command, environment=ENVIRONMENT)
+            children.start(f"member-{number}", command, environment={**ENVIRONMENT, **MALLOC[malloc]})
         measured = wait_for_json(folder / "0.json", children)
         wait_for_json(folder / "1.json", children)
-    cpu_seconds = measured.pop("cpu_seconds_per_microbatch")
-    expected = expected_bytes(config, num_in_flight, is_kept=graphs == "kept")
-    parameters = sizes.num_parameters(config, STAGE)
+    return measured
+
+
+def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:
+    """One case: what it should take, what it took with each way to allocate, and the one over the other."""
     return {
-        "expected_bytes": expected,
-        "measured_bytes": measured,
-        "ratio": {moment: measured[moment] / expected[moment] for moment in expected},
-        "state_bytes": sizes.state_bytes(config, STAGE),
-        "measured_bytes_per_parameter": {m: measured[m] / parameters for m in ("after_round", "snapshot")},
-        "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
-        "cpu_seconds_per_microbatch": cpu_seconds,
+        "expected_bytes": dict(expected),
+        "measured_bytes": {malloc: {name: figures[name] for name in expected} for malloc, figures in measured.items()},
+        "ratio": {
+            malloc: {name: figures[name] / expected[name] for name in expected} for malloc, figures in measured.items()
+        },
+        "cpu_seconds_per_microbatch": {
+            malloc: figures["cpu_seconds_per_microbatch"] for malloc, figures in measured.items()
+        },
     }
 
 
@@ -116,7 +131,7 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
     meanwhile = state + (WAVES * wave_settled if config.rounds.synchronous else delayed + waiting)
     return {
         "in_flight": in_flight,
-        "training_peak": in_flight + sizes.gradient_bytes(config, STAGE) + again,
+        "training_peak": in_flight + sizes.passing_bytes(config, STAGE) + again,
         "round_peak": meanwhile + sizes.averaging_bytes(config, STAGE, num_members=MEMBERS),
         "after_round": state,
         "snapshot": sizes.snapshot_bytes(config, STAGE),
@@ -125,5 +140,5 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
 
 def recompute_ratio(cases: Mapping[str, Figures], setting: str) -> float:
     """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept."""
-    kept, recomputed = (cases[f"{setting}_{graphs}"]["cpu_seconds_per_microbatch"] for graphs in GRAPH_BYTES)
+    kept, recomputed = (cases[f"{setting}_{graphs}"]["cpu_seconds_per_microbatch"]["usual"] for graphs in GRAPH_BYTES)
     return float(recomputed / kept)

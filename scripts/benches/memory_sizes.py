@@ -42,9 +42,9 @@ def delayed_bytes(config: RunConfig, stage: int) -> int:
     return 0 if config.rounds.synchronous else FLOAT_BYTES * num_parameters(config, stage)
 
 
-def gradient_bytes(config: RunConfig, stage: int) -> int:
-    """One microbatch's gradient of the weights, before it is in the bucket."""
-    return FLOAT_BYTES * num_parameters(config, stage)
+def passing_bytes(config: RunConfig, stage: int) -> int:
+    """For moments: one microbatch's gradient of the weights; with DiLoCo, right after a round, a third version too."""
+    return FLOAT_BYTES * num_parameters(config, stage) + delayed_bytes(config, stage)
 
 
 def graph_bytes(config: RunConfig, stage: int) -> int:

@@ -49,6 +49,8 @@ MEMBERS = 2
 WAVES = 3
 """Times IN_FLIGHT microbatches, that a member trains in a round."""
 POLL_SECONDS = 0.001
+SETTLE_SECONDS = 1.0
+"""After a round: its calls end a little later than the round does."""
 
 
 def resident_bytes() -> int:
@@ -180,6 +182,7 @@ class Member:
         await self._train_round()
         while self._microbatches:
             await self._finish_one()
+        await asyncio.sleep(SETTLE_SECONDS)
         self._figures["after_round"] = before_bytes = resident_bytes()
         snapshot = await self._member.snapshot()
         with_snapshot_bytes = resident_bytes()

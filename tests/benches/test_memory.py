@@ -11,7 +11,7 @@ import torch
 from scripts.benches import memory_sizes as sizes
 from scripts.benches import memory_stage
 from scripts.benches.common import write_config
-from scripts.benches.memory import SETTINGS, Options, expected_bytes, recompute_ratio, run_config
+from scripts.benches.memory import SETTINGS, Options, expected_bytes, recompute_ratio, run_config, summary
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, GraphBudget, StageBackend, reply_specs, request_specs
@@ -118,9 +118,19 @@ def test_a_graph_is_what_two_modes_differ_by(setting: str) -> None:
     assert kept["after_round"] == recomputed["after_round"] < recomputed["in_flight"]
 
 
+def test_a_case_is_compared_with_arithmetic() -> None:
+    usual, returning = (
+        {"state": 150, "cpu_seconds_per_microbatch": 1.0},
+        {"state": 110, "cpu_seconds_per_microbatch": 2.0},
+    )
+    found = summary({"state": 100}, {"usual": usual, "returning": returning})
+    assert found["ratio"] == {"usual": {"state": 1.5}, "returning": {"state": 1.1}}
+    assert found["cpu_seconds_per_microbatch"] == {"usual": 1.0, "returning": 2.0}
+
+
 def test_the_cost_of_computing_again_is_a_ratio_of_cpu_seconds() -> None:
     cases = {
-        f"diloco_{graphs}": {"cpu_seconds_per_microbatch": seconds}
+        f"diloco_{graphs}": {"cpu_seconds_per_microbatch": {"usual": seconds, "returning": 1.0}}
         for graphs, seconds in (("kept", 0.5), ("recomputed", 0.7))
     }
     assert recompute_ratio(cases, "diloco") == pytest.approx(1.4)
