@@ -9,22 +9,31 @@ The C library keeps what was freed, for whoever wants it next. So every case is 
 memory given back to the system at once (`returning`), which is slower and shows what is really held.
 """
 
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peers.supervisor import Supervisor
 from scripts.benches import memory_sizes as sizes
 from scripts.benches.common import BenchOptions, say, wait_for_json, write_config
-from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES
+from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.stages import build_stage
+from swarm.stage.backend import HIDDEN, GraphBudget, StageBackend
+from swarm.stage.weights import StageWeights
 
 SETTINGS = ("synchronous", "diloco")
 GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
 """What a peer may keep of graphs, in each mode."""
+TURNS = 9
+"""Microbatches of each mode whose CPU time is taken."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
 """One thread, and large tensors in huge pages, as in swarm-peer."""
 
@@ -68,7 +77,7 @@ def run(options: Options) -> dict[str, Any]:
             say(f"{setting}, graphs {graphs}: {cases[f'{setting}_{graphs}']['ratio']}")
     return {
         "cases": cases,
-        "recompute_seconds_ratio": {setting: recompute_ratio(cases, setting) for setting in SETTINGS},
+        "recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options)),
         "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
         "d_model": options.d_model,
         "layers": options.layers,
@@ -113,9 +122,6 @@ def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dic
         "ratio": {
             malloc: {name: figures[name] / expected[name] for name in expected} for malloc, figures in measured.items()
         },
-        "cpu_seconds_per_microbatch": {
-            malloc: figures["cpu_seconds_per_microbatch"] for malloc, figures in measured.items()
-        },
     }
 
 
@@ -138,7 +144,23 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
     }
 
 
-def recompute_ratio(cases: Mapping[str, Figures], setting: str) -> float:
-    """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept."""
-    kept, recomputed = (cases[f"{setting}_{graphs}"]["cpu_seconds_per_microbatch"]["usual"] for graphs in GRAPH_BYTES)
-    return float(recomputed / kept)
+def recompute_ratio(config: RunConfig) -> float:
+    """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept; in turns."""
+    torch.set_num_threads(1)
+    module = build_stage(config, STAGE, device="cpu")
+    backend = StageBackend(
+        config=config, stage=STAGE, module=module, weights=StageWeights(config, module, lineage=""),
+        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=0),
+    )  # fmt: skip
+    inputs = random_inputs(config)
+    # The first graph of all is kept, to be measured.
+    backend.release(backend.forward(0, 0, inputs))
+    seconds: dict[str, list[float]] = {graphs: [] for graphs in GRAPH_BYTES}
+    for _ in range(TURNS):
+        for graphs, backend.budget.limit_bytes in GRAPH_BYTES.items():
+            started_at = time.process_time()
+            _, accumulated = backend.backward(backend.forward(0, 0, inputs), inputs[HIDDEN], accumulate=True)
+            seconds[graphs].append(time.process_time() - started_at)
+            assert accumulated is not None
+            backend.settle(accumulated)
+    return statistics.median(seconds["recomputed"]) / statistics.median(seconds["kept"])

@@ -11,7 +11,6 @@ rounds are trained, and the second one is measured. Writes `NUMBER.json` to FOLD
 import asyncio
 import itertools
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -172,11 +171,9 @@ class Member:
         """Those that wait for their gradients, oldest first."""
         self._indices = itertools.count(number, MEMBERS)
         self._figures: dict[str, int] = {}
-        self._cpu_seconds = 0.0
-        self._num_timed = 0
 
-    async def measure(self, baseline_bytes: int) -> dict[str, float]:
-        """Train two rounds; gives bytes above the baseline, and CPU seconds, of the second."""
+    async def measure(self, baseline_bytes: int) -> dict[str, int]:
+        """Train two rounds; gives bytes above the baseline, of the second."""
         await self._train_round()
         forget_peak()
         await self._train_round()
@@ -190,7 +187,6 @@ class Member:
         return {
             **{name: value - baseline_bytes for name, value in self._figures.items()},
             "snapshot": with_snapshot_bytes - before_bytes,
-            "cpu_seconds_per_microbatch": self._cpu_seconds / self._num_timed,
         }
 
     async def _train_round(self) -> None:
@@ -199,7 +195,6 @@ class Member:
         due = self._config.rounds.round_samples // size // MEMBERS - self._weights.round_samples // size
         synchronous = self._config.rounds.synchronous
         self._transport.line.clear()
-        started_at, self._num_timed = time.process_time(), due
         if synchronous:
             # The weights of a round are those of its microbatches alone: its end finds nothing in flight.
             self._indices = itertools.count(number * self._config.microbatches_per_round + self._number, MEMBERS)
@@ -211,7 +206,6 @@ class Member:
             await self._finish_one()
             if not synchronous or finished < due - self._num_in_flight:
                 await self._begin_one()
-        self._cpu_seconds = time.process_time() - started_at
         while not self._weights.round.closed:  # noqa: ASYNC110 - set on the compute thread
             await asyncio.sleep(POLL_SECONDS)
         forget_peak()
@@ -237,11 +231,7 @@ class Member:
         await self._microbatches.popleft()
 
     async def _train(self, index: int) -> None:
-        specs = request_specs(self._config, STAGE)
-        tensors = {
-            TOKENS: torch.zeros(specs[TOKENS].shape, dtype=torch.int32),
-            HIDDEN: torch.randn(specs[HIDDEN].shape),
-        }
+        tensors = random_inputs(self._config)
         size = self._config.data.microbatch_size
         microbatch = Microbatch(index=index, round=self._stage.round, num_samples=size, accumulate_only_at=None)
         slot = self._stage.admit(microbatch)
@@ -253,6 +243,12 @@ class Member:
         self._stage.leave(slot)
         while self._stage.num_settling:  # noqa: ASYNC110 - done by a thread
             await asyncio.sleep(POLL_SECONDS)
+
+
+def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
+    """What the stage before would send."""
+    specs = request_specs(config, STAGE)
+    return {TOKENS: torch.zeros(specs[TOKENS].shape, dtype=torch.int32), HIDDEN: torch.randn(specs[HIDDEN].shape)}
 
 
 def warm_up() -> None:

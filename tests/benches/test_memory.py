@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.benches import memory, memory_stage
 from scripts.benches import memory_sizes as sizes
-from scripts.benches import memory_stage
 from scripts.benches.common import write_config
-from scripts.benches.memory import SETTINGS, Options, expected_bytes, recompute_ratio, run_config, summary
+from scripts.benches.memory import SETTINGS, Options, expected_bytes, run_config, summary
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
-from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, GraphBudget, StageBackend, reply_specs, request_specs
+from swarm.stage.backend import GRADIENT, GraphBudget, StageBackend, reply_specs
 from swarm.stage.weights import StageWeights
 
 MIB = 1 << 20
@@ -40,13 +40,8 @@ def _backend(config: RunConfig) -> StageBackend:
     )  # fmt: skip
 
 
-def _inputs(config: RunConfig) -> dict[str, torch.Tensor]:
-    specs = request_specs(config, 1)
-    return {TOKENS: torch.zeros(specs[TOKENS].shape, dtype=torch.int32), HIDDEN: torch.randn(specs[HIDDEN].shape)}
-
-
 def _train(backend: StageBackend, config: RunConfig) -> None:
-    forward = backend.forward(0, backend.weights.round.number, _inputs(config))
+    forward = backend.forward(0, backend.weights.round.number, memory_stage.random_inputs(config))
     _, accumulated = backend.backward(forward, torch.randn(reply_specs(config, 1)[GRADIENT].shape), accumulate=True)
     assert accumulated is not None
     backend.settle(accumulated)
@@ -65,7 +60,7 @@ def test_parameters_and_graphs_are_as_computed(num_kv_heads: int) -> None:
     config = _config(num_kv_heads=num_kv_heads)
     backend = _backend(config)
     assert sizes.num_parameters(config, 1) == backend.weights.num_elements
-    backend.release(backend.forward(0, 0, _inputs(config)))
+    backend.release(backend.forward(0, 0, memory_stage.random_inputs(config)))
     assert sizes.graph_bytes(config, 1) == backend.budget.graph_bytes
 
 
@@ -106,7 +101,6 @@ async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
         await asyncio.gather(*(memory_stage.main(tmp_path, number, 0, 2) for number in range(memory_stage.MEMBERS)))
     measured = json.loads((tmp_path / "0.json").read_text())
     assert expected_bytes(config, 2, is_kept=False).keys() <= measured.keys()
-    assert measured["cpu_seconds_per_microbatch"] > 0
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -119,21 +113,13 @@ def test_a_graph_is_what_two_modes_differ_by(setting: str) -> None:
 
 
 def test_a_case_is_compared_with_arithmetic() -> None:
-    usual, returning = (
-        {"state": 150, "cpu_seconds_per_microbatch": 1.0},
-        {"state": 110, "cpu_seconds_per_microbatch": 2.0},
-    )
-    found = summary({"state": 100}, {"usual": usual, "returning": returning})
+    found = summary({"state": 100}, {"usual": {"state": 150}, "returning": {"state": 110, "baseline": 5}})
     assert found["ratio"] == {"usual": {"state": 1.5}, "returning": {"state": 1.1}}
-    assert found["cpu_seconds_per_microbatch"] == {"usual": 1.0, "returning": 2.0}
 
 
-def test_the_cost_of_computing_again_is_a_ratio_of_cpu_seconds() -> None:
-    cases = {
-        f"diloco_{graphs}": {"cpu_seconds_per_microbatch": {"usual": seconds, "returning": 1.0}}
-        for graphs, seconds in (("kept", 0.5), ("recomputed", 0.7))
-    }
-    assert recompute_ratio(cases, "diloco") == pytest.approx(1.4)
+def test_computing_again_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "TURNS", 1)
+    assert memory.recompute_ratio(_config()) > 0
 
 
 @pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}])
