@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,6 @@ def test_computing_again_costs_something(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}])
-def test_what_makes_no_sense_is_refused(changes: dict[str, int]) -> None:
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--"):
         Options(**changes)
