@@ -14,7 +14,7 @@ from torch.optim import adamw, sgd
 
 from swarm.config import OptimizerConfig, OuterConfig
 
-Parameters = Mapping[str, torch.nn.Parameter]
+Parameters = Mapping[str, torch.Tensor]
 
 
 def learning_rate(config: OptimizerConfig, run_samples: int) -> float:

@@ -252,6 +252,8 @@ class Participant:
                     # The round is decided: this member will find itself behind, and catch up.
                     return Refused(str(error))
             self._exchanges.committed(kept.fragment, kept.residual)
+            # Applying takes memory; what this member brought is not needed any more.
+            self._attempt = None
             result = dataclasses.replace(
                 kept.round_result, tensors=tensors, total_squared_norm=outcome.total_squared_norm,
                 seconds=self._clock.monotonic() - kept.began_at, residual_bytes=self._exchanges.residual_bytes,

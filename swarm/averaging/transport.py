@@ -6,7 +6,7 @@ ends speak them, and a test's transport passes them on as they are. Never retrie
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -191,10 +191,10 @@ class GrpcTransport:
         return AveragingServiceStub(self._channels.channel(peer, bulk=bulk))
 
 
-def pieces_of(data: Buffer) -> list[bytes]:
-    """The data cut into messages."""
+def pieces_of(data: Buffer) -> Iterator[bytes]:
+    """The data cut into messages, each made when it is its turn: they are a copy."""
     view = memoryview(data)
-    return [bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES)]
+    return (bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
 
 
 def contact_of(peer: PeerRecord) -> pb.Contact:

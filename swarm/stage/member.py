@@ -111,6 +111,7 @@ class StageMember:
         """Take the outer step of a committed round. Gives the SHA-256 of anchor and outer state."""
         synchronous = self._stage.config.rounds.synchronous
         start = time.perf_counter()
+        self._closed = None
 
         def commit() -> float:
             parent = self._weights.round.lineage
@@ -131,7 +132,6 @@ class StageMember:
             return rate
 
         rate = await self._stage.runtime.control(commit)
-        self._closed = None
         squared_norm = result.total_squared_norm if synchronous else result.squared_norm
         self.reports.append(
             pb.RoundReport(

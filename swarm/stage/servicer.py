@@ -33,6 +33,7 @@ from swarm.stage.computation import Computation
 from swarm.stage.incoming import FIRST_SECONDS, MESSAGE_SECONDS, Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
+from swarm.stage.weights import moved
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,8 @@ class StageServicer(StageServiceServicer):
         # With DiLoCo the stages need not be at one round: each answers with its newest anchor up to the named one.
         synchronous = self._config.rounds.synchronous
         round_number = opening.round if synchronous else min(opening.round, self._stage.round)
-        parameters = self._stage.backend.weights.anchor(round_number)
+        backend = self._stage.backend
+        parameters = backend.weights.anchor(round_number)
         if parameters is None:
             raise RoundMismatch(
                 f"round {opening.round} is not kept, this peer is at {self._stage.round}",
@@ -225,12 +227,12 @@ class StageServicer(StageServiceServicer):
         tensors = await incoming.tensors()
         work = asyncio.ensure_future(
             self._stage.runtime.run(
-                lambda: self._stage.backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
+                lambda: backend.evaluate(tensors, moved(parameters, backend.device), want_logits=opening.want_logits),
                 priority=Priority.EVALUATE,
             )
         )
         output, _ = await self._with_progress(context, work)
-        if not self._stage.backend.is_last:
+        if not backend.is_last:
             assert self._hop is not None
             downstream = asyncio.ensure_future(
                 self._hop.evaluate(

@@ -253,7 +253,8 @@ class Stage:
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, age=next(self._ages), hints=hints,
             backend=self.backend, runtime=self.runtime, hop=self._hop, adopts=adopts,
-            on_accumulated=lambda: self._accumulated(computation),
+            # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
+            on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )  # fmt: skip
         if accumulate:
             self.ledger.begin(microbatch.index, microbatch.round, computation)
@@ -264,10 +265,10 @@ class Stage:
         computation.start(self._tasks)
         return computation
 
-    def _accumulated(self, computation: Computation) -> None:
+    def _accumulated(self, microbatch: Microbatch, *, accumulate: bool) -> None:
         self.counters.backwards += 1
-        if computation.accumulate:
-            self.ledger.accumulated(computation.microbatch.index)
+        if accumulate:
+            self.ledger.accumulated(microbatch.index)
 
     # -- the end of a computation --------------------------------------------------------------------------------------
 

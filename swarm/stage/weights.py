@@ -6,7 +6,8 @@ masters, microbatches compute with an immutable copy of them, and at most two co
 
 With DiLoCo a stage may be averaged in fragments, a round each, in turn, and may go on training while a round is
 exchanged (Streaming DiLoCo, arXiv 2501.18512): what was learnt since the contribution was closed is then carried over
-to the new anchor, and counts towards the next round.
+to the new anchor, and counts towards the next round. Anchors and outer momentum are needed once a round: they are kept
+on the CPU, and the outer step is taken there, whatever device trains.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from swarm.events import Events, NoEvents, Step
 
 Tensors = dict[str, torch.Tensor]
 
+CPU = torch.device("cpu")
 KEPT_ANCHORS = 2
 """Rounds whose anchor weights stay readable, for evaluation and for stages that have to repeat a round: this one and
 the one before."""
@@ -62,10 +64,14 @@ class GradientBucket:
         torch._foreach_zero_(list(self.sums.values()))
         self.num_samples = 0
 
+    @property
+    def scale(self) -> float:
+        """What the sums are to be multiplied by to be means."""
+        return 1.0 / max(1, self.num_samples)
+
     def mean(self) -> Tensors:
         """The mean over the samples; zeros where there are none."""
-        scale = 1.0 / max(1, self.num_samples)
-        return {name: value * scale for name, value in self.sums.items()}
+        return {name: value * self.scale for name, value in self.sums.items()}
 
 
 @dataclass
@@ -112,7 +118,7 @@ class StageWeights:
         self._events = events or NoEvents()
         self._num_buckets = 0
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
-        self.round = Round(lineage=lineage)
+        self.round: Round
         self._adamw = optim.AdamW(config.optimizer)
         self._outer = None if config.rounds.synchronous else optim.OuterSgd(config.outer)
         self._fragments = fragments(self.masters, 1 if self._outer is None else config.averaging.num_fragments)
@@ -120,19 +126,23 @@ class StageWeights:
         """By fragment, samples of inner steps since it was last averaged."""
         self.open_bucket = self._new_bucket()
         self._closing: GradientBucket | None = None
-        self._closed: Closing | None = None
+        self._closed: Closing | None
         """The newest contribution of this round, also after it was reopened: its result may be decided all the same."""
         self._num_overlapped = 0
         """Inner steps since the round was closed."""
         self.version = self._publish()
         self._old_versions: list[Version] = []
         """DiLoCo: those that inner steps have to wait for."""
-        self._anchors: dict[int, Tensors] = {0: self.version.parameters}
+        self._anchors: dict[int, Tensors] = {}
+        self._begin(Round(lineage=lineage), self.version.parameters)
 
     # -- microbatches ------------------------------------------------------------------------------------------
 
     def anchor(self, round_number: int) -> Tensors | None:
-        """The weights that began a round; None unless it is this round or the one before."""
+        """The weights that began a round; None unless it is this round or the one before.
+
+        They are on the CPU with DiLoCo, and on the stage's device in the synchronous setting, which computes with them.
+        """
         return self._anchors.get(round_number)
 
     def version_for(self, round_number: int) -> Version:
@@ -168,7 +178,9 @@ class StageWeights:
         return self.open_bucket.num_samples + (self._closing.num_samples if self._closing else 0)
 
     def _inner_step(self, bucket: GradientBucket) -> None:
-        gradients = bucket.mean()
+        # In place: nobody adds to this bucket any more, nor takes anything out.
+        gradients = bucket.sums
+        torch._foreach_mul_(list(gradients.values()), bucket.scale)
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(self._adamw, self.masters, gradients, self.learning_rate)
@@ -213,7 +225,7 @@ class StageWeights:
             num_samples = self.open_bucket.num_samples
         else:
             anchor, weights = self._anchors[self.round.number], self.masters
-            tensors = {name: (anchor[name] - weights[name]).detach().cpu() for name in self._fragments[fragment]}
+            tensors = {name: (anchor[name] - weights[name].cpu()).detach() for name in self._fragments[fragment]}
             num_samples = self._unaveraged_samples[fragment]
         self._closed = Closing(
             tensors=tensors, num_samples=num_samples, round_samples=self.round_samples, fragment=fragment,
@@ -235,24 +247,12 @@ class StageWeights:
         An inner step may be due then.
         """
         rate = self.learning_rate
-        carried: Tensors = {}
-        gradients = {name: value.to(self.masters[name].device) for name, value in average.items()}
+        carried_samples = 0
         if self._outer is None:
-            factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
-            gradients = {name: value * factor for name, value in gradients.items()}
-            optim.step(self._adamw, self.masters, gradients, rate)
-            self.open_bucket = self._new_bucket()
-            carried_samples = 0
+            self._synchronous_step(average, total_squared_norm, rate)
+            anchor = self.version.parameters
         else:
-            carried_samples, carried = self._outer_step(gradients)
-        if self._outer is not None:
-            self._old_versions.append(self.version)
-        moved = {name: self.masters[name].detach().clone() for name in carried}
-        if carried:
-            torch._foreach_add_([self.masters[name].data for name in carried], list(carried.values()))
-        self.version = self._publish()
-        # Without anything carried over, the new version is the anchor: no second copy of it.
-        moved = moved or {name: self.version.parameters[name] for name in gradients}
+            carried_samples, anchor = self._outer_step(self._outer, average)
         new_round = Round(
             number=self.round.number + 1,
             run_samples=self.round.run_samples + num_samples,
@@ -260,29 +260,44 @@ class StageWeights:
             num_members=num_members,
             lineage=lineage,
         )
-        self._begin(new_round, {**self._anchors[self.round.number], **moved})
+        self._begin(new_round, anchor)
         return rate
 
-    def _outer_step(self, gradients: Tensors) -> tuple[int, Tensors]:
-        """Step from the anchor; gives the samples and the change of weights that came after the closing."""
-        assert self._outer is not None
-        closed, names = self._closed, list(gradients)
+    def _synchronous_step(self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float) -> None:
+        factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
+        gradients = {name: value.to(self.masters[name].device) * factor for name, value in average.items()}
+        optim.step(self._adamw, self.masters, gradients, rate)
+        self.open_bucket = self._new_bucket()
+        self.version = self._publish()
+
+    def _outer_step(self, outer: optim.OuterSgd, average: Mapping[str, torch.Tensor]) -> tuple[int, Tensors]:
+        """Step from the anchor; gives the samples that came after the closing, and the new anchor.
+
+        What was learnt from these is carried over: the weights get it on top of the new anchor.
+        """
+        anchor, names = self._anchors[self.round.number], list(average)
         carried: Tensors = {}
         carried_samples = 0
         # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
+        closed = self._closed
         if closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
             carried = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
             carried_samples = self.round.stepped_samples - closed.round_samples
-        fragment = self.round.number % len(self._fragments)
-        self._unaveraged_samples[fragment] = carried_samples
-        self._load_masters({name: self._anchors[self.round.number][name] for name in names})
-        stepped = {name: self.masters[name] for name in names}
-        optim.step(self._outer, stepped, gradients, self._config.outer.learning_rate)
-        return carried_samples, carried
+        # Memory for what follows.
+        self._closed = closed = None
+        self._unaveraged_samples[self.round.number % len(self._fragments)] = carried_samples
+        stepped = {name: anchor[name].detach().clone() for name in names}
+        optim.step(outer, stepped, average, self._config.outer.learning_rate)
+        self._load_masters(stepped)
+        if carried:
+            torch._foreach_add_([self.masters[name].data for name in carried], list(carried.values()))
+        self._old_versions.append(self.version)
+        self.version = self._publish(None if carried else stepped)
+        return carried_samples, {**anchor, **stepped}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round, self._closed = new_round, None
-        self._anchors[new_round.number] = anchor
+        self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
 
@@ -294,8 +309,7 @@ class StageWeights:
 
     def _live_state(self) -> Tensors:
         tensors = {f"anchor/{name}": value for name, value in self._anchors[self.round.number].items()}
-        optimizer = self._adamw if self._outer is None else self._outer
-        tensors |= {f"outer/{key}": value for key, value in optim.state_tensors(optimizer, self.masters).items()}
+        tensors |= {f"outer/{key}": value for key, value in optim.state_tensors(*self._stepping()).items()}
         return {name: value.detach() for name, value in sorted(tensors.items())}
 
     def check(self, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
@@ -311,13 +325,13 @@ class StageWeights:
         anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
         outer = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
         self._load_masters(anchor)
-        optim.load_state_tensors(self._adamw if self._outer is None else self._outer, self.masters, outer)
         self.open_bucket, self._closing = self._new_bucket(), None
         self._old_versions.clear()
         self._anchors.clear()
         self._unaveraged_samples = [0] * len(self._fragments)
         self.version = self._publish()
         self._begin(new_round, self.version.parameters)
+        optim.load_state_tensors(*self._stepping(), outer)
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""
@@ -330,13 +344,31 @@ class StageWeights:
         sums = {name: torch.zeros_like(p.detach()) for name, p in self.masters.items()}
         return GradientBucket(sums=sums, number=self._num_buckets - 1)
 
-    def _publish(self) -> Version:
-        return Version(parameters={name: p.detach().clone().requires_grad_() for name, p in self.masters.items()})
+    def _stepping(self) -> tuple[optim.Optimizer, optim.Parameters]:
+        """What steps at the end of a round, and from where."""
+        if self._outer is None:
+            return self._adamw, self.masters
+        return self._outer, self._anchors[self.round.number]
+
+    def _publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> Version:
+        """The masters as they are. Of some there may be copies, to which nobody writes: these are taken if they fit."""
+        parameters = {}
+        for name, master in self.masters.items():
+            copy = copies.get(name) if copies else None
+            if copy is None or copy.device != master.device:
+                copy = master.detach().clone()
+            parameters[name] = copy.requires_grad_()
+        return Version(parameters=parameters)
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
                 self.masters[name].copy_(value)
+
+
+def moved(tensors: Tensors, device: torch.device) -> Tensors:
+    """The tensors on a device; those that are there already are no copies."""
+    return {name: value if value.device == device else value.detach().to(device) for name, value in tensors.items()}
 
 
 def fragments(names: Iterable[str], num_fragments: int) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -190,6 +191,22 @@ async def test_whoever_waits_for_the_next_round_is_answered_when_it_begins() -> 
         await _commit(chain)
         async with asyncio.timeout(10.0):
             await waiting
+
+
+async def test_nothing_is_left_of_a_microbatch_that_counts() -> None:
+    """DiLoCo: nor has Python to look for cycles first. It would hold the weights and the bucket of an inner step."""
+    gc.disable()
+    try:
+        async with running_chain(DILOCO) as chain:
+            reply = await chain.train(0)
+            entries = [peer.stage.ledger.find(0) for peer in chain.peers]
+            computations = [weakref.ref(entry.computation) for entry in entries if entry and entry.computation]
+            assert len(computations) == 3
+            await chain.ack(reply)
+            del reply
+            await eventually(lambda: not any(computation() for computation in computations))
+    finally:
+        gc.enable()
 
 
 async def _commit(chain: Chain) -> None:

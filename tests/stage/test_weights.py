@@ -420,6 +420,35 @@ def test_the_anchors_of_this_round_and_the_one_before_are_kept() -> None:
     assert all(anchor[name] is value for name, value in weights.version.parameters.items())
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device: str) -> None:
+    """The outer step is taken there as well: from equal averages follows the same state, bit by bit."""
+    elsewhere, here = StageWeights(_config("diloco"), _module().to(device), lineage=""), _weights("diloco")
+    for number in range(3):
+        for weights in (elsewhere, here):
+            for inner in range(2):
+                weights.open_bucket.add([g.to(weights.masters["bias"].device) for g in _gradients(inner).values()], 2)
+                weights.step_if_due()
+            assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
+            weights.commit(_gradients(10 + number), total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
+        assert elsewhere.state_digest() == here.state_digest()
+    newcomer = StageWeights(_config("diloco"), _module(seed=1).to(device), lineage="")
+    newcomer.install(here.state_tensors(), Round(number=3))
+    assert newcomer.state_digest() == here.state_digest()
+    for weights in (elsewhere, newcomer):
+        trained = [*weights.masters.values(), *weights.version.parameters.values(), *weights.open_bucket.sums.values()]
+        assert {tensor.device.type for tensor in trained} == {device}
+        anchor = weights.anchor(3)
+        assert anchor is not None
+        momentum = optim.state_tensors(weights._outer or pytest.fail("DiLoCo has one"), anchor)
+        assert {tensor.device.type for tensor in [*anchor.values(), *momentum.values()]} == {"cpu"}
+        assert len(momentum) == 2
+        _assert_same(dict(weights.masters), {name: value.to(device) for name, value in anchor.items()})
+
+
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     holder = _weights(setting)

@@ -1,0 +1,166 @@
+"""How much memory does a stage peer take, and where does it go? What arithmetic says, against what processes took.
+
+Each case is a stage between two others with two members, each a process of its own (memory_stage.py), in the
+synchronous setting and with DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
+above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
+round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
+
+The C library keeps what was freed, for whoever wants it next. So every case is run twice: as it is (`usual`), and with
+memory given back to the system at once (`returning`), which is slower and shows what is really held.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peers.supervisor import Supervisor
+from scripts.benches import memory_sizes as sizes
+from scripts.benches.common import BenchOptions, say, wait_for_json, write_config
+from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.stages import build_stage
+from swarm.stage.backend import HIDDEN, GraphBudget, StageBackend
+from swarm.stage.weights import StageWeights
+
+SETTINGS = ("synchronous", "diloco")
+GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
+"""What a peer may keep of graphs, in each mode."""
+TURNS = 9
+"""Microbatches of each mode whose CPU time is taken."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+"""One thread, and large tensors in huge pages, as in swarm-peer."""
+
+MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
+"""The C library's settings; see mallopt(3)."""
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare a stage's memory with arithmetic; the dataset plays no part."""
+
+    d_model: int = 384
+    """Width of the model; a multiple of 128."""
+    layers: int = 4
+    """Of the stage."""
+    in_flight: int = 4
+    """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
+
+    def __post_init__(self) -> None:
+        if self.d_model < 128 or self.d_model % 128:
+            raise ValueError(f"--d-model must be a multiple of 128, not {self.d_model}")
+        for name in ("layers", "in_flight"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Run all cases; gives their figures."""
+    cases: dict[str, dict[str, Any]] = {}
+    for setting in SETTINGS:
+        for graphs in GRAPH_BYTES:
+            config = run_config(setting, options)
+            expected = expected_bytes(config, options.in_flight, is_kept=graphs == "kept")
+            measured = {malloc: run_case(config, graphs, malloc, options.in_flight) for malloc in MALLOC}
+            cases[f"{setting}_{graphs}"] = summary(expected, measured) | {
+                "state_bytes": sizes.state_bytes(config, STAGE),
+                "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
+            }
+            say(f"{setting}, graphs {graphs}: {cases[f'{setting}_{graphs}']['ratio']}")
+    return {
+        "cases": cases,
+        "recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options)),
+        "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
+        "d_model": options.d_model,
+        "layers": options.layers,
+        "in_flight": options.in_flight,
+    }
+
+
+def run_config(setting: str, options: Options) -> RunConfig:
+    """A run whose rounds take each member WAVES times as many microbatches as are in flight."""
+    wave_samples = 2 * options.in_flight
+    return RunConfig(
+        run="bench-memory",
+        model=ModelConfig(num_layers=3 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64),
+        stages=StagesConfig(num_stages=3),
+        data=DataConfig(sequence_length=256, microbatch_size=2),
+        rounds=RoundsConfig(
+            setting="synchronous" if setting == "synchronous" else "diloco",
+            round_samples=MEMBERS * WAVES * wave_samples, inner_batch_samples=wave_samples,
+        ),
+    )  # fmt: skip
+
+
+def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
+    """One case, in two fresh processes; gives the first one's figures."""
+    with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        write_config(config, folder / "run.toml")
+        for number in range(MEMBERS):
+            arguments = [str(folder), str(number), str(GRAPH_BYTES[graphs]), str(num_in_flight)]
+            command = [sys.executable, "-m", "scripts.benches.memory_stage", *arguments]
+            children.start(f"member-{number}", command, environment={**ENVIRONMENT, **MALLOC[malloc]})
+        measured = wait_for_json(folder / "0.json", children)
+        wait_for_json(folder / "1.json", children)
+    return measured
+
+
+def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:
+    """One case: what it should take, what it took with each way to allocate, and the one over the other."""
+    return {
+        "expected_bytes": dict(expected),
+        "measured_bytes": {malloc: {name: figures[name] for name in expected} for malloc, figures in measured.items()},
+        "ratio": {
+            malloc: {name: figures[name] / expected[name] for name in expected} for malloc, figures in measured.items()
+        },
+    }
+
+
+def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> dict[str, int]:
+    """What arithmetic says of each moment."""
+    state = sum(sizes.state_bytes(config, STAGE).values())
+    delayed = sizes.delayed_bytes(config, STAGE)
+    waiting = num_in_flight * sizes.in_flight_bytes(config, STAGE, is_kept=is_kept)
+    wave_settled = num_in_flight * sizes.settled_bytes(config, STAGE)
+    again = 0 if is_kept else sizes.graph_bytes(config, STAGE)
+    in_flight = state + delayed + waiting + wave_settled
+    # At the end of a synchronous round nothing is in flight; with DiLoCo it goes on.
+    meanwhile = state + (WAVES * wave_settled if config.rounds.synchronous else delayed + waiting)
+    return {
+        "in_flight": in_flight,
+        "training_peak": in_flight + sizes.passing_bytes(config, STAGE) + again,
+        "round_peak": meanwhile + sizes.averaging_bytes(config, STAGE, num_members=MEMBERS),
+        "after_round": state,
+        "snapshot": sizes.snapshot_bytes(config, STAGE),
+    }
+
+
+def recompute_ratio(config: RunConfig) -> float:
+    """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept; in turns."""
+    torch.set_num_threads(1)
+    module = build_stage(config, STAGE, device="cpu")
+    backend = StageBackend(
+        config=config, stage=STAGE, module=module, weights=StageWeights(config, module, lineage=""),
+        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=0),
+    )  # fmt: skip
+    inputs = random_inputs(config)
+    # The first graph of all is kept, to be measured.
+    backend.release(backend.forward(0, 0, inputs))
+    seconds: dict[str, list[float]] = {graphs: [] for graphs in GRAPH_BYTES}
+    for _ in range(TURNS):
+        for graphs, backend.budget.limit_bytes in GRAPH_BYTES.items():
+            started_at = time.process_time()
+            _, accumulated = backend.backward(backend.forward(0, 0, inputs), inputs[HIDDEN], accumulate=True)
+            seconds[graphs].append(time.process_time() - started_at)
+            assert accumulated is not None
+            backend.settle(accumulated)
+    return statistics.median(seconds["recomputed"]) / statistics.median(seconds["kept"])

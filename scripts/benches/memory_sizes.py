@@ -1,0 +1,103 @@
+"""What a stage peer holds, by arithmetic from the configuration: the formulas of docs/performance.md.
+
+Used by the memory bench, which compares them with what a process takes. For float32 on the CPU, the built-in model
+without dropout, bottleneck or checkpointed layers, and a stage that has neither the embedding nor the head. Never
+measures anything.
+"""
+
+from swarm.compression.codec import contribution_codec, result_codec
+from swarm.config import RunConfig
+from swarm.model.stages import layer_ranges
+from swarm.stage.backend import HIDDEN, TOKENS, request_specs
+
+FLOAT_BYTES = 4
+
+
+def num_parameters(config: RunConfig, stage: int) -> int:
+    """Parameters of a stage."""
+    model = config.model
+    attention = 2 * model.d_model**2 + 2 * model.d_model * _kv_width(config)
+    feed_forward = 3 * model.d_model * model.feed_forward_width
+    return len(layer_ranges(config)[stage]) * (attention + feed_forward + 2 * model.d_model)
+
+
+def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
+    """What a stage holds while it trains, whatever is in flight; the second bucket and gradients come and go."""
+    size = FLOAT_BYTES * num_parameters(config, stage)
+    held = {
+        "parameters": size,
+        "optimizer": 2 * size,
+        "version": size,
+        "gradient_bucket": size,
+        # In the synchronous setting this round's is the version.
+        "anchors": size if config.rounds.synchronous else 2 * size,
+    }
+    if not config.rounds.synchronous:
+        held["outer_momentum"] = size
+    return held
+
+
+def delayed_bytes(config: RunConfig, stage: int) -> int:
+    """The version before an inner step, which microbatches that are in flight go on using."""
+    return 0 if config.rounds.synchronous else FLOAT_BYTES * num_parameters(config, stage)
+
+
+def passing_bytes(config: RunConfig, stage: int) -> int:
+    """For moments: one microbatch's gradient of the weights; with DiLoCo, right after a round, a third version too."""
+    return FLOAT_BYTES * num_parameters(config, stage) + delayed_bytes(config, stage)
+
+
+def graph_bytes(config: RunConfig, stage: int) -> int:
+    """What autograd keeps of one microbatch, the stage's input among it."""
+    model = config.model
+    # Each norm's input, normalised input and output; queries, keys, values, and what attention gives, in two layouts;
+    # the gate before and after its activation, what it gates, and the product. A number a head and one a norm besides.
+    floats = 9 * model.d_model + 2 * _kv_width(config) + 4 * model.feed_forward_width + model.num_heads + 2
+    rotary = config.data.sequence_length * model.d_model // model.num_heads
+    return FLOAT_BYTES * (config.data.tokens_per_microbatch * floats * len(layer_ranges(config)[stage]) + rotary)
+
+
+def wire_bytes(config: RunConfig, stage: int) -> dict[str, int]:
+    """What came in for one microbatch, and what goes out."""
+    specs = request_specs(config, stage)
+    return {"tokens": specs[TOKENS].num_bytes, "input": specs[HIDDEN].num_bytes, "output": specs[HIDDEN].num_bytes}
+
+
+def in_flight_bytes(config: RunConfig, stage: int, *, is_kept: bool) -> int:
+    """One microbatch between its forward and its gradient, with or without its graph."""
+    wire = wire_bytes(config, stage)
+    if not is_kept:
+        return sum(wire.values())
+    return graph_bytes(config, stage) + wire["tokens"] + wire["output"]
+
+
+def settled_bytes(config: RunConfig, stage: int) -> int:
+    """What is kept of one microbatch that counts, until its round commits: to be able to take it out again."""
+    if not config.rounds.synchronous:
+        return 0
+    wire = wire_bytes(config, stage)
+    # The input, the gradient that came back, and the one that was handed up.
+    return wire["tokens"] + wire["input"] + 2 * wire["output"]
+
+
+def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
+    """What a round's exchange takes besides, all of the stage in one fragment."""
+    size, share = FLOAT_BYTES * num_parameters(config, stage), 1 / num_members
+    sent = contribution_codec(config.averaging).num_bytes(num_parameters(config, stage))
+    answered = result_codec(config.averaging).num_bytes(num_parameters(config, stage))
+    # The contribution, the same as one vector, and the result.
+    whole = 3 * size
+    # Of the part that the member sums: what the others sent, decoded, the sum, and that encoded and decoded.
+    own = (1 - share) * size + share * (2 * size + answered)
+    # Of the others' parts: what goes out and what comes back.
+    others = (1 - share) * (sent + answered)
+    return round(whole + own + others)
+
+
+def snapshot_bytes(config: RunConfig, stage: int) -> int:
+    """A copy of anchor and outer state, for a joiner or a checkpoint."""
+    return (3 if config.rounds.synchronous else 2) * FLOAT_BYTES * num_parameters(config, stage)
+
+
+def _kv_width(config: RunConfig) -> int:
+    return config.model.kv_heads * (config.model.d_model // config.model.num_heads)

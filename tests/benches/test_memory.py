@@ -1,0 +1,129 @@
+"""The memory bench: that its arithmetic is that of the code, that a case runs, and what its figures mean."""
+
+import asyncio
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.benches import memory, memory_stage
+from scripts.benches import memory_sizes as sizes
+from scripts.benches.common import write_config
+from scripts.benches.memory import SETTINGS, Options, expected_bytes, run_config, summary
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.stages import build_stage
+from swarm.stage.backend import GRADIENT, GraphBudget, StageBackend, reply_specs
+from swarm.stage.weights import StageWeights
+
+MIB = 1 << 20
+
+
+def _config(setting: str = "synchronous", num_kv_heads: int = 0) -> RunConfig:
+    assert setting in ("synchronous", "diloco")
+    return RunConfig(
+        model=ModelConfig(num_layers=6, d_model=64, num_heads=4, num_kv_heads=num_kv_heads),
+        stages=StagesConfig(num_stages=3),
+        data=DataConfig(sequence_length=32, microbatch_size=2),
+        rounds=RoundsConfig(
+            setting="synchronous" if setting == "synchronous" else "diloco", round_samples=4, inner_batch_samples=2
+        ),
+    )
+
+
+def _backend(config: RunConfig) -> StageBackend:
+    module = build_stage(config, 1, device="cpu")
+    return StageBackend(
+        config=config, stage=1, module=module, weights=StageWeights(config, module, lineage=""),
+        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=1 << 30),
+    )  # fmt: skip
+
+
+def _train(backend: StageBackend, config: RunConfig) -> None:
+    forward = backend.forward(0, backend.weights.round.number, memory_stage.random_inputs(config))
+    _, accumulated = backend.backward(forward, torch.randn(reply_specs(config, 1)[GRADIENT].shape), accumulate=True)
+    assert accumulated is not None
+    backend.settle(accumulated)
+
+
+def _tensor_bytes() -> int:
+    """Of all tensors there are."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("num_kv_heads", [0, 2])
+def test_parameters_and_graphs_are_as_computed(num_kv_heads: int) -> None:
+    config = _config(num_kv_heads=num_kv_heads)
+    backend = _backend(config)
+    assert sizes.num_parameters(config, 1) == backend.weights.num_elements
+    backend.release(backend.forward(0, 0, memory_stage.random_inputs(config)))
+    assert sizes.graph_bytes(config, 1) == backend.budget.graph_bytes
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str) -> None:
+    config = _config(setting)
+    before_bytes = _tensor_bytes()
+    backend = _backend(config)
+    for _ in range(2):
+        _train(backend, config)
+        closing = backend.weights.close()
+        backend.weights.commit(closing.tensors, total_squared_norm=1.0, num_samples=4, num_members=1, lineage="")
+        del closing
+    _train(backend, config)
+    # Adam's step counters are a few bytes besides.
+    held_bytes = _tensor_bytes() - before_bytes
+    assert 0 <= held_bytes - sum(sizes.state_bytes(config, 1).values()) < 1000
+
+
+def test_memory_is_read_and_a_peak_forgotten() -> None:
+    memory_stage.forget_peak()
+    before_bytes = memory_stage.resident_bytes()
+    held = torch.ones(64 * MIB // 4)
+    assert memory_stage.resident_bytes() - before_bytes > 60 * MIB
+    del held
+    assert memory_stage.resident_bytes() - before_bytes < 30 * MIB
+    assert memory_stage.peak_bytes() - before_bytes > 60 * MIB
+    memory_stage.forget_peak()
+    assert memory_stage.peak_bytes() - before_bytes < 30 * MIB
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
+    """Both members in this process, so that only what was measured can be looked at, and not how much it was."""
+    config = run_config(setting, Options(d_model=128, layers=1, in_flight=2))
+    write_config(config, tmp_path / "run.toml")
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(memory_stage.main(tmp_path, number, 0, 2) for number in range(memory_stage.MEMBERS)))
+    measured = json.loads((tmp_path / "0.json").read_text())
+    assert expected_bytes(config, 2, is_kept=False).keys() <= measured.keys()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_graph_is_what_two_modes_differ_by(setting: str) -> None:
+    config = run_config(setting, Options())
+    kept, recomputed = (expected_bytes(config, 4, is_kept=is_kept) for is_kept in (True, False))
+    graph_bytes = sizes.graph_bytes(config, 1) - sizes.wire_bytes(config, 1)["input"]
+    assert kept["in_flight"] - recomputed["in_flight"] == 4 * graph_bytes
+    assert kept["after_round"] == recomputed["after_round"] < recomputed["in_flight"]
+
+
+def test_a_case_is_compared_with_arithmetic() -> None:
+    found = summary({"state": 100}, {"usual": {"state": 150}, "returning": {"state": 110, "baseline": 5}})
+    assert found["ratio"] == {"usual": {"state": 1.5}, "returning": {"state": 1.1}}
+
+
+def test_computing_again_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "TURNS", 1)
+    assert memory.recompute_ratio(_config()) > 0
+
+
+@pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}])
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--"):
+        Options(**changes)
