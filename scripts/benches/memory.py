@@ -27,6 +27,7 @@ from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import HIDDEN, GraphBudget, StageBackend
+from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 
 SETTINGS = ("synchronous", "diloco")
@@ -150,7 +151,7 @@ def recompute_ratio(config: RunConfig) -> float:
     module = build_stage(config, STAGE, device="cpu")
     backend = StageBackend(
         config=config, stage=STAGE, module=module, weights=StageWeights(config, module, lineage=""),
-        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=0),
+        staging=Staging(), budget=GraphBudget(limit_bytes=0),
     )  # fmt: skip
     inputs = random_inputs(config)
     # The first graph of all is kept, to be measured.

@@ -40,6 +40,7 @@ from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, GraphBudget, StageBack
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -151,7 +152,7 @@ class Member:
         module = build_stage(config, STAGE, device="cpu")
         self._weights = StageWeights(config, module, lineage="")
         backend = StageBackend(
-            config=config, stage=STAGE, module=module, weights=self._weights, device=torch.device("cpu"),
+            config=config, stage=STAGE, module=module, weights=self._weights, staging=Staging(),
             budget=GraphBudget(limit_bytes=graph_bytes),
         )  # fmt: skip
         self.runtime = Runtime(queue_capacity=64)
@@ -261,7 +262,7 @@ def warm_up() -> None:
     module = build_stage(config, 0, device="cpu")
     backend = StageBackend(
         config=config, stage=0, module=module, weights=StageWeights(config, module, lineage=""),
-        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=1 << 30),
+        staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
     )  # fmt: skip
     _, _, accumulated = backend.forward_loss(
         0, 0, {TOKENS: torch.zeros(2, 33, dtype=torch.int32)}, accumulate=True

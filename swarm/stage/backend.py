@@ -270,9 +270,12 @@ class StageBackend:
             or the float32 logits of the last position (B, V).
         """
         self._check_inputs(wire_inputs)
+        # With DiLoCo they are kept on the CPU.
+        masters = self.weights.masters
+        parameters = {name: value.to(masters[name].device) for name, value in parameters.items()}
         with torch.no_grad():
             outputs: torch.Tensor = torch.func.functional_call(
-                self.module, dict(parameters), (self._hidden_or_tokens(wire_inputs),),
+                self.module, parameters, (self._hidden_or_tokens(wire_inputs),),
                 {"dropout_key": None, **self._tokens_too(wire_inputs)},
             )  # fmt: skip
             if not self._is_last:

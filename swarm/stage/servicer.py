@@ -33,7 +33,6 @@ from swarm.stage.computation import Computation
 from swarm.stage.incoming import FIRST_SECONDS, MESSAGE_SECONDS, Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
-from swarm.stage.weights import moved
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -227,7 +226,7 @@ class StageServicer(StageServiceServicer):
         tensors = await incoming.tensors()
         work = asyncio.ensure_future(
             self._stage.runtime.run(
-                lambda: backend.evaluate(tensors, moved(parameters, backend.device), want_logits=opening.want_logits),
+                lambda: backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
                 priority=Priority.EVALUATE,
             )
         )

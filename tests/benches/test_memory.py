@@ -16,6 +16,7 @@ from scripts.benches.memory import SETTINGS, Options, expected_bytes, run_config
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import GRADIENT, GraphBudget, StageBackend, reply_specs
+from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 
 MIB = 1 << 20
@@ -37,7 +38,7 @@ def _backend(config: RunConfig) -> StageBackend:
     module = build_stage(config, 1, device="cpu")
     return StageBackend(
         config=config, stage=1, module=module, weights=StageWeights(config, module, lineage=""),
-        device=torch.device("cpu"), budget=GraphBudget(limit_bytes=1 << 30),
+        staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
     )  # fmt: skip
 
 
