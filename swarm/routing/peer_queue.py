@@ -81,6 +81,8 @@ class PeerQueue:
         self._num_samples = 1
         # An average of logarithms: a few absurd values do not move it far.
         self._log_typical = MovingAverage(STAGE_SMOOTHING)
+        # Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody.
+        self._typical: float | None = None
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
@@ -274,11 +276,6 @@ class PeerQueue:
         return ban is not None and ban.until > now
 
     @property
-    def _typical(self) -> float | None:
-        """Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody."""
-        return None if self._log_typical.value is None else math.exp(self._log_typical.value)
-
-    @property
     def _longest(self) -> float:
         """Seconds per sample that any peer is taken to need at most."""
         return math.inf if self._typical is None else MAX_SLOWNESS * self._typical
@@ -297,3 +294,5 @@ class PeerQueue:
     def _learn_typical(self, seconds_per_sample: float | None) -> None:
         if seconds_per_sample is not None:
             self._log_typical.observe(math.log(seconds_per_sample))
+            assert self._log_typical.value is not None
+            self._typical = math.exp(self._log_typical.value)
