@@ -59,7 +59,7 @@ class Options(StudyOptions):
     num_trainers: int = 8
     """Each with a view of its own of the swarm."""
     num_visits: int = 60000
-    """Microbatches times stages that are simulated, about, in each run; but at least 30 and at most 300 seconds."""
+    """Microbatches times stages that are simulated, about, in each run; but at least 30 and at most 1200 seconds."""
 
     def __post_init__(self) -> None:
         if min(self.num_peers, default=0) < 2 or min(self.num_stages, self.num_trainers) < 1:
@@ -122,7 +122,7 @@ def _one(
     for machine in machines:
         pipeline.start(machine)
     views = [View(make(timeline, random.Random(options.seed + 2 + number))) for number in range(options.num_trainers)]
-    seconds = min(300.0, max(30.0, options.num_visits * USUAL_SECONDS / size))
+    seconds = min(1200.0, max(30.0, options.num_visits * USUAL_SECONDS / size))
     end = WARM_UP_SECONDS + seconds
     for machine in machines:
         _let_fail(pipeline, machine, failure_percent / 100 / ITERATION_SECONDS, end, random.Random(world.random()))
