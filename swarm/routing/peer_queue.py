@@ -4,7 +4,8 @@ Every choice takes the peer with the least expected finish time and puts it back
 will take there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913,
 Algorithm 1). Finish times are in virtual time, which passes only by choices (self-clocked fair queueing,
 Golestani 1994): an idle period gives nobody credit or debt, and a router that sends a small part of a stage's
-load keeps the same shares as one that sends it all. Never waits, never scans: a choice is O(log peers).
+load keeps the same shares as one that sends it all. Who has just answered that nothing waits there goes before its
+time, and pays for it. Never waits, never scans: a choice is O(log peers).
 """
 
 import heapq
@@ -14,6 +15,8 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from swarm.routing.idle_peers import IdlePeers
+from swarm.routing.peer_statistics import PeerStatistics
 from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
 
@@ -24,24 +27,12 @@ MAX_SLOWNESS = 50.0
 """No peer is taken for slower than this multiple of the stage's typical time: the slowest is still probed."""
 MAX_CLAIM = 4.0
 """Before its first reply no peer is charged less than the typical time divided by this: a boast draws no herd."""
+MAX_TURNS_AHEAD = 2.0
+"""Of its own, or of a typical peer's if these are shorter, by which an idle peer goes before its time at most."""
+CHANCE = 0.25
+"""How far a charge is off by chance, at most. More of it makes longer queues at some and idle time at others."""
 STAGE_SMOOTHING = 0.01
 """Weight of the newest observation in the stage's typical time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerStatistics:
-    """A reading of one peer's routing."""
-
-    peer_id: PeerId
-    stage: int
-    num_chosen: int
-    num_failures: int
-    num_busy: int
-    banned: bool
-    expected_seconds_per_sample: float
-    """Waiting, computing and the link; what the next choice is charged with."""
-    share: float
-    """Of all choices among the stage's present peers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,12 +74,15 @@ class PeerQueue:
         self._ready: list[_Entry] = []
         # Heap by the monotonic time at which a new, busy or banned member can be chosen (again).
         self._away: list[_Entry] = []
+        self._idle = IdlePeers()
         self._tickets = itertools.count()
         self._virtual_now = 0.0
         # The size of the last choice, and so probably of the next.
         self._num_samples = 1
         # An average of logarithms: a few absurd values do not move it far.
         self._log_typical = MovingAverage(STAGE_SMOOTHING)
+        # Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody.
+        self._typical: float | None = None
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
@@ -116,6 +110,7 @@ class PeerQueue:
     def remove(self, peer_id: PeerId) -> None:
         """Forget a member, but not its ban."""
         self._members.pop(peer_id).ticket = -1
+        self._idle.forget(peer_id)
 
     def _announced(self, record: PeerRecord, now: float) -> None:
         peer_id = PeerId(record.peer_id)
@@ -143,7 +138,7 @@ class PeerQueue:
     def choose(
         self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: Sequence[PeerId]
     ) -> PeerRecord | None:
-        """Take the first of `prefer` that is alive, or else the least finish time, and charge it.
+        """Take and charge the first of `prefer` that is alive, or else somebody idle, or else the least finish time.
 
         Preferred peers are taken even when busy: they know the microbatch already. None if nobody can be asked.
         """
@@ -152,6 +147,8 @@ class PeerQueue:
             if peer_id in self._members and peer_id not in exclude and not self._is_banned(peer_id, now):
                 # Its heap entry catches up when it reaches the head.
                 return self._charge(self._members[peer_id], num_samples)
+        if (idle := self._idle_member(num_samples, now, exclude)) is not None:
+            return self._charge(idle, num_samples)
         skipped = []
         while (head := self._head(now)) is not None and head.record.peer_id in exclude:
             skipped.append(heapq.heappop(self._ready))
@@ -174,10 +171,18 @@ class PeerQueue:
 
     def _charge(self, member: _Member, num_samples: int) -> PeerRecord:
         # Chance, of mean 1, makes paths stochastic and keeps the routers of several trainers out of step.
-        seconds = num_samples * self._expected(member) * self._rng.uniform(0.5, 1.5)
+        seconds = num_samples * self._expected(member) * self._rng.uniform(1.0 - CHANCE, 1.0 + CHANCE)
         member.priority = max(member.priority, self._virtual_now) + seconds
         member.num_chosen += 1
         return member.record
+
+    def _idle_member(self, num_samples: int, now: float, exclude: Collection[PeerId]) -> _Member | None:
+        while (peer_id := self._idle.pop(now)) is not None:
+            member = self._members[peer_id]
+            turn_seconds = num_samples * min(self._expected(member), self._typical or math.inf)
+            if peer_id not in exclude and member.priority - self._virtual_now <= MAX_TURNS_AHEAD * turn_seconds:
+                return member
+        return None
 
     def _head(self, now: float) -> _Member | None:
         """Bring back who is due, clear dead entries away, and return who is next; it is at _ready[0]."""
@@ -204,6 +209,7 @@ class PeerQueue:
 
     def _set_aside(self, member: _Member, now: float) -> None:
         """Let a member wait until it is neither busy nor banned; its older heap entry dies."""
+        self._idle.forget(PeerId(member.record.peer_id))
         ban = self._bans.get(PeerId(member.record.peer_id))
         member.ticket = next(self._tickets)
         until = max(now, member.busy_until, now if ban is None else ban.until)
@@ -225,6 +231,10 @@ class PeerQueue:
         ban = self._bans.pop(peer_id, None)
         if ban is not None and ban.until > now:
             self._set_aside(member, now)
+        if queue_length == 0 and member.busy_until <= now:
+            self._idle.heard(peer_id, now + num_samples * self._expected(member))
+        else:
+            self._idle.forget(peer_id)
 
     def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float) -> None:
         """Leave a peer alone for a while. It keeps its charge: its queue is longer than was expected."""
@@ -266,11 +276,6 @@ class PeerQueue:
         return ban is not None and ban.until > now
 
     @property
-    def _typical(self) -> float | None:
-        """Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody."""
-        return None if self._log_typical.value is None else math.exp(self._log_typical.value)
-
-    @property
     def _longest(self) -> float:
         """Seconds per sample that any peer is taken to need at most."""
         return math.inf if self._typical is None else MAX_SLOWNESS * self._typical
@@ -289,3 +294,5 @@ class PeerQueue:
     def _learn_typical(self, seconds_per_sample: float | None) -> None:
         if seconds_per_sample is not None:
             self._log_typical.observe(math.log(seconds_per_sample))
+            assert self._log_typical.value is not None
+            self._typical = math.exp(self._log_typical.value)

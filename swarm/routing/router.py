@@ -9,7 +9,8 @@ import random
 from collections.abc import Collection, Sequence
 
 from swarm.clock import Clock
-from swarm.routing.peer_queue import PeerQueue, PeerStatistics
+from swarm.routing.peer_queue import PeerQueue
+from swarm.routing.peer_statistics import PeerStatistics
 from swarm.types import PeerId, PeerRecord, PeerState
 
 

@@ -108,6 +108,11 @@ class SimulatedPeer:
         """Have the backward of a microbatch computed."""
         self._submit(Priority.BACKWARD, age, BACKWARD_SHARE * self.machine.busy_seconds, then)
 
+    def both(self, then: Callable[[float], None]) -> None:
+        """Have both computed at once, as at the last stage."""
+        self._num_begun += 1
+        self._submit(Priority.FORWARD, self._num_begun - 1, self.machine.busy_seconds, then)
+
     def measured(self, busy_seconds: float) -> None:
         """A microbatch was acknowledged that took so long, both ways."""
         self._seconds_per_sample.observe(busy_seconds / self._num_samples)
@@ -130,5 +135,6 @@ class SimulatedPeer:
     def _done(self, seconds: float, then: Callable[[float], None]) -> None:
         if self.is_gone:
             return
-        then(seconds)
+        # A compute thread takes its next task before anybody has heard of this one's end.
         self._next()
+        then(seconds)

@@ -129,7 +129,7 @@ class _Hop:
             self._timeline.after(max(waits, 0.005), self.attempt)
             return
         self._sent_at = now
-        self._downstream_seconds = 0.0
+        self._busy_seconds = self._downstream_seconds = 0.0
         self._is_eager = self._credits.take(peer_id)
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
@@ -177,13 +177,13 @@ class _Hop:
 
     def _begin(self) -> None:
         attempt = self._attempt
+        if self._stage + 1 == self._pipeline.num_stages:
+            self._peer.both(lambda seconds: self._if_still(attempt, partial(self._done, seconds)))
+            return
         self._age = self._peer.begin(lambda seconds: self._if_still(attempt, partial(self._forwarded, seconds)))
 
     def _forwarded(self, seconds: float) -> None:
         self._busy_seconds = seconds
-        if self._stage + 1 == self._pipeline.num_stages:
-            self._returned()
-            return
         attempt, since = self._attempt, self._timeline.monotonic()
 
         def returned(_: _Hop) -> None:

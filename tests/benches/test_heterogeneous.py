@@ -11,7 +11,7 @@ from scripts.benches.routing_program import COSTS, replace_choice
 from swarm.clock import ManualClock
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.router import Router
-from swarm.types import PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState
 
 
 def _work(stage: int, capacity: float, rate: float) -> Work:
@@ -34,7 +34,7 @@ def test_who_does_more_than_his_share_stands_out() -> None:
 @pytest.fixture
 def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Router:
     """Three peers, of which one claims to be much faster, and another rule than the queue's."""
-    for name in ("_charge", "_enter"):
+    for name in ("_charge", "_enter", "_idle_member"):
         monkeypatch.setattr(PeerQueue, name, getattr(PeerQueue, name))  # Put back at the end.
     cost = COSTS[request.param]
     assert cost is not None
@@ -54,8 +54,14 @@ def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
 
 
 def _choose(router: Router, times: int) -> list[int]:
-    chosen = [router.choose(0, 8) for _ in range(times)]
-    return [int(record.peer_id, 16) for record in chosen if record is not None]
+    """Each of them answers at once, and has nothing more to do."""
+    chosen = []
+    for _ in range(times):
+        record = router.choose(0, 8)
+        assert record is not None
+        chosen.append(int(record.peer_id, 16))
+        router.succeeded(PeerId(record.peer_id), num_samples=8, busy_seconds=1.0, link_seconds=None, queue_length=0)
+    return chosen
 
 
 @pytest.mark.parametrize("router", ["round_robin"], indirect=True)

@@ -108,7 +108,8 @@ def test_a_boast_draws_no_herd() -> None:
     _serve(queue, {number: 1.0 for number in range(8)}, 100)
     queue.update([*(_record(number) for number in range(8)), _record(8, 1e9)], 0.0)
     boaster = Counter(_choose(queue) for _ in range(240))[8]
-    assert boaster / 240 == pytest.approx(4 / 12, abs=0.05)
+    # Four times a peer of the typical time, which the boast itself has shortened by 19 %.
+    assert boaster / 240 == pytest.approx(4.9 / 12.9, abs=0.03)
 
 
 def test_a_modest_newcomer_is_still_probed() -> None:

@@ -39,6 +39,16 @@ def test_backward_goes_before_forward_and_older_before_newer() -> None:
     ]  # fmt: skip
 
 
+def test_who_has_just_finished_does_not_count_as_waiting() -> None:
+    timeline = Timeline()
+    simulated = peer(timeline)
+    lengths: list[int] = []
+    for _ in range(2):
+        simulated.both(lambda seconds: lengths.append(simulated.queue_length))
+    timeline.run(10.0)
+    assert lengths == [1, 0]
+
+
 def test_slots_are_limited_and_credits_say_so() -> None:
     simulated = peer(Timeline())
     assert simulated.num_credits == 1

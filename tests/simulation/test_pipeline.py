@@ -68,7 +68,7 @@ def test_what_a_dead_peer_had_goes_to_another_one() -> None:
     pipeline.kill(working.peer_id)
     pipeline.timeline.run(30.0)
     assert pipeline.num_reroutes == 1
-    # A forward of 2/3 s, then 5/6 s that are lost, then noticed; and the whole of stage 1 again.
+    # A forward of 2/3 s, then 5/6 s that are lost, then noticed; the whole of stage 1 again, and the backward of 4/3 s.
     assert done == [pytest.approx(1.5 + NOTICE_SECONDS + 4.0 + 4 / 3)]
 
 
