@@ -15,6 +15,7 @@ from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
 from swarm.clock import Clock
 from swarm.rounds import Progress
+from swarm.rpc.bounds import LONGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -98,15 +99,15 @@ class Roster:
 
     def heard_of_round(self, peer_id: PeerId, progress: Progress, counted: Set[int]) -> None:
         """A leader told what it has committed, and what anybody has: if it dies, whoever follows it has to know."""
-        self._counted |= counted
+        _add(self._counted, counted)
         self._listen(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
 
     def _listen(self, peer_id: PeerId, report: Report) -> None:
         before = self._last_words.get(peer_id)
         if before is not None and before.standing == report.standing:
             # Started again, or it gave up what others had.
-            self._lost |= before.progress.committed - report.progress.committed
-        self._counted |= report.progress.committed
+            _add(self._lost, before.progress.committed - report.progress.committed)
+        _add(self._counted, report.progress.committed)
         self._last_words[peer_id] = report
 
     def has_given_up(self, peer_id: PeerId) -> None:
@@ -125,7 +126,7 @@ class Roster:
         self._suspects[peer_id] = self._clock.monotonic()
         self._reports.pop(peer_id, None)
         if is_gone and (last := self._last_words.pop(peer_id, None)) is not None:
-            self._lost |= last.progress.committed
+            _add(self._lost, last.progress.committed)
         self._standings.pop(peer_id, None)
 
     def forget_report(self, peer_id: PeerId) -> None:
@@ -266,3 +267,10 @@ class Roster:
                 peers.pop(peer_id, None)
         peers.pop(PeerId(self.own.peer_id), None)
         return peers
+
+
+def _add(known: set[int], more: Set[int]) -> None:
+    """Remember more microbatches of a round. Nobody has so many of them; who says so does not fill the memory."""
+    if len(known) + len(more) > LONGEST:
+        known.clear()
+    known |= more

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
 from swarm.averaging.roster import Roster
@@ -120,3 +122,12 @@ def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:
     group.clock.advance(TIMING.heartbeat_seconds)
     assert group.roster.strangers(HERE) == [OTHER]
     assert OTHER in group.roster.members(HERE)
+
+
+def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.averaging.roster.LONGEST", 10)
+    group = Group()
+    for first in range(0, 100, 5):
+        group.report(*range(first, first + 5))
+    assert len(group.roster.counted) <= 10
+    assert len(group.lost) <= 10
