@@ -193,8 +193,11 @@ class Roster:
 
     def awaits_reports(self, own: Standing) -> bool:
         """Whether a serving peer has not told what it has, and nothing speaks against its being alive."""
-        members = self.members(own)
-        return any(peer not in members and peer not in self._suspects for peer in self._peers(serving=True))
+        # Who is left out has told, and who is known to be elsewhere has nothing of this round.
+        return any(
+            not self._is_excluded(peer) and self._standings.get(peer, own) == own
+            for peer in self._silent(own, self._timing.fresh_seconds)
+        )
 
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
@@ -228,7 +231,11 @@ class Roster:
 
         So it makes itself known, and learns soon that one has died.
         """
-        oldest = self._clock.monotonic() - 1.5 * self._timing.heartbeat_seconds
+        return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
+
+    def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
+        """Serving peers, not suspected, that have not reported as members for so long."""
+        oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
         return [p for p in self._peers(serving=True) if p not in members and p not in self._suspects]
 

@@ -72,6 +72,16 @@ def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_doe
     assert (group.committed, group.lost) == ({3, 4}, set()), "it was there all the same"
 
 
+def test_who_is_left_out_or_elsewhere_is_not_waited_for() -> None:
+    group = Group()
+    group.roster.exclude(OTHER)
+    assert not group.roster.awaits_reports(HERE), "it has told"
+    group = Group()
+    group.roster.forget()
+    group.roster.answered(OTHER, Standing(run_samples=0, round=0, lineage="another"))
+    assert not group.roster.awaits_reports(HERE)
+
+
 def test_one_that_was_started_again_has_lost_what_it_had() -> None:
     group = Group()
     group.report()
