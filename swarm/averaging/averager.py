@@ -226,7 +226,7 @@ class Averager:
             self._aborted[str(failed)] += 1
             self._attempts[standing.round] = max(number, failed.promised_attempt)
             for peer_id in failed.unreachable:
-                self._roster.suspect(peer_id, is_gone=False)
+                self._roster.suspect(peer_id)
             for peer_id in failed.excluded:
                 self._roster.exclude(peer_id)
             for peer_id in failed.refused:
@@ -293,8 +293,10 @@ class Averager:
 
     def _tell_of_round(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
         view, now = self.view(), self._clock.monotonic()
+        if not view.is_leader:
+            return
         # Now and then: there may be thousands of microbatches in a round, and reports come with each of them.
-        if view.is_leader and now - self._told_at.get(peer_id, -math.inf) >= self._timing.heartbeat_seconds / 2:
+        if now - self._told_at.get(peer_id, -math.inf) >= self._timing.heartbeat_seconds / 2:
             self._told_at[peer_id] = now
             reply.committed_gaps.extend(messages.pack_indices(self._member.progress().committed))
             reply.counted_gaps.extend(messages.pack_indices(view.counted))
@@ -302,7 +304,7 @@ class Averager:
 
     def _gives_up(self, peer_id: PeerId, view: GroupView) -> bool:
         """Whether a member has mostly doubles: to replay the rest costs less than to take out a part."""
-        if not view.is_leader or self._leader.active is not None or peer_id not in view.progress:
+        if self._leader.active is not None or peer_id not in view.progress:
             return False
         theirs = view.progress[peer_id].committed
         elsewhere = frozenset[int]().union(*(p.committed for other, p in view.progress.items() if other != peer_id))

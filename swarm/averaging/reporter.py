@@ -147,7 +147,7 @@ class Reporter:
             await self._act_on(peer_id, standing, active, reply)
         except SwarmError as error:
             logger.debug("report to %s: %s", peer_id, error)
-            self._roster.suspect(peer_id, is_gone=isinstance(error, PeerUnavailable) and error.is_gone)
+            self._roster.suspect(peer_id)
             self._progressed.set()
             if active is not None and active == group.active and active.leader_id == peer_id:
                 logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)

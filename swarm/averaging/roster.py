@@ -117,7 +117,7 @@ class Roster:
         self._reports[peer_id] = dataclasses.replace(report, progress=empty)
         self._listen(peer_id, self._reports[peer_id])
 
-    def suspect(self, peer_id: PeerId, *, is_gone: bool) -> None:
+    def suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
         """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
 
         Args:

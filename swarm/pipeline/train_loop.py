@@ -318,7 +318,7 @@ class TrainLoop(HopListener):
         if self._config.rounds.synchronous and leased.round > last_round:
             self._released[leased.stage] += leased.microbatches
             return
-        known = {work.microbatch.index for work in self._queue} | self._in_flight.keys()
+        known = {work.microbatch.index for work in self._work()}
         new = [
             _Work(
                 Microbatch(
@@ -342,20 +342,17 @@ class TrainLoop(HopListener):
         """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
         if self._in_flight:
             logger.warning("the leases were not renewed in time: %d microbatches given up", len(self._in_flight))
-        self._release_queue()
+        for work in self._queue:
+            self._release(work)
+        self._queue.clear()
         for _, task in self._in_flight.values():
             task.cancel()
 
     async def _give_back(self) -> None:
         """Release what was leased and not run, so that others need not wait for it to expire."""
-        self._release_queue()
-        for work, _ in self._in_flight.values():
+        for work in self._work():
             self._release(work)
+        self._queue.clear()
         self._in_flight.clear()
         stages = [stage for stage, released in self._released.items() if released]
         await asyncio.gather(*(self._ask(stage, 0, wait_seconds=0.0) for stage in stages))
-
-    def _release_queue(self) -> None:
-        for work in self._queue:
-            self._release(work)
-        self._queue.clear()
