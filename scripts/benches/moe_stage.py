@@ -7,19 +7,17 @@ stage answers with each sample's loss. Gradients are summed up over a round's sa
 step, as in a swarm. Writes its DHT addresses to READY_FILE once it serves, and goes on until killed.
 """
 
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-import hivemind
 import torch
 import torch.nn.functional as F
-from hivemind.moe import ModuleBackend, Server
+from hivemind.moe import ModuleBackend
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 from torch import Tensor, nn
 
-from scripts.benches.common import write_json
+from scripts.benches.moe_server import serve
 from scripts.benches.reference import BareStage, torch_adamw
 from swarm import config as configs
 from swarm.config import RunConfig
@@ -80,12 +78,7 @@ def build_backend(config: RunConfig, stage: int) -> RoundBackend:
 
 def main(config_path: Path, stage: int, ready_file: Path, initial_peers: list[str]) -> None:
     """Serve, until killed."""
-    torch.set_num_threads(1)
-    backend = build_backend(configs.load(config_path), stage)
-    dht = hivemind.DHT(initial_peers=initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
-    Server(dht, {backend.name: backend}, num_connection_handlers=NUM_HANDLERS, start=True)
-    write_json(ready_file, {"addresses": [str(address) for address in dht.get_visible_maddrs()]})
-    signal.pause()
+    serve(build_backend(configs.load(config_path), stage), ready_file, initial_peers, NUM_HANDLERS)
 
 
 if __name__ == "__main__":
