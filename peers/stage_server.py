@@ -362,11 +362,10 @@ class StageServer:
         view = self._averager.view()
         if not view.is_leader:
             return GroupLead(leader_id=PeerId(view.leader_id), view=None)
-        # Who has not told yet may have what seems to be missing.
-        quiet_seconds = 0.0 if view.awaits_reports else view.quiet_seconds
         round_view = RoundView(
             round=view.round, committed=view.committed, counted=view.counted, lost=view.lost,
-            highest_microbatch=view.highest_microbatch, quiet_seconds=quiet_seconds, complete=view.complete,
+            highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
+            awaits_reports=view.awaits_reports, complete=view.complete,
         )  # fmt: skip
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 

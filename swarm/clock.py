@@ -5,8 +5,14 @@ agree on it (DHT expiry) and in what people read.
 """
 
 import asyncio
+import math
 import time
 from typing import Protocol
+
+JUMP_SECONDS = 2.0
+"""A wall clock that moves so much against the monotonic one has been set, or the machine slept."""
+DOUBT_SECONDS = 30.0
+"""For how long a clock that has been set is not believed: many are set back soon."""
 
 
 class Clock(Protocol):
@@ -36,6 +42,26 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+class SteadyTime:
+    """Wall-clock time, as of the last look, that follows a jump of the machine's clock only after DOUBT_SECONDS."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen = self._offset = clock.time() - clock.monotonic()
+        self._jumped_at = -math.inf
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        monotonic = self._clock.monotonic()
+        offset = self._clock.time() - monotonic
+        if abs(offset - self._seen) > JUMP_SECONDS:
+            self._jumped_at = monotonic
+        self._seen = offset
+        if monotonic - self._jumped_at >= DOUBT_SECONDS:
+            self._offset = offset
+        return monotonic + self._offset
 
 
 class ManualClock:

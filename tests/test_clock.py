@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarm.clock import ManualClock, SystemClock
+from swarm.clock import DOUBT_SECONDS, ManualClock, SteadyTime, SystemClock
 
 
 async def test_manual_clock_wakes_sleepers_whose_time_has_come() -> None:
@@ -28,6 +28,40 @@ async def test_manual_clock_wakes_sleepers_whose_time_has_come() -> None:
         clock.advance(1.0)
     assert sorted(woken) == [1.0, 2.0, 3.0]
     assert clock.monotonic() == clock.time() == 103.0
+
+
+class _SetClock(ManualClock):
+    """Somebody sets it."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return self.monotonic() + self.ahead
+
+
+def test_steady_time_follows_a_slow_clock_at_once_and_a_jump_after_a_while() -> None:
+    clock = _SetClock(start=50.0)
+    steady = SteadyTime(clock)
+    clock.ahead = 1.0
+    assert steady.now() == 51.0
+    clock.ahead = 101.0
+    assert steady.now() == 51.0
+    clock.advance(DOUBT_SECONDS - 1)
+    assert steady.now() == 50.0 + DOUBT_SECONDS
+    clock.advance(1.0)
+    assert steady.now() == clock.time()
+
+
+def test_steady_time_never_hears_of_a_clock_that_is_set_back_in_time() -> None:
+    clock = _SetClock()
+    steady = SteadyTime(clock)
+    clock.ahead = -3600.0
+    assert steady.now() == 0.0
+    clock.advance(10.0)
+    clock.ahead = 0.0
+    assert steady.now() == 10.0
+    clock.advance(DOUBT_SECONDS)
+    assert steady.now() == clock.time()
 
 
 async def test_manual_clock_returns_at_once_from_no_sleep() -> None:

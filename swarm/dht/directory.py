@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from swarm import config
 from swarm.authority import Authority
 from swarm.certificates import peer_id_of
-from swarm.clock import Clock
+from swarm.clock import Clock, SteadyTime
 from swarm.dht import keys
 from swarm.dht.records import open_record, seal
 from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
@@ -79,18 +79,23 @@ Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
 
 
 class _Key(Generic[Record]):
-    """One key of the DHT, as far as it has been read: a record holds until it expires, even if a reading misses it."""
+    """One key of the DHT, as far as it has been read: a record holds until it expires, even if a reading misses it.
 
-    def __init__(self, name: str, model: type[Record], authority: Authority | None) -> None:
+    A machine whose clock is set ahead would see nobody any more: what it knows holds as if it had not been.
+    """
+
+    def __init__(self, name: str, model: type[Record], authority: Authority | None, clock: Clock) -> None:
         self.name = name
+        self._clock = clock
+        self._steady_time = SteadyTime(clock)
         self._authority = authority
         self._model: type[Record] = model
         self._known: dict[str, tuple[Record, float]] = {}
 
-    async def read(self, store: RecordStore, clock: Clock) -> list[Record]:
+    async def read(self, store: RecordStore) -> list[Record]:
         """All that hold now, of whatever protocol version. Raises PeerUnavailable."""
         found = await store.get(self.name)
-        now = clock.time()
+        now = self._clock.time()
         for subkey, (value, expiration) in found.items():
             if subkey not in self._known or expiration > self._known[subkey][1]:
                 try:
@@ -100,6 +105,7 @@ class _Key(Generic[Record]):
                     logger.debug("left out: %s", error)
                 else:
                     self._known[subkey] = (record, expiration)
+        now = self._steady_time.now()
         self._known = {subkey: known for subkey, known in self._known.items() if known[1] > now}
         return [record for record, _ in self._known.values()]
 
@@ -113,8 +119,8 @@ class Directory:
         self._run_id = run_id
         self._clock = clock
         self._stages: dict[int, _Key[PeerRecord]] = {}
-        self._trainers = _Key(keys.of_trainers(run_id), TrainerRecord, identity.authority)
-        self._claims = _Key(keys.of_claims(run_id), ClaimRecord, identity.authority)
+        self._trainers = _Key(keys.of_trainers(run_id), TrainerRecord, identity.authority, clock)
+        self._claims = _Key(keys.of_claims(run_id), ClaimRecord, identity.authority, clock)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
         self._num_incompatible: dict[str, int] = {}
@@ -167,7 +173,7 @@ class Directory:
     async def peers(self, stage: int) -> list[PeerRecord]:
         """The peers of a stage, in whatever state. Raises PeerUnavailable."""
         key = self._stage(stage)
-        records = self._compatible(key, await key.read(self._store, self._clock))
+        records = self._compatible(key, await key.read(self._store))
         for record in records:
             if record.dht_address:
                 self._store.remember(record.dht_address)
@@ -175,11 +181,11 @@ class Directory:
 
     async def trainers(self) -> list[TrainerRecord]:
         """The trainers of the run. Raises PeerUnavailable."""
-        return self._compatible(self._trainers, await self._trainers.read(self._store, self._clock))
+        return self._compatible(self._trainers, await self._trainers.read(self._store))
 
     async def claims(self) -> list[ClaimRecord]:
         """Who is about to serve which stage, or has been lately. Raises PeerUnavailable."""
-        return self._compatible(self._claims, await self._claims.read(self._store, self._clock))
+        return self._compatible(self._claims, await self._claims.read(self._store))
 
     async def watch(
         self,
@@ -206,8 +212,10 @@ class Directory:
             await self._clock.sleep(interval_seconds)
 
     def _stage(self, stage: int) -> _Key[PeerRecord]:
-        key = _Key(keys.of_stage(self._run_id, stage), PeerRecord, self._identity.authority)
-        return self._stages.setdefault(stage, key)
+        if stage not in self._stages:
+            name = keys.of_stage(self._run_id, stage)
+            self._stages[stage] = _Key(name, PeerRecord, self._identity.authority, self._clock)
+        return self._stages[stage]
 
     def _compatible(self, key: _Key[Record], records: list[Record]) -> list[Record]:
         compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
@@ -272,7 +280,7 @@ async def _announced_runs(
     """The configurations by run, and what is wrong with those that cannot be read."""
     runs: dict[str, config.RunConfig] = {}
     faults: list[Exception] = []
-    for record in await _Key(keys.RUNS, RunRecord, authority).read(store, clock):
+    for record in await _Key(keys.RUNS, RunRecord, authority, clock).read(store):
         if record.protocol_version != PROTOCOL_VERSION:
             faults.append(
                 IncompatibleVersion(

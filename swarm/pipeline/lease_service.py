@@ -6,7 +6,7 @@ and keeps what it was granted alive by asking again.
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class LeaseServicer(LeaseServiceServicer):
                 return pb.AcquireReply(
                     microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
                     accumulate_only_at=grant.accumulate_only_at,
+                    counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
                 )  # fmt: skip
             await self._clock.sleep(_POLL_SECONDS)
 
@@ -115,6 +116,8 @@ class Leased:
     accumulate_only_at: int | None
     round_complete: bool
     """The stage itself lacks nothing of the round any more."""
+    counted: Set[int]
+    """Of what the trainer holds: what the stage counts by now."""
 
 
 class LeaseClient:
@@ -163,6 +166,7 @@ class LeaseClient:
                 return Leased(
                     stage=stage, round=reply.round, microbatches=list(reply.microbatches),
                     accumulate_only_at=only_at, round_complete=reply.round_complete,
+                    counted=frozenset(reply.counted),
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
         return None

@@ -16,6 +16,11 @@ from swarm.config import RunConfig
 
 LEASE_SECONDS = 15.0
 """Lifetime of a lease that is not renewed."""
+GATHER_SECONDS = 1.5
+"""For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases more often, so
+it knows then what they hold. Trainers have enough to do meanwhile."""
+LONGEST_GATHER_SECONDS = 5.0
+"""Likewise, if a peer of the stage has not told yet what it has."""
 SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
 SHOWN_SECONDS = 2.0
@@ -41,6 +46,8 @@ class RoundView:
     """Highest id that any member has seen; -1 for none."""
     quiet_seconds: float
     """Seconds since a member last committed anything."""
+    awaits_reports: bool
+    """A peer of the stage, alive as far as one knows, has not told yet what it has."""
     complete: bool
     """The stage has all that the round needs."""
 
@@ -60,13 +67,14 @@ class _Lease:
 
 
 class LeaseTable:
-    """The leases of one stage, while this peer leads it."""
+    """The leases of one stage, while this peer leads it: from the time when the table is made."""
 
     def __init__(self, config: RunConfig, stage: int, clock: Clock, rng: random.Random) -> None:
         self._config = config
         self._stage = stage
         self._clock = clock
         self._rng = rng
+        self._leads_since = clock.monotonic()
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
@@ -93,8 +101,13 @@ class LeaseTable:
         self._note_committed(view)
         self._renew(trainer_id, holding, released)
         if self._config.rounds.synchronous:
-            return self._grant_of_round(view, trainer_id, count, all_granted)
+            return self._grant_of_round(view, trainer_id, 0 if self._gathers(view) else count, all_granted)
         return self._grant_endless(view, trainer_id, count)
+
+    def _gathers(self, view: RoundView) -> bool:
+        """Whether this peer leads too short a time to know who holds what, and what is done."""
+        seconds = self._clock.monotonic() - self._leads_since
+        return seconds < GATHER_SECONDS or (view.awaits_reports and seconds < LONGEST_GATHER_SECONDS)
 
     def _note_committed(self, view: RoundView) -> None:
         # At once: by the time a dead trainer's lease expires, the members may have forgotten what they committed.
@@ -141,7 +154,7 @@ class LeaseTable:
             if fresh:
                 return self._lease(trainer_id, fresh[:count])
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
-        if view.quiet_seconds < SETTLE_SECONDS or not all_granted:
+        if view.quiet_seconds < SETTLE_SECONDS or view.awaits_reports or not all_granted:
             return Grant(microbatches=())
         missing = [m for m in wanted if now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
         return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)

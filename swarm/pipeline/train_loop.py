@@ -27,8 +27,8 @@ from swarm.pipeline.window import Window
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS = 3.0
-"""Leases are renewed at least this often."""
+RENEW_SECONDS = 1.0
+"""Leases are renewed at least this often: a new leader learns so what is held, before it grants anything."""
 HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
 """Without a renewal, nothing is acknowledged any more after this long. What was acknowledged before counts before the
 lease ends, or never, and a second is for clocks of different speeds."""
@@ -318,6 +318,12 @@ class TrainLoop(HopListener):
         if self._config.rounds.synchronous and leased.round > last_round:
             self._released[leased.stage] += leased.microbatches
             return
+        # Another trainer ran it meanwhile; whatever is under way answers sooner than it is taken back.
+        self._queue = deque(
+            work
+            for work in self._queue
+            if work.granted_by != leased.stage or work.microbatch.index not in leased.counted
+        )
         known = {work.microbatch.index for work in self._work()}
         new = [
             _Work(

@@ -5,6 +5,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 """
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,6 +232,8 @@ class Stage:
         self._events.write(Repeat(microbatch=microbatch.index, state=entry.state))
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
+            if self.config.rounds.synchronous:
+                microbatch = self._already_counted(microbatch)
             return self._start(microbatch, tensors, hints, subscriber, accumulate=False)
         if entry.state is EntryState.TENTATIVE and not self.config.rounds.synchronous:
             return self._start(microbatch, tensors, hints, subscriber, accumulate=False, adopts=known)
@@ -239,6 +242,16 @@ class Stage:
             return known
         self._discard(known)
         return self._start(microbatch, tensors, hints, subscriber, accumulate=True)
+
+    def _already_counted(self, microbatch: Microbatch) -> Microbatch:
+        """What of a microbatch is still to be done, though it counts here.
+
+        Later stages were told that it counts, and whatever they have lost they have replayed: elsewhere, it would only
+        have to be taken out again. Stage 0 lacks its gradient for nobody.
+        """
+        if self.number == 0 and microbatch.accumulate_only_at is None:
+            raise StaleMicrobatch(f"microbatch {microbatch.index} counts already")
+        return dataclasses.replace(microbatch, accumulate_only_at=self.number)
 
     def _start(
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],

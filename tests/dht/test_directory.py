@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarm import identity
-from swarm.clock import ManualClock
+from swarm.clock import DOUBT_SECONDS, ManualClock
 from swarm.config import ModelConfig, RunConfig, to_json
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore, RunRecord, discover_config
@@ -175,6 +175,30 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
     assert len(await directory.peers(1)) == 1
     clock.advance(31)
     assert await directory.peers(1) == []
+
+
+async def test_a_clock_that_is_set_ahead_for_a_while_makes_nobody_vanish(store: Store, clock: ManualClock) -> None:
+    @dataclasses.dataclass
+    class WrongClock(ManualClock):
+        ahead: float = 0.0
+
+        def __post_init__(self) -> None:
+            super().__init__(1000.0)
+
+        def time(self) -> float:
+            return self.monotonic() + self.ahead
+
+    ours = WrongClock()
+    directory = Directory(store, OURS, RUN, ours)
+    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 30)
+    assert len(await directory.peers(1)) == 1
+    ours.ahead = 100.0
+    assert len(await directory.peers(1)) == 1
+    ours.advance(DOUBT_SECONDS - 1)
+    assert len(await directory.peers(1)) == 1, "for all that is known, the clock is wrong"
+    clock.advance(DOUBT_SECONDS + 1)
+    ours.advance(2)
+    assert await directory.peers(1) == [], "now it holds, and so does the record's end"
 
 
 async def _advance(clock: ManualClock, seconds: float) -> None:

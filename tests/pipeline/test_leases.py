@@ -12,8 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import (
+    GATHER_SECONDS,
     LEASE_SECONDS,
     LEAST_SKIP,
+    LONGEST_GATHER_SECONDS,
     MOST_SKIP,
     SETTLE_SECONDS,
     SHOWN_SECONDS,
@@ -30,9 +32,10 @@ _SIZE = _SYNCHRONOUS.microbatches_per_round
 class _Leader:
     """A table with a clock, and shorter calls."""
 
-    def __init__(self, config: RunConfig, stage: int = 0, seed: int = 0) -> None:
+    def __init__(self, config: RunConfig, stage: int = 0, seed: int = 0, led_seconds: float = GATHER_SECONDS) -> None:
         self.clock = ManualClock()
         self.table = LeaseTable(config, stage, self.clock, random.Random(seed))
+        self.clock.advance(led_seconds)
         self.committed: set[int] = set()
         self.counted: set[int] = set()
         self.lost: set[int] = set()
@@ -42,11 +45,12 @@ class _Leader:
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
+        awaits_reports: bool = False,
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
             counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
-            quiet_seconds=quiet_seconds, complete=False,
+            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, complete=False,
         )  # fmt: skip
         return self.table.acquire(
             view, trainer, count, holding=holding, released=released, all_granted=all_granted
@@ -195,6 +199,29 @@ def test_a_new_leader_leaves_what_is_committed_or_still_held() -> None:
     leader.committed = {0, 1}
     leader.ask("a", 0, holding=[2, 3])
     assert leader.give("b", 9) == [4, 5]
+
+
+def test_who_has_just_taken_the_lead_learns_first_who_holds_what() -> None:
+    leader = _Leader(_SYNCHRONOUS, led_seconds=0.0)
+    leader.lost = {5}
+    assert leader.give("a", 9) == []
+    assert leader.give("b", 9, holding=[2, 3]) == []
+    leader.clock.advance(GATHER_SECONDS)
+    assert leader.give("a", 9) == [5]
+    assert leader.give("a", 9, holding=[5]) == [0, 1, 4]
+
+
+def test_it_waits_for_a_peer_that_has_not_told_what_it_has_but_not_for_ever() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    assert leader.give("a", 9, awaits_reports=True) == []
+    leader.clock.advance(LONGEST_GATHER_SECONDS)
+    assert leader.give("a", 9, awaits_reports=True) == [*range(_SIZE)]
+
+
+def test_while_a_peer_has_not_told_what_it_has_nothing_is_missing() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
+    assert leader.give("a", 9, quiet_seconds=60.0, awaits_reports=True) == []
+    assert leader.give("a", 9, quiet_seconds=60.0) == [*range(_SIZE)]
 
 
 # -- DiLoCo: an endless sequence ---------------------------------------------------------------------------------------

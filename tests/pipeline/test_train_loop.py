@@ -46,6 +46,10 @@ class World:
         self.granted = False
         self.lost: list[int] = []
         """What stage 1 has lost."""
+        self.counted: set[int] = set()
+        """What another trainer ran meanwhile."""
+        self.num_asked = 0
+        """Times that a later stage was asked."""
         self.trained: list[Microbatch] = []
         self.round = 0
         self.steps: list[Step] = []
@@ -57,12 +61,22 @@ class World:
         if not self.reachable:
             return None
         if stage:
+            self.num_asked += 1
             lost, self.lost = self.lost, []
-            return Leased(stage=stage, round=0, microbatches=lost, accumulate_only_at=stage, round_complete=False)
+            return Leased(
+                stage=stage,
+                round=0,
+                microbatches=lost,
+                accumulate_only_at=stage,
+                round_complete=False,
+                counted=self.counted,
+            )
         self.released += released
         fresh = [] if self.granted or not count else [0]
         self.granted |= bool(fresh)
-        return Leased(stage=0, round=0, microbatches=fresh, accumulate_only_at=None, round_complete=False)
+        return Leased(
+            stage=0, round=0, microbatches=fresh, accumulate_only_at=None, round_complete=False, counted=frozenset()
+        )
 
     async def train(
         self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[int, Any]
@@ -133,6 +147,19 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
         world.lost = [5]
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
         assert [(m.index, m.accumulate_only_at) for m in world.trained] == [(0, None), (5, 1)]
+
+
+async def test_a_replay_that_another_trainer_ran_meanwhile_is_left() -> None:
+    async with running(SYNCHRONOUS) as world:
+        world.lost = [5, 6, 7, 8, 9, 10, 11, 12]
+        await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
+        await eventually(lambda: world.num_runs == 6, meanwhile=lambda: pass_time(world))
+        world.counted = {5, 10, 12}
+        asked = world.num_asked
+        await eventually(lambda: world.num_asked > asked + 1, meanwhile=lambda: pass_time(world))
+        world.answer.set()
+        await eventually(lambda: world.num_runs > 6, meanwhile=lambda: pass_time(world))
+        assert [m.index for m in world.trained] == [0, 5, 6, 7, 8, 9, 11]
 
 
 async def test_what_is_answered_after_a_freeze_is_given_up_whatever_comes_first() -> None:

@@ -75,14 +75,41 @@ async def test_a_repeat_of_a_running_microbatch_takes_it_over(config: RunConfig)
         await eventually(lambda: _is_idle(chain))
 
 
-@_BOTH
-async def test_a_repeat_of_a_committed_microbatch_is_computed_and_not_counted(config: RunConfig) -> None:
-    async with running_chain(config) as chain:
+async def test_with_diloco_a_repeat_of_a_committed_microbatch_is_computed_and_not_counted() -> None:
+    async with running_chain(DILOCO) as chain:
         losses = await chain.train_all([0, 1])
         assert await chain.train_all([0, 1]) == pytest.approx(losses, abs=1e-6)
         assert chain.counts("committed") == [2, 2, 2]
         chain.assert_accumulated([0, 1])
         chain.assert_idle()
+
+
+async def test_a_repeat_of_what_counts_at_stage_0_is_refused() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0])
+        with pytest.raises(StaleMicrobatch, match="counts already"):
+            await chain.train(0)
+        assert chain.counts("forwards") == [1, 1, 1]
+        chain.assert_accumulated([0])
+        chain.assert_idle()
+
+
+async def test_what_counts_at_a_stage_is_not_accumulated_elsewhere_behind_it() -> None:
+    """As when a peer of stage 0 died: its microbatches are run again, at later stages perhaps by other peers."""
+    microbatches = range(6)
+    async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 2)) as chain:
+        await chain.train_all([*microbatches])
+        dead, other = chain.at(0)
+        await dead.stop()
+        lost = [m for m in microbatches if dead.stage.ledger.find(m) is not None]
+        assert lost, "the peers of a stage share its work"
+        for microbatch in lost:
+            await chain.ack(await chain.train(microbatch))
+        holders = {m: [peer for peer in chain.at(2) if peer.stage.ledger.find(m) is not None] for m in microbatches}
+        assert all(len(peers) == 1 for peers in holders.values())
+        alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
+        alive.assert_accumulated([*microbatches])
+        assert sorted(other.stage.ledger.committed(0)) == [*microbatches]
 
 
 @_BOTH
@@ -94,7 +121,7 @@ async def test_many_repeats_at_once_count_once(config: RunConfig) -> None:
                 await chain.ack(await chain.train(0))
 
         await asyncio.gather(*(impatient() for _ in range(8)))
-        await chain.train_all([0])
+        await impatient()
         assert _states(chain, 0) == [EntryState.COMMITTED] * 3
         chain.assert_accumulated([0])
         await eventually(lambda: _is_idle(chain))

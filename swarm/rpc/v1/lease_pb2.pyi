@@ -80,6 +80,7 @@ class AcquireReply(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     ACCUMULATE_ONLY_AT_FIELD_NUMBER: _builtins.int
     ROUND_COMPLETE_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
     leader_peer_id: _builtins.str
     """Who decides: ask this peer from now on. Empty when this peer does."""
     round: _builtins.int
@@ -90,6 +91,10 @@ class AcquireReply(_message.Message):
     """The stage has all microbatches of the round: what is still missing is missing at another stage."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def counted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of what the trainer holds: microbatches that count by now, through another trainer. Not begun yet, they can be left."""
+
     def __init__(
         self,
         *,
@@ -98,10 +103,11 @@ class AcquireReply(_message.Message):
         round: _builtins.int = ...,
         accumulate_only_at: _builtins.int | None = ...,
         round_complete: _builtins.bool = ...,
+        counted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "counted", b"counted", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015
