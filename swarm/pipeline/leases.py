@@ -25,6 +25,8 @@ SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
 SHOWN_SECONDS = 2.0
 """How long it may take, while a round goes on, until a microbatch that its trainer is done with shows as committed."""
+LONGEST_ABSENCE_SECONDS = 15.0
+"""For how long, at most, one waits for a member that does not answer to come back with what it has."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
 """DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone who has not
 reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
@@ -48,6 +50,8 @@ class RoundView:
     """Seconds since a member last committed anything."""
     awaits_reports: bool
     """A peer of the stage, alive as far as one knows, has not told yet what it has."""
+    replay_seconds: float
+    """For how long one replay keeps the stage's members busy, all together."""
     complete: bool
     """The stage has all that the round needs."""
 
@@ -78,6 +82,8 @@ class LeaseTable:
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
+        self._absent_since: float | None = None
+        """Since when some of what counted has been with a member that does not answer."""
         self._next: int | None = None
         self._round = -1
 
@@ -156,8 +162,25 @@ class LeaseTable:
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
         if view.quiet_seconds < SETTLE_SECONDS or view.awaits_reports or not all_granted:
             return Grant(microbatches=())
-        missing = [m for m in wanted if now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
+        absent = self._absent(view, wanted)
+        missing = [m for m in wanted if m not in absent and now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
         return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
+
+    def _absent(self, view: RoundView, wanted: Sequence[int]) -> Set[int]:
+        """What is with members that do not answer, and may come back with them.
+
+        They are waited for as long as its replays would take: so neither a short absence nor a long one costs more than
+        twice what it has to (the ski rental problem; Karlin et al. 1988, "Competitive snoopy caching").
+        """
+        absent = {m for m in wanted if m in view.counted and m not in view.lost}
+        now = self._clock.monotonic()
+        if not absent:
+            self._absent_since = None
+            return absent
+        if self._absent_since is None:
+            self._absent_since = now
+        patience_seconds = min(LONGEST_ABSENCE_SECONDS, len(absent) * view.replay_seconds)
+        return absent if now - self._absent_since < patience_seconds else set()
 
     def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
         """Each is granted once: what is given back, or expires here, another leader may have granted again."""

@@ -51,7 +51,7 @@ class SimulatedPeer:
         self._rng = rng
         self._num_samples = num_samples
         self._queue = TaskQueue(QUEUE_CAPACITY)
-        self._slots = Slots(max_in_flight, largest_in_flight)
+        self._slots = Slots(max_in_flight, largest_in_flight, lambda: self.queue_length)
         self._admission = Admission(self._slots, timeline)
         self._seconds_per_sample = MovingAverage(0.1)
         self._is_running = False
@@ -92,7 +92,7 @@ class SimulatedPeer:
 
     def give_back(self, caller: str) -> None:
         """Free a slot."""
-        self._slots.freed(queue_length=self.queue_length)
+        self._slots.freed()
         self._admission.give_back(caller)
 
     # -- computing ---------------------------------------------------------------------------------------------------

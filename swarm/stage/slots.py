@@ -2,8 +2,11 @@
 
 Used by stage/stage, which fills them (stage/admission). On a fast network a few do. Over long or slow links most of
 them are on their way somewhere, and more are needed for the same work. So one more is there when somebody has to be
-refused while the peer has next to nothing to do, and they get fewer again while work piles up. Pure.
+refused while the peer has next to nothing to do, and they get fewer again while work piles up: for the moment no more
+than the few, so that nothing waits here that another peer could do. Pure.
 """
+
+from collections.abc import Callable
 
 LARGEST = 64
 """Of what is learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
@@ -14,25 +17,33 @@ PILE = 4
 
 
 class Slots:
-    """A number between bounds, which grows fast and shrinks slowly: an idle peer costs more than a short queue."""
+    """A number between bounds, which grows fast and shrinks slowly: an idle peer costs more than a short queue.
 
-    def __init__(self, least: int, largest: int) -> None:
+    Args:
+        queue_length: tells how many tasks are at the compute thread, the running one included.
+    """
+
+    def __init__(self, least: int, largest: int, queue_length: Callable[[], int]) -> None:
         self._size = float(least)
         self._least = least
         self._largest = max(least, largest)
+        self._queue_length = queue_length
 
     @property
     def size(self) -> int:
-        """Microbatches that may be in flight here."""
-        return int(self._size)
+        """Microbatches that may be in flight here now."""
+        return self._least if self._piles_up() else int(self._size)
 
     def refused(self, *, idle: bool) -> None:
         """All are taken and somebody wanted one; `idle`: the peer has nothing to do, though it has all these."""
         if idle:
             self._size = min(float(self._largest), self._size + 1.0)
 
-    def freed(self, *, queue_length: int) -> None:
-        """One was given back, while so many tasks were at the compute thread."""
-        if queue_length >= PILE:
+    def freed(self) -> None:
+        """One was given back."""
+        if self._piles_up():
             # By about one in the time in which each of them is used once.
             self._size = max(float(self._least), self._size - 1.0 / self._size)
+
+    def _piles_up(self) -> bool:
+        return self._queue_length() >= PILE

@@ -95,7 +95,7 @@ class Stage:
         """Consequences of acknowledgements that are still under way."""
         self.num_answering = 0
         """Answers that are being written: the line takes no more."""
-        self._slots = Slots(limits.max_in_flight, limits.largest_in_flight)
+        self._slots = Slots(limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length)
         self._admissions: dict[int, Admission] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._new_round = asyncio.Event()
@@ -175,7 +175,7 @@ class Stage:
 
     def leave(self, slot: Slot) -> None:
         """Give a slot back."""
-        self._slots.freed(queue_length=self.runtime.queue_length)
+        self._slots.freed()
         self._admissions[slot.place].give_back(slot.caller)
 
     def _averages_too_long(self) -> bool:

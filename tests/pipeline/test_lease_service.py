@@ -17,7 +17,7 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
     last = (round_number + 1) * SYNCHRONOUS.microbatches_per_round - 1
     view = RoundView(
         round=round_number, committed={last}, counted={last}, lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
-        awaits_reports=False, complete=False,
+        awaits_reports=False, replay_seconds=0.0, complete=False,
     )  # fmt: skip
     clock = ManualClock()
     servicer = LeaseServicer(

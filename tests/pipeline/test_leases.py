@@ -15,6 +15,7 @@ from swarm.pipeline.leases import (
     GATHER_SECONDS,
     LEASE_SECONDS,
     LEAST_SKIP,
+    LONGEST_ABSENCE_SECONDS,
     LONGEST_GATHER_SECONDS,
     MOST_SKIP,
     SETTLE_SECONDS,
@@ -45,12 +46,13 @@ class _Leader:
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
-        awaits_reports: bool = False,
+        awaits_reports: bool = False, replay_seconds: float = 0.0,
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
             counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
-            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, complete=False,
+            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, replay_seconds=replay_seconds,
+            complete=False,
         )  # fmt: skip
         return self.table.acquire(
             view, trainer, count, holding=holding, released=released, all_granted=all_granted
@@ -167,6 +169,33 @@ def test_what_may_come_back_is_not_replayed_before_the_rest_has_come() -> None:
     leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
     assert leader.give("a", 9) == []
     assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS) == [0, 1]
+
+
+def test_a_member_that_does_not_answer_is_waited_for_as_long_as_its_replays_would_take() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed, leader.counted = {2, 3, 4}, {0, 1}
+    ask = {"quiet_seconds": 60.0, "replay_seconds": 2.0}
+    assert leader.give("a", 9, **ask) == [5], "nobody has it"
+    leader.clock.advance(3.9)
+    assert leader.give("a", 9, holding=[5], **ask) == []
+    leader.clock.advance(0.1)
+    assert leader.give("a", 9, holding=[5], **ask) == [0, 1]
+
+
+def test_every_absence_is_waited_for_and_none_for_ever() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed, leader.counted = {1, 2, 3, 4, 5}, {0}
+    ask = {"quiet_seconds": 60.0, "replay_seconds": 100.0}
+    assert leader.give("a", 9, **ask) == []
+    leader.committed = set(range(_SIZE))
+    leader.clock.advance(60.0)
+    assert leader.give("a", 9, **ask) == []
+    leader.committed = {0, 1, 2, 3, 4}
+    assert leader.give("a", 9, **{**ask, "quiet_seconds": 0.0}) == []
+    leader.counted = {5}
+    assert leader.give("a", 9, **ask) == []
+    leader.clock.advance(LONGEST_ABSENCE_SECONDS)
+    assert leader.give("a", 9, **ask) == [5]
 
 
 def test_a_replay_that_gets_lost_is_granted_again() -> None:

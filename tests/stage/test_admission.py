@@ -11,7 +11,7 @@ RETRY = 0.5
 
 
 def _slots(number: int, largest: int = 0) -> Slots:
-    return Slots(number, largest)
+    return Slots(number, largest, lambda: 0)
 
 
 def _taken(admission: Admission, caller: str, *, idle: bool = False) -> bool:
