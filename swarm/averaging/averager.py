@@ -26,7 +26,7 @@ from swarm.averaging.roster import Roster
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import Method, Reply, Request, Transport, contact_of
+from swarm.averaging.transport import BARRIER, Method, Reply, Request, Transport, contact_of, record_of
 from swarm.averaging.view import AveragingStatistics, GroupView
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
@@ -35,6 +35,7 @@ from swarm.errors import (
     DeadlineExceeded,
     NotReady,
     PeerUnavailable,
+    SwarmError,
 )
 from swarm.events import Events, NoEvents
 from swarm.rounds import RoundMember
@@ -324,9 +325,24 @@ class Averager:
                 norm, digest = decision.squared_norm, decision.prepared.digest
                 return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=contact_of(self._own))
             leader, remaining = self._leader_contact(), deadline - self._clock.monotonic()
+            if leader.peer_id != self._own_id and request.relay:
+                return await self._ask_leader(leader, request.round, remaining)
             if leader.peer_id != self._own_id or remaining <= 0:
                 return pb.BarrierReply(leader=leader)
             await wait(self._changed, remaining)
+
+    async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
+        request = pb.BarrierRequest(
+            address=self._address, peer_id=self._own_id, round=round_number, wait_seconds=max(0.0, seconds)
+        )
+        try:
+            timeout_seconds = request.wait_seconds + self._timing.report_seconds
+            return await self._call(
+                record_of(leader, self._own.stage), BARRIER, request, timeout_seconds=timeout_seconds
+            )  # fmt: skip
+        except SwarmError as error:
+            logger.debug("nor does this peer get through to its leader: %s", error)
+            return pb.BarrierReply(leader=leader)
 
     def _leader_contact(self) -> pb.Contact:
         leader = None if self._leader.active else self._roster.record(self._roster.leader(self._participant.standing))

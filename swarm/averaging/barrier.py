@@ -63,24 +63,33 @@ class Barrier:
         address = Address(
             run_id=self._address.run_id, protocol_version=self._address.protocol_version, stage=stage
         )  # fmt: skip
-        request = pb.BarrierRequest(
-            address=address, peer_id=self._own_id, round=round_number, wait_seconds=self._timing.barrier_seconds
-        )
-        turn, hint = 0, None
+        hint: PeerRecord | None = None
+        unreachable: set[str] = set()
         while self._current_round() == round_number:
-            serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
-            serving.sort(key=lambda record: record.peer_id)
-            target, hint = hint or (serving[turn % len(serving)] if serving else None), None
+            target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
+                request = pb.BarrierRequest(
+                    address=address, peer_id=self._own_id, round=round_number,
+                    wait_seconds=self._timing.barrier_seconds, relay=bool(unreachable),
+                )  # fmt: skip
                 try:
-                    timeout_seconds = self._timing.barrier_seconds + self._timing.report_seconds
+                    # One that relays waits for another's answer.
+                    timeout_seconds = self._timing.barrier_seconds + self._timing.report_seconds * (1 + request.relay)
                     reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
                     if reply.ready:
                         return reply
-                    if reply.leader.peer_id != target.peer_id:
+                    if reply.leader.peer_id not in (target.peer_id, *unreachable):
                         hint = record_of(reply.leader, stage)
                 except SwarmError as error:
                     logger.debug("stage %d: %s", stage, error)
-                    turn += 1
+                    unreachable.add(target.peer_id)
             await self._clock.sleep(self._timing.retry_seconds)
         return None
+
+    def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
+        """The lowest id leads: of those that can be reached as far as one knows, or else of all again."""
+        serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
+        reachable = [record for record in serving if record.peer_id not in unreachable]
+        if not reachable:
+            unreachable.clear()
+        return min(reachable or serving, key=lambda record: record.peer_id, default=None)

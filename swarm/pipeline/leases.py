@@ -150,6 +150,7 @@ class LeaseTable:
             if microbatch not in view.committed and microbatch not in self._leases
         ]
         now = self._clock.monotonic()
+        awaited = self._awaited(view, wanted)
         # Whoever counted these has died. Replayed at once, they do not hold up the end of the round.
         lost = [m for m in wanted if m in view.lost and now - self._finished.get(m, -math.inf) >= SHOWN_SECONDS]
         if lost:
@@ -162,15 +163,14 @@ class LeaseTable:
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
         if view.quiet_seconds < SETTLE_SECONDS or view.awaits_reports or not all_granted:
             return Grant(microbatches=())
-        absent = self._absent(view, wanted)
-        missing = [m for m in wanted if m not in absent and now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
+        missing = [m for m in wanted if m not in awaited and now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
         return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
 
-    def _absent(self, view: RoundView, wanted: Sequence[int]) -> Set[int]:
-        """What is with members that do not answer, and may come back with them.
+    def _awaited(self, view: RoundView, wanted: Sequence[int]) -> Set[int]:
+        """What is with members that do not answer, while they are waited for.
 
-        They are waited for as long as its replays would take: so neither a short absence nor a long one costs more than
-        twice what it has to (the ski rental problem; Karlin et al. 1988, "Competitive snoopy caching").
+        That is as long as the replays would take: so neither a short absence nor a long one costs more than twice what
+        it has to (the ski rental problem; Karlin et al. 1988, "Competitive snoopy caching").
         """
         absent = {m for m in wanted if m in view.counted and m not in view.lost}
         now = self._clock.monotonic()

@@ -478,6 +478,22 @@ async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
         await network.stop()
 
 
+async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others() -> None:
+    """Not every line between two machines works, though each reaches others."""
+    network = two_stages()
+    try:
+        first, second = stages(network, 1, 2), stages(network, 3, 4)
+        network.cut.add(frozenset({1, 3}))
+        for index in range(6):
+            first[index % 2].learn(index)
+            second[index % 2].learn(index)
+        await until(lambda: all(stage.round == 1 for stage in [*first, *second]))
+        assert_equal_and_once(first)
+        assert_equal_and_once(second)
+    finally:
+        await network.stop()
+
+
 async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
     """Stage 1 commits on the strength of stage 0's answer; stage 0's survivor must then commit that very result."""
     network = two_stages()

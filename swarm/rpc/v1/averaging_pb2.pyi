@@ -698,10 +698,13 @@ class BarrierRequest(_message.Message):
     PEER_ID_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     round: _builtins.int
     wait_seconds: _builtins.float
     """The answer may be held back so long while the stage is not ready."""
+    relay: _builtins.bool
+    """The caller does not get through to the stage's leader: whoever is asked instead asks it."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     def __init__(
@@ -711,10 +714,11 @@ class BarrierRequest(_message.Message):
         peer_id: _builtins.str = ...,
         round: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
+        relay: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "peer_id", b"peer_id", "round", b"round", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "peer_id", b"peer_id", "relay", b"relay", "round", b"round", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
