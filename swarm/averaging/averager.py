@@ -301,18 +301,14 @@ class Averager:
             self._told_at[peer_id] = now
             reply.committed_gaps.extend(messages.pack_indices(self._member.progress().committed))
             reply.counted_gaps.extend(messages.pack_indices(view.counted))
-        reply.give_up = self._gives_up(peer_id, view)
-
-    def _gives_up(self, peer_id: PeerId, view: GroupView) -> bool:
-        """Whether a member has mostly doubles: to replay the rest costs less than to take out a part."""
-        if self._leader.active is not None or peer_id not in view.progress:
-            return False
-        theirs = view.progress[peer_id].committed
-        elsewhere = frozenset[int]().union(*(p.committed for other, p in view.progress.items() if other != peer_id))
-        gives_up = 3 * len(theirs & elsewhere) > 2 * len(theirs)
-        if gives_up:
+        if self._leader.active is not None:
+            return
+        if _has_mostly_doubles(peer_id, view):
+            reply.give_up = True
             self._roster.has_given_up(peer_id)
-        return gives_up
+        elif _has_mostly_doubles(self._own_id, view):
+            # It was away itself, and leads again.
+            self._spawn(self._participant.give_up(self._participant.standing))
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
@@ -397,3 +393,12 @@ class Averager:
     def _check(self, address: Address) -> None:
         check_address(address, run_id=self._config.run_id, stage=self._own.stage)
         self._running()
+
+
+def _has_mostly_doubles(peer_id: PeerId, view: GroupView) -> bool:
+    """Whether others have most of what a member has: to replay the rest costs less than to take out a part."""
+    if peer_id not in view.progress:
+        return False
+    theirs = view.progress[peer_id].committed
+    elsewhere = frozenset[int]().union(*(p.committed for other, p in view.progress.items() if other != peer_id))
+    return 3 * len(theirs & elsewhere) > 2 * len(theirs)

@@ -128,7 +128,7 @@ async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> Non
         await asyncio.sleep(0.15)
         others[0].learn(5)
         await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
-        assert [stage.dropped for stage in (returned, *others)] == [{1, 3}, set(), set()]
+        assert [stage.dropped | stage.given_up for stage in (returned, *others)] == [{1, 3}, set(), set()]
 
 
 async def test_who_comes_back_with_mostly_doubles_gives_all_of_it_up_at_once() -> None:
@@ -148,6 +148,21 @@ async def test_who_comes_back_with_mostly_doubles_gives_all_of_it_up_at_once() -
         other.learn(4, 5)
         await until(lambda: all(stage.round == 1 for stage in (leader, returned, other)))
         assert not leader.dropped | returned.dropped | other.dropped
+
+
+async def test_a_leader_that_comes_back_with_mostly_doubles_gives_all_of_it_up_too() -> None:
+    async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
+        leader, *others = stages(network, 1, 2, 3)
+        others[0].learn(0, 1, 4)
+        others[1].learn(2, 5)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().committed == {0, 1, 2, 4, 5})
+        leader.learn(0, 1, 2, 6)
+        await until(lambda: leader.given_up == {0, 1, 2, 6})
+        assert view().committed == {0, 1, 2, 4, 5}
+        leader.learn(3, 6, 7)
+        await until(lambda: all(stage.round == 1 for stage in (leader, *others)))
+        assert not leader.dropped | others[0].dropped | others[1].dropped
 
 
 async def test_doubles_are_shared_by_those_that_have_them() -> None:
