@@ -264,7 +264,7 @@ class Hop:
     def _failed(self, peer_id: PeerId, name: str, error: SwarmError, attempt: _Attempt) -> None:
         logger.info("stage %d: %s failed: %s", self.stage, name or peer_id[:8], error)
         if isinstance(error, PeerUnavailable):
-            self._router.failed(peer_id)
+            self._router.failed(peer_id, is_gone=error.is_gone)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
         pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0

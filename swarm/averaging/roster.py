@@ -227,17 +227,18 @@ class Roster:
         return [known[peer] for peer in (*ahead, *silent)]
 
     def strangers(self, own: Standing) -> list[PeerId]:
-        """Serving peers that should be members and have not reported of late: a leader calls them.
+        """Peers that should be members, or were in this round, and have not reported of late: a leader calls them.
 
-        So it makes itself known, and learns soon that one has died.
+        So it makes itself known, and learns soon that one has died, or left with what it had.
         """
         return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
 
     def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
-        """Serving peers, not suspected, that have not reported as members for so long."""
+        """Those of them, not suspected, that have not reported as members for so long."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
-        return [p for p in self._peers(serving=True) if p not in members and p not in self._suspects]
+        known = self._peers(serving=True).keys() | (self._last_words.keys() & self._peers(serving=False).keys())
+        return [p for p in known if p not in members and p not in self._suspects]
 
     def due_suspects(self) -> list[PeerId]:
         """Suspected peers, still announced or heard of, that should be called again."""

@@ -57,6 +57,8 @@ class _Ban:
     """The back-off that `until` came from; the next one is twice as long."""
     announced_at: float
     """Of the newest announcement that was taken into account."""
+    is_gone: bool
+    """Whether nobody listened there, so that whoever announces himself has come back."""
 
 
 _Entry = tuple[float, int, _Member]
@@ -130,7 +132,7 @@ class PeerQueue:
         ban = self._bans.get(peer_id)
         if ban is not None and record.announced_at > ban.announced_at:
             ban.announced_at = record.announced_at
-            ban.until = min(ban.until, ban.since + BASE_BAN_SECONDS)
+            ban.until = now if ban.is_gone else min(ban.until, ban.since + BASE_BAN_SECONDS)
             self._set_aside(member, now)
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ class PeerQueue:
         member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
         self._set_aside(member, now)
 
-    def failed(self, peer_id: PeerId, now: float) -> None:
+    def failed(self, peer_id: PeerId, now: float, *, is_gone: bool = False) -> None:
         """Ban a peer, each time in a row for twice as long."""
         member = self._members[peer_id]
         member.num_failures += 1
@@ -251,7 +253,7 @@ class PeerQueue:
             return  # Calls that were in flight together fail together: that is one failure.
         previous = self._bans.get(peer_id)
         seconds = BASE_BAN_SECONDS if previous is None else min(2 * previous.seconds, LONGEST_BAN_SECONDS)
-        self._bans[peer_id] = _Ban(now, now + seconds, seconds, member.record.announced_at)
+        self._bans[peer_id] = _Ban(now, now + seconds, seconds, member.record.announced_at, is_gone)
         self._set_aside(member, now)
 
     def statistics(self, now: float) -> list[PeerStatistics]:

@@ -85,14 +85,18 @@ class Router:
         if queue is not None:
             queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds)
 
-    def failed(self, peer_id: PeerId) -> None:
+    def failed(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
         """Ban a peer, for 5 s at first and up to 5 min if that goes on.
 
         A later announcement ends the ban too, once its first 5 s have passed; a success ends it at once.
+
+        Args:
+            is_gone: nobody listened at its address. A later announcement, which then is a new process's, ends the ban
+                at once: should there still be nobody, that is learnt without delay.
         """
         queue = self._queue_of(peer_id)
         if queue is not None:
-            queue.failed(peer_id, self._clock.monotonic())
+            queue.failed(peer_id, self._clock.monotonic(), is_gone=is_gone)
 
     def is_empty(self, stage: int) -> bool:
         """Whether nobody serves the stage. Banned and busy peers count as serving."""

@@ -11,7 +11,7 @@ from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerId, PeerRecord, PeerState
 from tests.averaging.doubles import record
 
 TIMING = Timing()
@@ -24,8 +24,9 @@ class Group:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
+        self.listed = [record(2)]
         self.roster = Roster(
-            own=record(1), directory=lambda: [record(2)], clock=self.clock, timing=TIMING, branches_yield=True
+            own=record(1), directory=lambda: self.listed, clock=self.clock, timing=TIMING, branches_yield=True
         )
         self.report(3, 4)
 
@@ -50,6 +51,18 @@ def test_a_member_that_reports_has_lost_nothing() -> None:
     group = Group()
     assert (group.committed, group.lost) == ({3, 4}, set())
     assert not group.roster.awaits_reports(HERE)
+
+
+def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
+    """What it has is lost then, and known to be."""
+    group = Group()
+    group.listed = [record(2).model_copy(update={"state": PeerState.LEAVING})]
+    assert not group.roster.strangers(HERE)
+    group.clock.advance(2 * TIMING.heartbeat_seconds)
+    assert group.roster.strangers(HERE) == [OTHER]
+    group.roster.suspect(OTHER, is_gone=True)
+    assert group.lost == {3, 4}
+    assert not group.roster.strangers(HERE)
 
 
 def test_what_a_silent_member_has_may_come_back() -> None:

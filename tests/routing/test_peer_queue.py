@@ -201,6 +201,16 @@ def test_only_a_later_announcement_shortens_a_ban() -> None:
     assert queue.next_available_seconds(22.0) == pytest.approx(40.0), "the back-off itself goes on"
 
 
+def test_who_was_gone_and_announces_himself_is_back_at_once() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1, announced_at=10.0)], 0.0)
+    queue.failed(_id(1), 0.0, is_gone=True)
+    queue.update([_record(1, announced_at=10.0)], 1.0)
+    assert queue.choose(1, 1.0, exclude=(), prefer=()) is None, "it announced that before it went"
+    queue.update([_record(1, announced_at=11.0)], 2.0)
+    assert _choose(queue, 2.0) == 1
+
+
 def test_vanishing_does_not_end_a_ban() -> None:
     queue = PeerQueue(random.Random(0))
     queue.update([_record(1)], 0.0)
