@@ -76,7 +76,7 @@ class Options(BenchOptions):
     settling_seconds: float = 30.0
     """After the storm, until everything is ended."""
     round_samples: int = 0
-    """Samples of a round; 0 for 256 in the synchronous setting, where each round ends with the replays of what was lost
+    """Samples of a round; 0 for 512 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 128 with DiLoCo, where a dead peer's work of the round is gone."""
     bound_seconds: float = 60.0
     """A round that is not committed by all of its stages after so long counts as not committed."""
@@ -142,7 +142,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _config(options: Options) -> RunConfig:
     synchronous = options.setting == "synchronous"
-    round_samples = options.round_samples or (256 if synchronous else 128)
+    round_samples = options.round_samples or (512 if synchronous else 128)
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(
