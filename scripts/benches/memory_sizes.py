@@ -76,8 +76,8 @@ def settled_bytes(config: RunConfig, stage: int) -> int:
     if not config.rounds.synchronous:
         return 0
     wire = wire_bytes(config, stage)
-    # The input, the gradient that came back, and the one that was handed up.
-    return wire["tokens"] + wire["input"] + 2 * wire["output"]
+    # The input, and the gradient that came back.
+    return wire["tokens"] + wire["input"] + wire["output"]
 
 
 def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:

@@ -306,9 +306,9 @@ class Averager:
         if _has_mostly_doubles(peer_id, view):
             reply.give_up = True
             self._roster.has_given_up(peer_id)
-        elif _has_mostly_doubles(self._own_id, view):
+        elif _has_mostly_doubles(self._own_id, view) and (self._giving_up is None or self._giving_up.done()):
             # It was away itself, and leads again.
-            self._spawn(self._participant.give_up(self._participant.standing))
+            self._giving_up = self._spawn(self._participant.give_up(self._participant.standing))
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)

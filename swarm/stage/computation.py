@@ -7,6 +7,7 @@ retry can join. Created by stage/stage, watched by stage/servicer.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -119,7 +120,9 @@ class Computation(HopListener):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """The gradient stays, here; nothing is said downstream."""
+        """The gradient stays, here; nothing is said downstream. The answer has arrived, and is kept no longer."""
+        if self._result is not None:
+            self._result = dataclasses.replace(self._result, gradient=None)
         accumulated = self._accumulated
         if accumulated is not None:
             await self._runtime.control(lambda: self._backend.settle(accumulated))
