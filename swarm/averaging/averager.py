@@ -77,8 +77,8 @@ class Averager:
         self._aborted: Counter[str] = Counter()
         self._num_attempts = 0
         self._told_at: dict[PeerId, float] = {}
-        self._giving_up: asyncio.Task[Any] | None = None
         """When members heard last what all of them have committed."""
+        self._giving_up: asyncio.Task[Any] | None = None
         self._roster = Roster(
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
