@@ -19,6 +19,9 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
+RELAYED = 3
+"""After so many relayed answers that did not help, whoever could not be reached is tried again."""
+
 
 class Barrier:
     """One stage's side of it."""
@@ -65,6 +68,7 @@ class Barrier:
         )  # fmt: skip
         hint: PeerRecord | None = None
         unreachable: set[str] = set()
+        num_relayed = 0
         while self._current_round() == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
@@ -78,6 +82,10 @@ class Barrier:
                     reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
                     if reply.ready:
                         return reply
+                    num_relayed += request.relay
+                    if num_relayed >= RELAYED:
+                        unreachable.clear()
+                        num_relayed = 0
                     if reply.leader.peer_id not in (target.peer_id, *unreachable):
                         hint = record_of(reply.leader, stage)
                 except SwarmError as error:

@@ -237,7 +237,10 @@ class Roster:
         """Those of them, not suspected, that have not reported as members for so long."""
         oldest = self._clock.monotonic() - seconds
         members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
-        known = self._peers(serving=True).keys() | (self._last_words.keys() & self._peers(serving=False).keys())
+        # A leaver is left alone while it may report by itself: a call would have it believe that all is well.
+        latest = self._clock.monotonic() - self._timing.fresh_seconds
+        unheard = {peer for peer, report in self._last_words.items() if report.heard_at < latest}
+        known = self._peers(serving=True).keys() | (unheard & self._peers(serving=False).keys())
         return [p for p in known if p not in members and p not in self._suspects]
 
     def due_suspects(self) -> list[PeerId]:

@@ -71,14 +71,14 @@ class _Lease:
 
 
 class LeaseTable:
-    """The leases of one stage, while this peer leads it: from the time when the table is made."""
+    """The leases of one stage, while this peer leads it."""
 
     def __init__(self, config: RunConfig, stage: int, clock: Clock, rng: random.Random) -> None:
         self._config = config
         self._stage = stage
         self._clock = clock
         self._rng = rng
-        self._leads_since = clock.monotonic()
+        self._leads_since = self._asked_at = clock.monotonic()
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
@@ -104,11 +104,19 @@ class LeaseTable:
             all_granted: at a later stage, whether stage 0 has committed the whole round: else what lacks here may
                 simply not have come yet.
         """
+        self._note_lead()
         self._note_committed(view)
         self._renew(trainer_id, holding, released)
         if self._config.rounds.synchronous:
             return self._grant_of_round(view, trainer_id, 0 if self._gathers(view) else count, all_granted)
         return self._grant_endless(view, trainer_id, count)
+
+    def _note_lead(self) -> None:
+        """Trainers ask all the time: if nobody has for a while, this peer was away, and others may have led."""
+        now = self._clock.monotonic()
+        if now - self._asked_at >= GATHER_SECONDS:
+            self._leads_since, self._absent_since = now, None
+        self._asked_at = now
 
     def _gathers(self, view: RoundView) -> bool:
         """Whether this peer leads too short a time to know who holds what, and what is done."""

@@ -26,8 +26,9 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
     )  # fmt: skip
     address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
     request = pb.AcquireRequest(address=address, trainer_id="trainer", count=2, **fields)
-    assert not (await servicer.Acquire(request, None)).microbatches, "it has just taken the lead"
-    clock.advance(GATHER_SECONDS)
+    for _ in range(2):
+        assert not (await servicer.Acquire(request, None)).microbatches, "it has just taken the lead"
+        clock.advance(GATHER_SECONDS / 2)
     return await servicer.Acquire(request, None)
 
 

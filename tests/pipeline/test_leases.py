@@ -30,18 +30,35 @@ _DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))
 _SIZE = _SYNCHRONOUS.microbatches_per_round
 
 
+class _AskedClock(ManualClock):
+    """Time in which the leader is not left alone."""
+
+    def __init__(self, leader: "_Leader") -> None:
+        super().__init__()
+        self._leader = leader
+
+    def advance(self, seconds: float) -> None:
+        while self._leader.is_asked and seconds > 1.0:
+            super().advance(1.0)
+            self._leader.ask("another", 0)
+            seconds -= 1.0
+        super().advance(seconds)
+
+
 class _Leader:
     """A table with a clock, and shorter calls."""
 
     def __init__(self, config: RunConfig, stage: int = 0, seed: int = 0, led_seconds: float = GATHER_SECONDS) -> None:
-        self.clock = ManualClock()
+        self.clock = _AskedClock(self)
         self.table = LeaseTable(config, stage, self.clock, random.Random(seed))
-        self.clock.advance(led_seconds)
         self.committed: set[int] = set()
         self.counted: set[int] = set()
         self.lost: set[int] = set()
         self.highest = -1
         self.round = 0
+        self.is_asked = config.rounds.synchronous
+        """Whether a trainer that wants nothing asks all the time, as trainers do."""
+        self.clock.advance(led_seconds)
 
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
@@ -238,6 +255,19 @@ def test_who_has_just_taken_the_lead_learns_first_who_holds_what() -> None:
     leader.clock.advance(GATHER_SECONDS)
     assert leader.give("a", 9) == [5]
     assert leader.give("a", 9, holding=[5]) == [0, 1, 4]
+
+
+def test_who_was_away_and_leads_again_learns_it_anew() -> None:
+    """Meanwhile another peer may have led, and granted what this one has not."""
+    leader = _Leader(_SYNCHRONOUS)
+    assert leader.give("a", 1) == [0]
+    leader.is_asked = False
+    leader.clock.advance(GATHER_SECONDS)
+    leader.is_asked = True
+    assert leader.give("a", 9, holding=[0]) == []
+    assert leader.give("b", 9, holding=[1, 2]) == []
+    leader.clock.advance(GATHER_SECONDS)
+    assert leader.give("a", 9, holding=[0]) == [3, 4, 5]
 
 
 def test_it_waits_for_a_peer_that_has_not_told_what_it_has_but_not_for_ever() -> None:
