@@ -240,7 +240,9 @@ class Roster:
         # A leaver is left alone while it may report by itself: a call would have it believe that all is well.
         latest = self._clock.monotonic() - self._timing.fresh_seconds
         unheard = {peer for peer, report in self._last_words.items() if report.heard_at < latest}
-        known = self._peers(serving=True).keys() | (unheard & self._peers(serving=False).keys())
+        known = set(self._peers(serving=True))
+        if unheard:
+            known |= unheard & self._peers(serving=False).keys()
         return [p for p in known if p not in members and p not in self._suspects]
 
     def due_suspects(self) -> list[PeerId]:
