@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from swarm.clock import DOUBT_SECONDS, ManualClock, SteadyTime, SystemClock
+from tests.support.set_clock import SetClock
 
 
 async def test_manual_clock_wakes_sleepers_whose_time_has_come() -> None:
@@ -30,17 +31,8 @@ async def test_manual_clock_wakes_sleepers_whose_time_has_come() -> None:
     assert clock.monotonic() == clock.time() == 103.0
 
 
-class _SetClock(ManualClock):
-    """Somebody sets it."""
-
-    ahead = 0.0
-
-    def time(self) -> float:
-        return self.monotonic() + self.ahead
-
-
 def test_steady_time_follows_a_slow_clock_at_once_and_a_jump_after_a_while() -> None:
-    clock = _SetClock(start=50.0)
+    clock = SetClock(start=50.0)
     steady = SteadyTime(clock)
     clock.ahead = 1.0
     assert steady.now() == 51.0
@@ -53,7 +45,7 @@ def test_steady_time_follows_a_slow_clock_at_once_and_a_jump_after_a_while() -> 
 
 
 def test_steady_time_never_hears_of_a_clock_that_is_set_back_in_time() -> None:
-    clock = _SetClock()
+    clock = SetClock()
     steady = SteadyTime(clock)
     clock.ahead = -3600.0
     assert steady.now() == 0.0

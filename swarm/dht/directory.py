@@ -105,8 +105,8 @@ class _Key(Generic[Record]):
                     logger.debug("left out: %s", error)
                 else:
                     self._known[subkey] = (record, expiration)
-        now = self._steady_time.now()
-        self._known = {subkey: known for subkey, known in self._known.items() if known[1] > now}
+        steady_now = self._steady_time.now()
+        self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
         return [record for record, _ in self._known.values()]
 
 

@@ -18,6 +18,7 @@ from swarm.dht.records import seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
+from tests.support.set_clock import SetClock
 
 OURS, THEIRS = identity.generate(), identity.generate()
 RUN = "run.0123"
@@ -178,17 +179,7 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
 
 
 async def test_a_clock_that_is_set_ahead_for_a_while_makes_nobody_vanish(store: Store, clock: ManualClock) -> None:
-    @dataclasses.dataclass
-    class WrongClock(ManualClock):
-        ahead: float = 0.0
-
-        def __post_init__(self) -> None:
-            super().__init__(1000.0)
-
-        def time(self) -> float:
-            return self.monotonic() + self.ahead
-
-    ours = WrongClock()
+    ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
     await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 30)
     assert len(await directory.peers(1)) == 1
