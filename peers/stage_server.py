@@ -196,7 +196,7 @@ class StageServer:
         )  # fmt: skip
         lease_servicer = LeaseServicer(
             config=self._config, stage=self._number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
-            events=self._events,
+            changed=self._averager.changed, events=self._events,
         )  # fmt: skip
         averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
         directory_servicer = DirectoryServicer(
@@ -365,7 +365,7 @@ class StageServer:
         round_view = RoundView(
             round=view.round, committed=view.committed, counted=view.counted, lost=view.lost,
             highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
-            awaits_reports=view.awaits_reports, replay_seconds=self._replay_seconds(len(view.progress)),
+            awaits_reports=self._averager.awaits_reports(), replay_seconds=self._replay_seconds(len(view.progress)),
             complete=view.complete,
         )  # fmt: skip
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)

@@ -163,12 +163,15 @@ class Averager:
             complete=self._is_complete(standing.round, committed, num_samples),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
-            awaits_reports=self._roster.awaits_reports(standing),
         )  # fmt: skip
 
-    async def changed(self) -> None:
-        """Wait until the view, or the state of a round, changes."""
-        await self._changed.wait()
+    def awaits_reports(self) -> bool:
+        """Whether a serving peer, alive as far as this one knows, has not told yet what it has of the round."""
+        return self._roster.awaits_reports(self._participant.standing)
+
+    async def changed(self, seconds: float) -> None:
+        """Wait until the view, or the state of a round, may have changed, but no longer than `seconds`."""
+        await wait(self._changed, seconds)
 
     def statistics(self) -> AveragingStatistics:
         """A reading of the counters."""

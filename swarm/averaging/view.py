@@ -19,7 +19,6 @@ class GroupView:
         complete: the round has all it needs.
         highest_microbatch: highest index any member has seen; -1 for none.
         quiet_seconds: since anything of this last changed.
-        awaits_reports: to a leader, a serving peer has not told yet what it has.
     """
 
     round: int
@@ -32,7 +31,6 @@ class GroupView:
     complete: bool
     highest_microbatch: int
     quiet_seconds: float
-    awaits_reports: bool
 
 
 @dataclass(frozen=True, kw_only=True)

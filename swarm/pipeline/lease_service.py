@@ -6,7 +6,7 @@ and keeps what it was granted alive by asking again.
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,10 @@ MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
-_POLL_SECONDS = 0.03
+LOOK_SECONDS = 0.25
+"""A request that waits is looked at again so often, though nothing happened: some things are granted after a time."""
+GAP_SECONDS = 0.03
+"""Changes that come in quick succession are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +55,18 @@ class LeaseServicer(LeaseServiceServicer):
 
     def __init__(
         self, *, config: RunConfig, stage: int, clock: Clock, rng: random.Random, lead: Callable[[], GroupLead],
-        events: Events | None = None,
+        changed: Callable[[float], Awaitable[None]], events: Events | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            changed: waits until what `lead` gives may have changed, so many seconds at most.
+        """
         self._config = config
         self._stage = stage
         self._clock = clock
         self._rng = rng
         self._lead = lead
+        self._changed = changed
         self._events = events or NoEvents()
         self._table: LeaseTable | None = None
 
@@ -81,7 +89,8 @@ class LeaseServicer(LeaseServiceServicer):
                     accumulate_only_at=grant.accumulate_only_at,
                     counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
                 )  # fmt: skip
-            await self._clock.sleep(_POLL_SECONDS)
+            await self._changed(LOOK_SECONDS)
+            await self._clock.sleep(GAP_SECONDS)
 
     def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
         if self._table is None:

@@ -1,10 +1,12 @@
 """A stage's leader answering trainers: what it grants them, and when it has nothing for them."""
 
+import asyncio
+import dataclasses
 import random
 from typing import Any
 
 from swarm.clock import ManualClock
-from swarm.pipeline.lease_service import GroupLead, LeaseServicer
+from swarm.pipeline.lease_service import GAP_SECONDS, GroupLead, LeaseServicer
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -19,17 +21,60 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
         round=round_number, committed={last}, counted={last}, lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
         awaits_reports=False, replay_seconds=0.0, complete=False,
     )  # fmt: skip
-    clock = ManualClock()
-    servicer = LeaseServicer(
-        config=SYNCHRONOUS, stage=stage, clock=clock, rng=random.Random(0),
-        lead=lambda: GroupLead(leader_id=PeerId("me"), view=view),
+    leader = Leader(stage, view)
+    await leader.gather()
+    return await leader.servicer.Acquire(leader.request(count=2, **fields), None)
+
+
+class Leader:
+    """A stage's leader at a round of which it is told."""
+
+    def __init__(self, stage: int, view: RoundView) -> None:
+        self.stage = stage
+        self.view = view
+        self.clock = ManualClock()
+        self.changed = asyncio.Event()
+        self.servicer = LeaseServicer(
+            config=SYNCHRONOUS, stage=stage, clock=self.clock, rng=random.Random(0),
+            lead=lambda: GroupLead(leader_id=PeerId("me"), view=self.view), changed=self._wait,
+        )  # fmt: skip
+
+    async def gather(self) -> None:
+        """Lead for long enough to grant."""
+        for _ in range(2):
+            reply = await self.servicer.Acquire(self.request(count=2), None)
+            assert not reply.microbatches, "it has just taken the lead"
+            self.clock.advance(GATHER_SECONDS / 2)
+
+    def request(self, **fields: Any) -> pb.AcquireRequest:
+        """A trainer's."""
+        address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=self.stage)
+        return pb.AcquireRequest(address=address, trainer_id="trainer", **fields)
+
+    async def _wait(self, seconds: float) -> None:
+        await self.changed.wait()
+
+
+async def test_who_waits_is_answered_when_something_changes() -> None:
+    size = SYNCHRONOUS.microbatches_per_round
+    complete = RoundView(
+        round=0, committed=set(range(size)), counted=set(range(size)), lost=set(), highest_microbatch=size - 1,
+        quiet_seconds=0.0, awaits_reports=False, replay_seconds=0.0, complete=True,
     )  # fmt: skip
-    address = Address(run_id=SYNCHRONOUS.run_id, protocol_version=PROTOCOL_VERSION, stage=stage)
-    request = pb.AcquireRequest(address=address, trainer_id="trainer", count=2, **fields)
-    for _ in range(2):
-        assert not (await servicer.Acquire(request, None)).microbatches, "it has just taken the lead"
-        clock.advance(GATHER_SECONDS / 2)
-    return await servicer.Acquire(request, None)
+    leader = Leader(0, complete)
+    await leader.gather()
+    waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=2, wait_seconds=5.0), None))
+    await asyncio.sleep(0)
+    leader.clock.advance(GAP_SECONDS)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "nothing has happened"
+    leader.view = dataclasses.replace(complete, round=1, committed=set(), complete=False)
+    leader.changed.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+        leader.clock.advance(GAP_SECONDS)
+    reply = await waiting
+    assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
 
 
 async def test_a_stage_has_what_it_lacks_replayed() -> None:
