@@ -30,11 +30,12 @@ class Options(BenchOptions):
 
     d_model: tuple[int, ...] = (384, 768)
     """Widths of the model to measure."""
-    num_layers: int = 4
-    """Layers of the model, half of them at each stage."""
-    microbatch_size: int = 2
+    num_layers: int = 0
+    """Layers of the model, half of them at each stage; 0: one for each 64 of its width, as GPT-2 small has, which is
+    12 at 768, and nanoGPT's smallest, which is 6 at 384. What crosses the wire is the same for any number."""
+    microbatch_size: int = 1
     """Samples of 256 tokens in a microbatch."""
-    microbatches: int = 32
+    microbatches: int = 64
     """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
     n / (n + 1) of the limit at best."""
     steps: int = 1
@@ -43,7 +44,9 @@ class Options(BenchOptions):
     """Times that each side has its turn."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "microbatch_size", "microbatches", "steps", "repetitions"):
+        if self.num_layers < 0 or self.num_layers == 1:
+            raise ValueError(f"--num-layers must be 0, or at least 2 for two stages, not {self.num_layers}")
+        for name in ("microbatch_size", "microbatches", "steps", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
 
@@ -61,9 +64,12 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _config(options: Options, d_model: int) -> RunConfig:
+    num_heads = d_model // 64
     return RunConfig(
         run="bench-pipeline",
-        model=ModelConfig(num_layers=options.num_layers, d_model=d_model, num_heads=d_model // 64, vocab_size=256),
+        model=ModelConfig(
+            num_layers=options.num_layers or num_heads, d_model=d_model, num_heads=num_heads, vocab_size=256
+        ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
             dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
