@@ -7,6 +7,7 @@ The trainer holds no parameters. Wired together by peers/trainer; everything it 
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -71,10 +72,12 @@ class Step:
     report: StepReport | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Work:
     microbatch: Microbatch
     granted_by: int
+    answered: bool = False
+    """An ack may be under way: it may count, and nobody else is to run it."""
 
 
 class TrainLoop(HopListener):
@@ -181,6 +184,7 @@ class TrainLoop(HopListener):
                 task = tasks.create_task(self._train(work))
                 self._count_busy()
                 self._in_flight[work.microbatch.index] = (work, task)
+                task.add_done_callback(functools.partial(self._ended, work))
             if len(self._queue) < self._window.size:
                 self._wanted.set()
             self._arrived.clear()
@@ -195,7 +199,6 @@ class TrainLoop(HopListener):
 
     async def _train(self, work: _Work) -> None:
         index = work.microbatch.index
-        answered = False
         try:
             tokens = torch.from_numpy(self._data.tokens(index))
             reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, {})
@@ -204,16 +207,11 @@ class TrainLoop(HopListener):
                 reply.close()
                 self._release(work)
                 return
-            answered = True
+            work.answered = True
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
             self._answered(work.microbatch, reply)
             self._events.write(Ack(microbatch=index))
             await reply.ack()
-        except asyncio.CancelledError:
-            # Once an ack may be under way it may count, and nobody else is to run it.
-            if not answered:
-                self._release(work)
-            raise
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
         except Fatal as error:
@@ -221,10 +219,14 @@ class TrainLoop(HopListener):
         else:
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
-        finally:
-            self._count_busy()
-            self._in_flight.pop(index, None)
-            self._arrived.set()
+
+    def _ended(self, work: _Work, task: asyncio.Task[None]) -> None:
+        # Not in `_train`: a task that is cancelled before its first step never gets there.
+        if task.cancelled() and not work.answered:
+            self._release(work)
+        self._count_busy()
+        self._in_flight.pop(work.microbatch.index, None)
+        self._arrived.set()
 
     def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
         if microbatch.accumulate_only_at is not None or microbatch.round < self._watcher.round:

@@ -74,6 +74,13 @@ class Computation(HopListener):
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Begin; an error is kept for whoever asks for the result and ends nothing else."""
         self._task = tasks.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        # Not in `_run`: a task that is cancelled before its first step never gets there.
+        if task.cancelled():
+            self._error = NotReady("the computation was given up")
+        self._news.set()
 
     @property
     def done(self) -> bool:
@@ -162,13 +169,8 @@ class Computation(HopListener):
     async def _run(self) -> None:
         try:
             self._result = await (self._run_last() if self._backend.is_last else self._run_through())
-        except asyncio.CancelledError:
-            self._error = NotReady("the computation was given up")
-            raise
         except Exception as error:  # noqa: BLE001 - kept for the caller; one microbatch must not end the peer
             self._error = error
-        finally:
-            self._news.set()
 
     async def _run_last(self) -> Result:
         def work() -> tuple[float, Download | None]:

@@ -41,7 +41,10 @@ class World:
         self.reply = Reply()
         self.answer = asyncio.Event()
         self.reachable = True
+        self.loop: TrainLoop
         self.released: list[int] = []
+        self.released_later: list[int] = []
+        """To later stages."""
         self.num_runs = 0
         self.granted = False
         self.lost: list[int] = []
@@ -62,6 +65,7 @@ class World:
             return None
         if stage:
             self.num_asked += 1
+            self.released_later += released
             lost, self.lost = self.lost, []
             return Leased(
                 stage=stage,
@@ -108,6 +112,7 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 1) -> AsyncIt
         watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=max_in_flight,
         on_waiting=lambda stage: None,
     )  # fmt: skip
+    world.loop = loop
     task = asyncio.create_task(loop.run(0, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
     try:
@@ -179,6 +184,19 @@ async def test_what_is_under_way_after_a_freeze_is_given_up_although_leases_are_
         await asyncio.sleep(0.02)
         assert not world.reply.acked
         assert world.num_runs == 1
+
+
+async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
+    async with running(SYNCHRONOUS) as world:
+        with world.loop.paused():
+            world.lost = [5]
+            await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
+            await asyncio.sleep(0.01)
+        # All at once: one more is begun, and before it has had its first turn, the leases are overdue.
+        world.clock.advance(LEASE_SECONDS)
+        await eventually(lambda: 5 in world.released_later, meanwhile=lambda: pass_time(world))
+        assert world.num_runs == 1
+        await eventually(lambda: world.loop.num_in_flight == 0)
 
 
 async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:
