@@ -191,7 +191,7 @@ class StageServer:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(
-            config=self._config, stage=self._stage, hop=self._hop, clock=self._clock, describe=self._describe,
+            config=self._config, stage=self._stage, hop=self._hop, describe=self._describe,
             callers=self._callers,
         )  # fmt: skip
         lease_servicer = LeaseServicer(

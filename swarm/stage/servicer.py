@@ -6,11 +6,11 @@ retry that will join it. Never touches weights.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
@@ -41,7 +41,6 @@ PROGRESS_SECONDS = 1.0
 """Time between two signs of life."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
-_POLL_SECONDS = 0.03
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
 
@@ -50,8 +49,7 @@ class StageServicer(StageServiceServicer):
     """Serves one stage."""
 
     def __init__(
-        self, *, config: RunConfig, stage: Stage, hop: Hop | None, clock: Clock,
-        describe: Callable[[], pb.DescribeReply],
+        self, *, config: RunConfig, stage: Stage, hop: Hop | None, describe: Callable[[], pb.DescribeReply],
         callers: Callers | None = None,
     ) -> None:  # fmt: skip
         """
@@ -61,17 +59,16 @@ class StageServicer(StageServiceServicer):
         self._config = config
         self._stage = stage
         self._hop = hop
-        self._clock = clock
         self._describe = describe
         self._callers = callers or Callers()
         self._specs = request_specs(config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
-        deadline = self._clock.monotonic() + min(MAX_WAIT_SECONDS, request.wait_seconds)
-        while request.HasField("after_round") and self._stage.round <= request.after_round:
-            if not self._clock.monotonic() < deadline:
-                break
-            await self._clock.sleep(_POLL_SECONDS)
+        if request.HasField("after_round"):
+            # Negative or no number, as a stranger may send: no wait.
+            seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
+            with contextlib.suppress(TimeoutError):
+                await self._stage.reach_round(request.after_round + 1, seconds)
         return self._describe()
 
     # -- training ----------------------------------------------------------------------------------------------------

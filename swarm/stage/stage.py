@@ -198,10 +198,15 @@ class Stage:
         if self.number == 0 and counts_here and self.backend.weights.round.closed:
             raise Overloaded(f"round {self.round} is being averaged", retry_after_seconds=0.05)
 
-    async def _reach_round(self, microbatch: Microbatch) -> None:
+    async def _reach_round_of(self, microbatch: Microbatch) -> None:
         """Wait until the microbatch's round is this peer's."""
-        async with asyncio.timeout(self._limits.round_wait_seconds):
-            while self.config.rounds.synchronous and microbatch.round > self.round:
+        if self.config.rounds.synchronous:
+            await self.reach_round(microbatch.round, self._limits.round_wait_seconds)
+
+    async def reach_round(self, number: int, seconds: float) -> None:
+        """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
+        async with asyncio.timeout(seconds):
+            while self.round < number:
                 self._new_round.clear()
                 await self._new_round.wait()
 
@@ -220,7 +225,7 @@ class Stage:
             StaleMicrobatch, NotReady.
         """
         try:
-            await self._reach_round(microbatch)
+            await self._reach_round_of(microbatch)
         except TimeoutError:
             raise NotReady(f"round {self.round} does not commit") from None
         is_past = self.config.rounds.synchronous and microbatch.round < self.round

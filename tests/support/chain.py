@@ -109,7 +109,7 @@ class Peer:
         )  # fmt: skip
         self.stage.serving = True
         self.servicer = StageServicer(
-            config=config, stage=self.stage, hop=None if last else self.hop, clock=clock, describe=pb.DescribeReply
+            config=config, stage=self.stage, hop=None if last else self.hop, describe=pb.DescribeReply
         )
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_StageServiceServicer_to_server(self.servicer, self.server)
