@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from swarm.clock import Clock
 from swarm.config import RunConfig
 
-LEASE_SECONDS = 15.0
-"""Lifetime of a lease that is not renewed."""
+LEASE_SECONDS = 8.0
+"""Lifetime of a lease that is not renewed. An Ack of its trainer may be under way for longer. Synchronous: should it
+count all the same, after another trainer ran the microbatch as well, one of the two is taken out, as where two trainers
+hold one lease; with DiLoCo nobody else ever runs it."""
 GATHER_SECONDS = 1.5
 """For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases more often, so
 it knows then what they hold. Trainers have enough to do meanwhile."""

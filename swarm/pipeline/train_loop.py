@@ -20,7 +20,7 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents
-from swarm.hop import TRAINER_ACK_SECONDS, Hop, HopListener, HopReply, Microbatch
+from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 1.0
 """Leases are renewed at least this often: a new leader learns so what is held, before it grants anything."""
-HOLD_SECONDS = LEASE_SECONDS - TRAINER_ACK_SECONDS - 1.0
-"""Without a renewal, nothing is acknowledged any more after this long. What was acknowledged before counts before the
-lease ends, or never, and a second is for clocks of different speeds."""
+HOLD_SECONDS = LEASE_SECONDS - 1.0
+"""Without a renewal, nothing is acknowledged any more after this long: another trainer may soon run it."""
 GRANT_WAIT_SECONDS = 0.25
 """How long stage 0 may look for more to grant before it answers that there is none."""
 LOST_GAP_SECONDS = 0.05

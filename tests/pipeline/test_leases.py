@@ -142,7 +142,7 @@ def test_what_was_finished_but_is_counted_by_nobody_is_replayed_at_this_stage_on
 def test_what_finished_just_now_is_not_missing_yet() -> None:
     leader = _Leader(_SYNCHRONOUS)
     leader.give("a", _SIZE)
-    leader.clock.advance(10.0)
+    leader.clock.advance(LEASE_SECONDS - 1.0)
     leader.ask("a", 0)
     assert leader.give("a", 9, quiet_seconds=10.0) == []
 
