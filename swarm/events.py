@@ -174,12 +174,13 @@ class Commit:
     state: str
     """Digest of anchor and outer state after it."""
     carried: int = 0
-    """Samples learnt since the closing that count towards the next round."""
+    """Samples that count towards the next round: learnt since the closing or, by one that took no part, since the round
+    began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Install:
-    """A state became this peer's as a whole; all that it had accumulated is gone."""
+    """A state became this peer's as a whole; what it had accumulated, and not stepped with, is gone."""
 
     round: int
     """The one that begins with it."""
@@ -189,6 +190,8 @@ class Install:
     """initial, checkpoint or download."""
     parent: str | None = None
     """The lineage that this one goes on from under another name: a checkpoint's that entered at a later round."""
+    carried: int = 0
+    """Samples that count towards the round: what was learnt from them, and no average has, was kept."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,7 @@ class RoundResult:
         contribution_norm: of this member's own contribution.
         residual_bytes: what error feedback keeps here.
         digest: SHA-256 over the members and the averaged bytes, in hexadecimal.
+        contributed: whether this member is one of `members`.
     """
 
     round: int
@@ -93,6 +94,7 @@ class RoundResult:
     exchange_seconds: float = 0.0
     contribution_norm: float = 0.0
     residual_bytes: int = 0
+    contributed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,11 @@ class RoundMember(Protocol):
         """The state at the beginning of the current round."""
         ...
 
-    async def install(self, snapshot: Snapshot) -> None:
-        """Become that state, dropping everything since. Raises IntegrityError if it does not fit."""
+    async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
+        """Become that state, dropping everything since. Raises IntegrityError if it does not fit.
+
+        Args:
+            carry: no round between took anything from this member. With DiLoCo it keeps what it has learnt, on top of
+                that state, for the next round.
+        """
         ...

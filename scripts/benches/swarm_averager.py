@@ -87,7 +87,7 @@ class Member:
             digest=digest(list(tensors.values())),
         )  # fmt: skip
 
-    async def install(self, snapshot: Snapshot) -> None:
+    async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         self._hold(snapshot.tensors)
         self._begin(snapshot.round, snapshot.run_samples, snapshot.lineage)
 

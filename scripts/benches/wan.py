@@ -121,7 +121,10 @@ def run(options: Options) -> dict[str, Any]:
     return {
         "gpt3_share_at_100ms": shares.get("gpt3"),
         "swarm_gpt3_share_at_100ms": UTILISATION["gpt3"][100] / UTILISATION["gpt3"][0],
-        "worst_over_swarm": min(row["share"] - row["swarm_share"] for rows in figures.values() for row in rows),
+        "worst_over_swarm": min(
+            (row["share"] - row["swarm_share"] for rows in figures.values() for row in rows if row["round_trip_ms"]),
+            default=None,
+        ),
         "rows": figures,
         "scale": options.scale,
     }

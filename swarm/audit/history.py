@@ -265,6 +265,11 @@ class History:
         if self._synchronous:
             self._buckets.clear()
             return
+        assert self.start is not None
+        if event.carried and self.start.peer not in event.members:
+            # Nothing of its own is in the result: it goes on with all that it has learnt.
+            self._check_carried(event.carried)
+            return
         fragment = event.round % len(self._bases)
         # What came after the last closing is carried over, or lost together with what came before it.
         last = self._closing.last_step if self._closing is not None else self._num_steps
@@ -277,14 +282,21 @@ class History:
 
     def _install(self, event: Install) -> None:
         self._buckets.clear()
-        self._steps.clear()
-        self._bases = [self._num_steps] * len(self._bases)
-        self._stepped_samples = 0
+        if event.carried:
+            self._check_carried(event.carried)
+        else:
+            self._steps.clear()
+            self._bases = [self._num_steps] * len(self._bases)
+            self._stepped_samples = 0
         self._closing, self._begun, self._prepared = None, None, {}
         self.round, self._lineage, self._entered_round = event.round, event.lineage, event.round
         self._rounds.stood(self.stage, event.round, event.lineage, event.state, self.name)
         if event.parent is not None:
             self._rounds.renamed[self.stage, event.lineage] = event.parent
+
+    def _check_carried(self, num_samples: int) -> None:
+        if num_samples != self._stepped_samples:
+            self._violation(f"{num_samples} samples were carried over, and {self._stepped_samples} learnt from")
 
     def _check_standing(self, round_number: int, lineage: str | None, what: str) -> None:
         if self.round != round_number or lineage not in (None, self._lineage):

@@ -319,7 +319,7 @@ class Participant:
         async with self._lock:
             self._end_exchange("a newer state was downloaded")
             try:
-                await self._member.install(snapshot)
+                await self._member.install(snapshot, carry=self._gave_nothing_until(snapshot, outcomes))
             except IntegrityError as unfit:
                 return unfit
             self._exchanges.reset()
@@ -329,6 +329,19 @@ class Participant:
             self.outcomes.clear()
             self._remember(outcomes)
         return None
+
+    def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
+        """Whether a later state of this member's own branch came about without anything of it since `standing`.
+
+        False where that cannot be told: only the last rounds are known.
+        """
+        lineage, known = self.standing.lineage, {outcome.round: outcome.prepared for outcome in outcomes}
+        for number in range(self.standing.round, snapshot.round):
+            prepared = known.get(number)
+            if prepared is None or self._own_id in prepared.member_ids:
+                return False
+            lineage = next_lineage(lineage, number, prepared.digest, tuple(prepared.member_ids))
+        return self.is_sound and lineage == snapshot.lineage
 
     async def replay(self, committed: Committed) -> None:
         """Apply a round that the group committed without this member. Nothing happens unless it stands right before.
@@ -356,7 +369,10 @@ class Participant:
             if self._result is not None and self._result.prepared.digest == committed.result.digest:
                 # It took part, and lost sight of the others before the end.
                 self._exchanges.committed(self._result.fragment, self._result.residual)
-            self._state_digest = await self._member.apply(committed.result)
+            contributed = self._own_id in committed.result.members
+            self._state_digest = await self._member.apply(
+                dataclasses.replace(committed.result, contributed=contributed)
+            )
             reached = messages.standing_of(self._member.progress())
             self.is_sound = (self._state_digest, reached) == (committed.state_digest, committed.after)
             if not self.is_sound:

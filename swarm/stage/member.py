@@ -117,7 +117,7 @@ class StageMember:
             parent = self._weights.round.lineage
             rate = self._weights.commit(
                 result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
-                num_members=len(result.members), lineage=result.lineage,
+                num_members=len(result.members), lineage=result.lineage, contributed=result.contributed,
             )  # fmt: skip
             self.state_digest = self._weights.state_digest()
             self._events.write(
@@ -162,27 +162,33 @@ class StageMember:
 
         return await self._stage.runtime.control(pin)
 
-    async def install(self, snapshot: Snapshot) -> None:
+    async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         """Become the state of a snapshot; what was in flight here is undone.
+
+        Args:
+            carry: with DiLoCo, keep what inner steps have learnt: the rounds between took nothing from this member.
 
         Raises:
             IntegrityError: it is of another model, or its digest does not fit. Nothing has changed then.
         """
-        await self._install(snapshot, source="download")
+        await self._install(snapshot, source="download", carry=carry and not self._stage.config.rounds.synchronous)
 
-    async def _install(self, snapshot: Snapshot, *, source: str, parent: str | None = None) -> None:
+    async def _install(
+        self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False
+    ) -> None:  # fmt: skip
         await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest)
         self._closed = None
 
         def install() -> None:
             new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
-            self._weights.install(snapshot.tensors, new_round)
+            self._weights.install(snapshot.tensors, new_round, carry=carry)
             self.state_digest = snapshot.digest
             self._events.write(
                 Install(
-                    round=snapshot.round, lineage=snapshot.lineage, state=snapshot.digest, source=source, parent=parent
+                    round=snapshot.round, lineage=snapshot.lineage, state=snapshot.digest, source=source, parent=parent,
+                    carried=self._weights.round.stepped_samples,
                 )
-            )
+            )  # fmt: skip
 
         self._stage.is_changing_state = True
         try:

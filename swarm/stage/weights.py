@@ -6,8 +6,9 @@ masters, microbatches compute with an immutable copy of them, and at most two co
 
 With DiLoCo a stage may be averaged in fragments, a round each, in turn, and may go on training while a round is
 exchanged (Streaming DiLoCo, arXiv 2501.18512): what was learnt since the contribution was closed is then carried over
-to the new anchor, and counts towards the next round. Anchors and outer momentum are needed once a round: they are kept
-on the CPU, and the outer step is taken there, whatever device trains.
+to the new anchor, and counts towards the next round. So is all that was learnt in rounds which were committed without
+this peer, a few at most: it contributes late (as in asynchronous local SGD, arXiv 2401.09135). Anchors and outer
+momentum are needed once a round: they are kept on the CPU, and the outer step is taken there, whatever device trains.
 """
 
 import hashlib
@@ -240,11 +241,14 @@ class StageWeights:
 
     def commit(
         self, average: Mapping[str, torch.Tensor], *, total_squared_norm: float, num_samples: int, num_members: int,
-        lineage: str,
+        lineage: str, contributed: bool = True,
     ) -> float:  # fmt: skip
         """Move the anchor by the averaged contribution and begin the next round; gives the rate that was used.
 
         An inner step may be due then.
+
+        Args:
+            contributed: whether this peer's contribution is in the average.
         """
         rate = self.learning_rate
         carried_samples = 0
@@ -252,7 +256,7 @@ class StageWeights:
             self._synchronous_step(average, total_squared_norm, rate)
             anchor = self.version.parameters
         else:
-            carried_samples, anchor = self._outer_step(self._outer, average)
+            carried_samples, anchor = self._outer_step(self._outer, average, contributed=contributed)
         new_round = Round(
             number=self.round.number + 1,
             run_samples=self.round.run_samples + num_samples,
@@ -270,22 +274,29 @@ class StageWeights:
         self.open_bucket = self._new_bucket()
         self.version = self._publish()
 
-    def _outer_step(self, outer: optim.OuterSgd, average: Mapping[str, torch.Tensor]) -> tuple[int, Tensors]:
-        """Step from the anchor; gives the samples that came after the closing, and the new anchor.
+    def _outer_step(
+        self, outer: optim.OuterSgd, average: Mapping[str, torch.Tensor], *, contributed: bool
+    ) -> tuple[int, Tensors]:
+        """Step from the anchor; gives the samples that are not in the average, and the new anchor.
 
         What was learnt from these is carried over: the weights get it on top of the new anchor.
         """
         anchor, names = self._anchors[self.round.number], list(average)
+        fragment = self.round.number % len(self._fragments)
         carried: Tensors = {}
         carried_samples = 0
         # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
         closed = self._closed
-        if closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
+        if not contributed:
+            carried = self._learnt(names)
+            carried_samples = self.round.stepped_samples if carried else 0
+        elif closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
             carried = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
             carried_samples = self.round.stepped_samples - closed.round_samples
         # Memory for what follows.
         self._closed = closed = None
-        self._unaveraged_samples[self.round.number % len(self._fragments)] = carried_samples
+        if contributed or not carried:
+            self._unaveraged_samples[fragment] = carried_samples
         stepped = {name: anchor[name].detach().clone() for name in names}
         optim.step(outer, stepped, average, self._config.outer.learning_rate)
         self._load_masters(stepped)
@@ -294,6 +305,17 @@ class StageWeights:
         self._old_versions.append(self.version)
         self.version = self._publish(None if carried else stepped)
         return carried_samples, {**anchor, **stepped}
+
+    def _learnt(self, names: Iterable[str]) -> Tensors:
+        """What inner steps have added to parameters since their last average.
+
+        Nothing if none were taken in this round, nor if it is not finite: who went astray is to come back.
+        """
+        if not self.round.stepped_samples:
+            return {}
+        anchor = self._anchors[self.round.number]
+        learnt = {name: (self.masters[name] - anchor[name].to(self.masters[name].device)).detach() for name in names}
+        return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round, self._closed = new_round, None
@@ -320,18 +342,29 @@ class StageWeights:
         if digest_of(tensors) != digest:
             raise IntegrityError("the snapshot does not match its digest")
 
-    def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round) -> None:
-        """Become a state that `state_tensors` gave; drops every gradient and version of the past."""
+    def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
+        """Become a state that `state_tensors` gave; drops every gradient and version of the past.
+
+        Args:
+            carry: with DiLoCo, what inner steps have learnt and no average has is kept: the weights get it on top of
+                the new anchor, and its samples count towards the new round.
+        """
         anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
         outer = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
+        learnt = self._learnt(self.masters) if carry and self._outer is not None else {}
+        if learnt:
+            new_round.stepped_samples = self.round.stepped_samples
+        else:
+            self._unaveraged_samples = [0] * len(self._fragments)
         self._load_masters(anchor)
         self.open_bucket, self._closing = self._new_bucket(), None
         self._old_versions.clear()
         self._anchors.clear()
-        self._unaveraged_samples = [0] * len(self._fragments)
-        self.version = self._publish()
-        self._begin(new_round, self.version.parameters)
+        self._begin(new_round, {name: master.detach().clone() for name, master in self.masters.items()})
         optim.load_state_tensors(*self._stepping(), outer)
+        if learnt:
+            torch._foreach_add_([self.masters[name].data for name in learnt], list(learnt.values()))
+        self.version = self._publish(None if learnt else self._anchors[new_round.number])
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""

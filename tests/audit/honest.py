@@ -4,7 +4,7 @@ Two stages with two peers each and one trainer. Stage 0's first peer is the lead
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,14 @@ class HonestRun:
                 self.train(self.members(stage)[microbatch % 2], microbatch, only_at=only_at)
         self.average(number, {peer: ids[nth::2] for s in range(NUM_STAGES) for nth, peer in enumerate(self.members(s))})
 
-    def average(self, number: int, contributions: dict[str, Sequence[int]]) -> None:
-        """Every stage averages what its members say they have, and commits."""
+    def average(
+        self, number: int, contributions: dict[str, Sequence[int]], *, stepped: Collection[str] = ()
+    ) -> None:  # fmt: skip
+        """Every stage averages what its members say they have, and commits. Some have `stepped` with it already."""
         if self.setting == "diloco":
             for peer, ids in contributions.items():
+                if peer in stepped:
+                    continue
                 self.write(peer, Step(bucket=self.bucket, samples=SAMPLES * len(ids)))
         stages = [[peer for peer in self.members(s) if peer in contributions] for s in range(NUM_STAGES)]
         for stage, members in enumerate(stages):

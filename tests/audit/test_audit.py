@@ -6,7 +6,7 @@ import pytest
 
 from swarm.audit.audit import audit
 from swarm.audit.verdict import Report
-from swarm.events import Abort, Ack, Begin, Close, Gap, Install, Leave, Move
+from swarm.events import Abort, Ack, Begin, Close, Commit, Gap, Install, Leave, Move, Step
 from swarm.lineage import next_lineage
 from tests.audit.honest import HonestRun, Lines, edit, start
 
@@ -198,6 +198,46 @@ def test_a_planted_loss_is_found(tmp_path: Path) -> None:
     assert report.missing == 1
     assert one_violation(report, "missing").startswith("stage 1, round 1, microbatch 11: missing in a committed round")
     one_violation(report, "said to hold 9 11 13 15, not 9 13 15")
+
+
+@pytest.mark.parametrize("downloads", [True, False], ids=["downloads", "applies the result"])
+@pytest.mark.parametrize("said", [4, 6])
+def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, downloads: bool, said: int) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    for microbatch in (8, 9, 10, 11, 16, 18):
+        run.write("trainer", Ack(microbatch=microbatch))
+    run.train("peer-1b", 9)
+    run.train("peer-1b", 11)
+    run.write("peer-1b", Step(bucket=run.bucket, samples=4))
+    run.bucket += 1
+    others = {"peer-0a": 8, "peer-0b": 10, "peer-1a": 8}
+    for peer, microbatch in others.items():
+        run.train(peer, microbatch)
+    parent = run.lineages[1]
+    run.average(1, {peer: [microbatch] for peer, microbatch in others.items()})
+    if downloads:
+        state = Install(round=2, lineage=run.lineages[1], state="state 1 2", source="download", carried=said)
+        run.write("peer-1b", state)
+    else:
+        run.write("peer-1b", Close(round=1, samples=4, round_samples=4, fragment=0))
+        run.write(
+            "peer-1b",
+            Commit(
+                round=1, parent=parent, lineage=run.lineages[1], digest="digest 1", attempt=1, samples=2,
+                members=("peer-1a",), state="state 1 2", carried=said,
+            ),
+        )  # fmt: skip
+    for peer, microbatch in others.items():
+        run.train(peer, microbatch + 8)
+    later = {peer: [microbatch + 8] for peer, microbatch in others.items()}
+    run.average(2, later | {"peer-1b": [9, 11]}, stepped={"peer-1b"})
+    report = audit(run.files)
+    if said == 4:
+        assert report.violations == ()
+        assert report.duplicates == 0
+    else:
+        assert "6 samples were carried over, and 4 learnt from" in one_violation(report, "carried over")
 
 
 def test_with_diloco_a_loss_is_a_share(tmp_path: Path) -> None:

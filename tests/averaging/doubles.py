@@ -82,6 +82,8 @@ class FakeStage:
         self.digests: list[str] = []
         self.closed = False
         self.num_installs = 0
+        self.carried: list[bool] = []
+        """For each of them, whether what was learnt before it was to be kept."""
         self.dropped: set[int] = set()
         self.given_up: set[int] = set()
         self.poison = False
@@ -152,13 +154,14 @@ class FakeStage:
             round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors, digest=self.digest
         )  # fmt: skip
 
-    async def install(self, snapshot: Snapshot) -> None:
+    async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         if self.digest_of(snapshot.tensors) != snapshot.digest:
             raise IntegrityError("the snapshot does not match its digest")
         self.round, self.run_samples, self.lineage = snapshot.round, snapshot.run_samples, snapshot.lineage
         self.anchor = snapshot.tensors["anchor"]
         self.indices, self.closed = set(), False
         self.num_installs += 1
+        self.carried.append(carry)
 
 
 Hook = Callable[[str, int, int], Awaitable[None]]

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from swarm.averaging import messages
+from swarm.averaging.participant import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, BEGIN
+from swarm.lineage import next_lineage
+from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
@@ -351,6 +354,42 @@ async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
         assert network.peers[peer_id(1)].averager.view().is_leader
 
 
+@pytest.mark.parametrize("num_rounds", [1, KEPT_OUTCOMES, KEPT_OUTCOMES + 1])
+async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds: int) -> None:
+    async with network_of(make_config("diloco", microbatches=2), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        members[2].learn(0)
+        network.freeze(3)
+        for number in range(num_rounds):
+            members[0].learn(2 * number + 1, 2 * number + 2)
+            await until(lambda number=number: members[0].round == members[1].round == number + 1)  # type: ignore[misc]
+        network.thaw(3)
+        await until(lambda: members[2].round == num_rounds)
+        assert members[2].carried == [num_rounds <= KEPT_OUTCOMES]
+        assert members[2].digest == members[0].digest
+
+
+@pytest.mark.parametrize(
+    ("members", "branch", "carries"),
+    [([2, 3], "", True), ([1, 2], "", False), ([2, 3], "another", False), ([], "", False)],
+    ids=["without it", "it is in the result", "another branch", "nobody tells"],
+)
+async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: str, *, carries: bool) -> None:
+    async with network_of(make_config("diloco"), 1) as network:
+        (stage,) = stages(network, 1)
+        await asyncio.sleep(0.1)
+        ids = [peer_id(number) for number in members]
+        outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))
+        tensors = (await stage.snapshot()).tensors
+        snapshot = Snapshot(
+            round=1, run_samples=4, lineage=next_lineage(branch or stage.lineage, 0, "ab", ids), tensors=tensors,
+            digest=stage.digest_of(tensors),
+        )  # fmt: skip
+        participant = network.peers[peer_id(1)].averager._participant
+        await participant.install(snapshot, [outcome] if members else [])
+        assert stage.carried == [carries]
+
+
 async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
     """Cut off from each other, both go on; then the one with fewer samples downloads, and nothing is mixed."""
     async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
@@ -366,6 +405,7 @@ async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
         await until(lambda: members[0].round == 2)
         assert members[0].digest == members[1].digest == richer
         assert (members[0].num_installs, members[1].num_installs) == (1, 0)
+        assert members[0].carried == [False]
 
 
 async def test_majority_does_not_fork_and_never_mixes_branches() -> None:

@@ -129,9 +129,9 @@ class WitnessStage(FakeStage):
         snapshot = await super().snapshot()
         return dataclasses.replace(snapshot, tensors={**snapshot.tensors, "momentum": self.momentum})
 
-    async def install(self, snapshot: Snapshot) -> None:
+    async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         await self.gate("install", "before")
-        await super().install(snapshot)
+        await super().install(snapshot, carry=carry)
         self.momentum = snapshot.tensors["momentum"]
         self.states.append((self.lineage, self.digest))
         await self.gate("install", "after")

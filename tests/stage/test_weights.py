@@ -470,6 +470,76 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     assert newcomer.state_digest() == holder.state_digest()
 
 
+def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]]:
+    """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by them."""
+    weights = _overlapping(0, num_fragments)
+    _commit_without_steps(weights)
+    anchor = _values(weights.masters)
+    for number in range(4):
+        _accumulate(weights, number)
+    learnt = {name: value - anchor[name] for name, value in _values(weights.masters).items()}
+    assert all(bool(value.any()) for value in learnt.values())
+    return weights, learnt
+
+
+def _commit_without_steps(weights: StageWeights, *, contributed: bool = True) -> None:
+    average = {name: _gradients(20 + weights.round.number)[name] for name in weights.close().tensors}
+    weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=2, lineage="a", contributed=contributed)
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_who_was_left_out_of_a_round_keeps_what_it_has_learnt(num_fragments: int) -> None:
+    weights, learnt = _away(num_fragments)
+    others = _overlapping(0, num_fragments)
+    for _ in range(2):
+        _commit_without_steps(others)
+    _commit_without_steps(weights, contributed=False)
+    assert weights.state_digest() == others.state_digest()
+    _assert_same(dict(weights.masters), {name: value + learnt[name] for name, value in _values(others.masters).items()})
+    assert weights.round.stepped_samples == 8
+    closing = weights.close()
+    assert (closing.num_samples, closing.round_samples) == (8, 8)
+    for name, value in closing.tensors.items():
+        torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes_over(num_fragments: int) -> None:
+    weights, learnt = _away(num_fragments)
+    _accumulate(weights, 9)
+    others = _overlapping(0, num_fragments)
+    for _ in range(4):
+        _commit_without_steps(others)
+    weights.install(others.state_tensors(), Round(number=4), carry=True)
+    assert weights.state_digest() == others.state_digest()
+    _assert_same(dict(weights.masters), {name: value + learnt[name] for name, value in _values(others.masters).items()})
+    _assert_same(weights.version.parameters, dict(weights.masters))
+    assert (weights.round.stepped_samples, weights.backlog_samples) == (8, 0)
+    for _ in range(num_fragments):
+        closing = weights.close()
+        assert closing.num_samples == 8
+        for name, value in closing.tensors.items():
+            torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
+        _commit_without_steps(weights)
+    assert weights.close().num_samples == 0, "it counts once"
+
+
+@pytest.mark.parametrize("moment", ["commit", "install"])
+def test_who_went_astray_keeps_nothing(moment: str) -> None:
+    weights, _ = _away()
+    others = _overlapping(0)
+    for _ in range(2):
+        _commit_without_steps(others)
+    weights.masters["bias"].data[0] = float("nan")
+    if moment == "commit":
+        _commit_without_steps(weights, contributed=False)
+    else:
+        weights.install(others.state_tensors(), Round(number=2), carry=True)
+    _assert_same(dict(weights.masters), dict(others.masters))
+    assert weights.round.stepped_samples == 0
+    assert weights.close().num_samples == 0
+
+
 def test_a_state_is_a_copy() -> None:
     weights = _weights("diloco")
     state, digest = weights.state_tensors(), weights.state_digest()
