@@ -36,7 +36,7 @@ MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.1
 """A request that waits is looked at again so often, though nothing happened: some things are granted after a time."""
 GAP_SECONDS = 0.03
 """Changes that come in quick succession are looked at together."""
