@@ -4,7 +4,7 @@ Two stages with two peers each and one trainer. Stage 0's first peer is the lead
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ class HonestRun:
         self.average(number, {peer: ids[nth::2] for s in range(NUM_STAGES) for nth, peer in enumerate(self.members(s))})
 
     def average(
-        self, number: int, contributions: dict[str, Sequence[int]], *, stepped: Collection[str] = ()
+        self, number: int, contributions: Mapping[str, Sequence[int]], *, stepped: Collection[str] = ()
     ) -> None:  # fmt: skip
         """Every stage averages what its members say they have, and commits. Some have `stepped` with it already."""
         if self.setting == "diloco":
