@@ -171,7 +171,7 @@ class StageMember:
         Raises:
             IntegrityError: it is of another model, or its digest does not fit. Nothing has changed then.
         """
-        await self._install(snapshot, source="download", carry=carry and not self._stage.config.rounds.synchronous)
+        await self._install(snapshot, source="download", carry=carry)
 
     async def _install(
         self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False
