@@ -198,11 +198,6 @@ class Stage:
         if self.number == 0 and counts_here and self.backend.weights.round.closed:
             raise Overloaded(f"round {self.round} is being averaged", retry_after_seconds=0.05)
 
-    async def _reach_round_of(self, microbatch: Microbatch) -> None:
-        """Wait until the microbatch's round is this peer's."""
-        if self.config.rounds.synchronous:
-            await self.reach_round(microbatch.round, self._limits.round_wait_seconds)
-
     async def reach_round(self, number: int, seconds: float) -> None:
         """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
         async with asyncio.timeout(seconds):
@@ -225,7 +220,8 @@ class Stage:
             StaleMicrobatch, NotReady.
         """
         try:
-            await self._reach_round_of(microbatch)
+            if self.config.rounds.synchronous:
+                await self.reach_round(microbatch.round, self._limits.round_wait_seconds)
         except TimeoutError:
             raise NotReady(f"round {self.round} does not commit") from None
         is_past = self.config.rounds.synchronous and microbatch.round < self.round

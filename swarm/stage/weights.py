@@ -301,7 +301,7 @@ class StageWeights:
         optim.step(outer, stepped, average, self._config.outer.learning_rate)
         self._load_masters(stepped)
         if carried:
-            torch._foreach_add_([self.masters[name].data for name in carried], list(carried.values()))
+            self._add_to_masters(carried)
         self._old_versions.append(self.version)
         self.version = self._publish(None if carried else stepped)
         return carried_samples, {**anchor, **stepped}
@@ -360,11 +360,12 @@ class StageWeights:
         self.open_bucket, self._closing = self._new_bucket(), None
         self._old_versions.clear()
         self._anchors.clear()
-        self._begin(new_round, {name: master.detach().clone() for name, master in self.masters.items()})
+        self.version = self._publish()
+        self._begin(new_round, self.version.parameters)
         optim.load_state_tensors(*self._stepping(), outer)
         if learnt:
-            torch._foreach_add_([self.masters[name].data for name in learnt], list(learnt.values()))
-        self.version = self._publish(None if learnt else self._anchors[new_round.number])
+            self._add_to_masters(learnt)
+            self.version = self._publish()
 
     def state_digest(self) -> str:
         """SHA-256 over anchor and outer state, in hexadecimal."""
@@ -397,6 +398,9 @@ class StageWeights:
         with torch.no_grad():
             for name, value in values.items():
                 self.masters[name].copy_(value)
+
+    def _add_to_masters(self, values: Tensors) -> None:
+        torch._foreach_add_([self.masters[name].data for name in values], list(values.values()))
 
 
 def moved(tensors: Tensors, device: torch.device) -> Tensors:

@@ -377,7 +377,8 @@ async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds
 async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: str, *, carries: bool) -> None:
     async with network_of(make_config("diloco"), 1) as network:
         (stage,) = stages(network, 1)
-        await asyncio.sleep(0.1)
+        averager = network.peers[peer_id(1)].averager
+        await until(lambda: averager._tasks is not None)
         ids = [peer_id(number) for number in members]
         outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))
         tensors = (await stage.snapshot()).tensors
@@ -385,8 +386,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
             round=1, run_samples=4, lineage=next_lineage(branch or stage.lineage, 0, "ab", ids), tensors=tensors,
             digest=stage.digest_of(tensors),
         )  # fmt: skip
-        participant = network.peers[peer_id(1)].averager._participant
-        await participant.install(snapshot, [outcome] if members else [])
+        await averager._participant.install(snapshot, [outcome] if members else [])
         assert stage.carried == [carries]
 
 

@@ -191,7 +191,8 @@ async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
         with world.loop.paused():
             world.lost = [5]
             await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
-            await asyncio.sleep(0.01)
+            asked = world.num_asked
+            await eventually(lambda: world.num_asked > asked, meanwhile=lambda: pass_time(world))
         # All at once: one more is begun, and before it has had its first turn, the leases are overdue.
         world.clock.advance(LEASE_SECONDS)
         await eventually(lambda: 5 in world.released_later, meanwhile=lambda: pass_time(world))
