@@ -31,7 +31,7 @@ MAX_WAIT_SECONDS = 5.0
 """Longest wait for something to grant."""
 MAX_ID_LENGTH = 64
 MAX_NAMED = 1 << 14
-"""Microbatches that one request may name as held or released."""
+"""Microbatches that one request may name as held, as released or as acknowledged."""
 MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
@@ -99,7 +99,7 @@ class LeaseServicer(LeaseServiceServicer):
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         grant = self._table.acquire(
             view, request.trainer_id, 0 if too_new else min(MAX_COUNT, request.count),
-            holding=set(request.holding), released=set(request.released),
+            holding=set(request.holding), released=set(request.released), acknowledged=request.acknowledged,
             all_granted=self._stage == 0 or view.round < request.newest_round or request.newest_is_complete,
         )  # fmt: skip
         if grant.accumulate_only_at is not None:
@@ -108,7 +108,8 @@ class LeaseServicer(LeaseServiceServicer):
 
     def _check(self, request: pb.AcquireRequest) -> None:
         check_address(request.address, run_id=self._config.run_id, stage=self._stage)
-        if max(len(request.holding), len(request.released)) > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
+        named = max(len(request.holding), len(request.released), len(request.acknowledged))
+        if named > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
             raise MalformedMessage(f"a request names at most {MAX_NAMED} microbatches, and a trainer's id is short")
         if self._table is not None and self._table.num_leases > MAX_LEASES:
             raise Overloaded(f"{self._table.num_leases} leases are out already", retry_after_seconds=1.0)
@@ -146,18 +147,19 @@ class LeaseClient:
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        newest_round: int | None = None, newest_is_complete: bool = False,
+        acknowledged: Collection[int] = (), newest_round: int | None = None, newest_is_complete: bool = False,
     ) -> Leased | None:  # fmt: skip
         """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case.
 
         Args:
+            acknowledged: asked of a later stage: what stage 0 was told of late that it counts.
             newest_round: take nothing of a later one: stage 0 has not begun it.
             newest_is_complete: stage 0 has committed all of that round.
         """
         request = pb.AcquireRequest(
             address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
             trainer_id=self._trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
-            newest_round=newest_round, newest_is_complete=newest_is_complete,
+            newest_round=newest_round, newest_is_complete=newest_is_complete, acknowledged=acknowledged,
         )  # fmt: skip
         asked: set[str] = set()
         while (record := self._next_to_ask(stage, asked)) is not None:

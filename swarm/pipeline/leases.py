@@ -27,6 +27,9 @@ SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
 SHOWN_SECONDS = 2.0
 """How long it may take, while a round goes on, until a microbatch that its trainer is done with shows as committed."""
+LOST_SECONDS = LEASE_SECONDS
+"""What does not show as committed for so long after its Ack is lost, even while the round goes on. Lines stall for some
+seconds, and a member waits as long for a retry."""
 LONGEST_ABSENCE_SECONDS = 15.0
 """For how long, at most, one waits for a member that does not answer to come back with what it has."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
@@ -96,13 +99,14 @@ class LeaseTable:
 
     def acquire(
         self, view: RoundView, trainer_id: str, count: int, *, holding: Collection[int], released: Collection[int],
-        all_granted: bool = True,
+        acknowledged: Collection[int] = (), all_granted: bool = True,
     ) -> Grant:  # fmt: skip
         """Renew what a trainer holds, take back what it released, and grant it up to `count` microbatches.
 
         Args:
             holding: microbatches of the current round that the trainer still works on.
             released: microbatches that it gives back without having run them.
+            acknowledged: at a later stage, what it has acknowledged to stage 0.
             all_granted: at a later stage, whether stage 0 has committed the whole round: else what lacks here may
                 simply not have come yet.
         """
@@ -110,6 +114,7 @@ class LeaseTable:
         self._note_committed(view)
         self._renew(trainer_id, holding, released)
         if self._config.rounds.synchronous:
+            self._note_round(view.round, acknowledged)
             return self._grant_of_round(view, trainer_id, 0 if self._gathers(view) else count, all_granted)
         return self._grant_endless(view, trainer_id, count)
 
@@ -147,23 +152,27 @@ class LeaseTable:
         for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
             del self._leases[microbatch]
 
-    def _grant_of_round(self, view: RoundView, trainer_id: str, count: int, all_granted: bool) -> Grant:
-        if view.round != self._round:
-            self._round = view.round
-            size = self._config.microbatches_per_round
-            self._leases = {m: lease for m, lease in self._leases.items() if m // size == view.round}
+    def _note_round(self, round_number: int, acknowledged: Collection[int]) -> None:
+        size = self._config.microbatches_per_round
+        if round_number != self._round:
+            self._round = round_number
+            self._leases = {m: lease for m, lease in self._leases.items() if m // size == round_number}
             self._finished.clear()
+        for microbatch in acknowledged:
+            if microbatch // size == round_number:
+                self._finished.setdefault(microbatch, self._clock.monotonic())
+
+    def _grant_of_round(self, view: RoundView, trainer_id: str, count: int, all_granted: bool) -> Grant:
         size = self._config.microbatches_per_round
         wanted = [
             microbatch
             for microbatch in range(view.round * size, (view.round + 1) * size)
             if microbatch not in view.committed and microbatch not in self._leases
         ]
-        now = self._clock.monotonic()
-        awaited = self._awaited(view, wanted)
-        # Whoever counted these has died. Replayed at once, they do not hold up the end of the round.
-        lost = [m for m in wanted if m in view.lost and now - self._finished.get(m, -math.inf) >= SHOWN_SECONDS]
-        if lost:
+        absent = {m for m in wanted if m in view.counted and m not in view.lost}
+        awaited = self._awaited(absent, view)
+        if lost := self._lost(view, wanted, may_be_elsewhere=bool(absent) or view.awaits_reports):
+            # Replayed at once, they do not hold up the end of the round.
             return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:
             known = self._finished.keys() | view.counted
@@ -173,16 +182,33 @@ class LeaseTable:
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
         if view.quiet_seconds < SETTLE_SECONDS or view.awaits_reports or not all_granted:
             return Grant(microbatches=())
-        missing = [m for m in wanted if m not in awaited and now - self._finished.get(m, -math.inf) >= SETTLE_SECONDS]
+        missing = [m for m in wanted if m not in awaited and self._seconds_since(m) >= SETTLE_SECONDS]
         return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
 
-    def _awaited(self, view: RoundView, wanted: Sequence[int]) -> Set[int]:
-        """What is with members that do not answer, while they are waited for.
+    def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
+        """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.
+
+        Args:
+            may_be_elsewhere: a member that does not answer may have some of the latter.
+        """
+        found = []
+        for microbatch in wanted:
+            seconds = self._seconds_since(microbatch)
+            died = microbatch in view.lost and seconds >= SHOWN_SECONDS
+            if died or (not may_be_elsewhere and LOST_SECONDS <= seconds < math.inf):
+                found.append(microbatch)
+        return found
+
+    def _seconds_since(self, microbatch: int) -> float:
+        """Since its trainer was done with it; endless if that is not known."""
+        return self._clock.monotonic() - self._finished.get(microbatch, -math.inf)
+
+    def _awaited(self, absent: Set[int], view: RoundView) -> Set[int]:
+        """Of what is with members that do not answer: what is waited for.
 
         That is as long as the replays would take: so neither a short absence nor a long one costs more than twice what
         it has to (the ski rental problem; Karlin et al. 1988, "Competitive snoopy caching").
         """
-        absent = {m for m in wanted if m in view.counted and m not in view.lost}
         now = self._clock.monotonic()
         if not absent:
             self._absent_since = None

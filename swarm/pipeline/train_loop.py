@@ -21,7 +21,7 @@ from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents
 from swarm.hop import Hop, HopListener, HopReply, Microbatch
-from swarm.pipeline.lease_service import LeaseClient, Leased
+from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
 from swarm.pipeline.window import Window
@@ -99,6 +99,8 @@ class TrainLoop(HopListener):
         self._in_flight: dict[int, tuple[_Work, asyncio.Task[None]]] = {}
         self._released: dict[int, list[int]] = {stage: [] for stage in range(config.stages.num_stages)}
         """By the stage whose leader granted them."""
+        self._acknowledged: deque[tuple[float, int]] = deque(maxlen=MAX_NAMED)
+        """Of late, for later stages: when, and which microbatch."""
         self._stage_0: Leased | None = None
         """Its last answer."""
         self._wanted = asyncio.Event()
@@ -211,6 +213,8 @@ class TrainLoop(HopListener):
             self._answered(work.microbatch, reply)
             self._events.write(Ack(microbatch=index))
             await reply.ack()
+            if work.microbatch.accumulate_only_at is None:
+                self._acknowledged.append((self._clock.monotonic(), index))
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
         except Fatal as error:
@@ -300,8 +304,12 @@ class TrainLoop(HopListener):
     async def _ask(self, stage: int, count: int, wait_seconds: float, stage_0: Leased | None = None) -> Leased | None:
         holding = [work.microbatch.index for work in self._work() if work.granted_by == stage]
         released, self._released[stage] = self._released[stage], []
+        # For so long, since another peer may just take the lead.
+        while self._acknowledged and self._clock.monotonic() - self._acknowledged[0][0] > LEASE_SECONDS:
+            self._acknowledged.popleft()
         leased = await self._leases.acquire(
             stage, count, holding=holding, released=released, wait_seconds=wait_seconds,
+            acknowledged=[microbatch for _, microbatch in self._acknowledged] if stage else (),
             newest_round=stage_0.round if stage_0 else None,
             newest_is_complete=stage_0.round_complete if stage_0 else False,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from swarm.pipeline.leases import (
     LEAST_SKIP,
     LONGEST_ABSENCE_SECONDS,
     LONGEST_GATHER_SECONDS,
+    LOST_SECONDS,
     MOST_SKIP,
     SETTLE_SECONDS,
     SHOWN_SECONDS,
@@ -63,7 +64,7 @@ class _Leader:
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
-        awaits_reports: bool = False, replay_seconds: float = 0.0,
+        awaits_reports: bool = False, replay_seconds: float = 0.0, acknowledged: Collection[int] = (),
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
@@ -72,7 +73,8 @@ class _Leader:
             complete=False,
         )  # fmt: skip
         return self.table.acquire(
-            view, trainer, count, holding=holding, released=released, all_granted=all_granted
+            view, trainer, count, holding=holding, released=released, all_granted=all_granted,
+            acknowledged=acknowledged,
         )  # fmt: skip
 
     def give(self, trainer: str, count: int, **options: Any) -> list[int]:
@@ -170,6 +172,45 @@ def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: in
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([1, 2], stage)
     leader.round, leader.committed, leader.lost = 1, set(), set()
     assert leader.ask("a", 9, all_granted=False).accumulate_only_at is None, "another round, in which nothing is lost"
+
+
+def test_what_a_later_stage_does_not_have_long_after_stage_0_is_replayed_while_the_round_goes_on() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=2)
+    leader.committed = {0}
+    told = [0, 1, 3, _SIZE]
+    assert leader.give("a", 9, all_granted=False, acknowledged=told) == []
+    leader.clock.advance(LOST_SECONDS - 1.0)
+    assert leader.give("a", 9, all_granted=False, acknowledged=told) == [], "hearing of it again changes nothing"
+    leader.committed = {0, 3}
+    leader.clock.advance(1.0)
+    grant = leader.ask("a", 9, all_granted=False)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([1], 2)
+    assert leader.give("a", 9, all_granted=False) == [], "its replay may be lost as well, but not at once"
+    leader.clock.advance(LOST_SECONDS)
+    assert leader.give("a", 9, all_granted=False) == [1]
+
+
+def test_the_same_at_stage_0_which_knows_itself_who_is_done_with_what() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.give("a", 2)
+    leader.ask("a", 0, holding=[1])
+    leader.clock.advance(LOST_SECONDS)
+    leader.ask("a", 0, holding=[1])
+    grant = leader.ask("a", 9, holding=[1])
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([0], 0)
+
+
+@pytest.mark.parametrize("reason", ["a peer has not told yet", "a member does not answer"])
+def test_what_another_member_may_have_is_not_lost(reason: str) -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    if reason == "a member does not answer":
+        leader.counted = {4}
+    leader.give("a", 9, all_granted=False, acknowledged=[1])
+    leader.clock.advance(2 * LOST_SECONDS)
+    silent = reason == "a peer has not told yet"
+    assert leader.give("a", 9, all_granted=False, awaits_reports=silent) == []
+    leader.counted.clear()
+    assert leader.give("a", 9, all_granted=False) == [1]
 
 
 def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:

@@ -53,18 +53,21 @@ class World:
         """What another trainer ran meanwhile."""
         self.num_asked = 0
         """Times that a later stage was asked."""
+        self.told: list[int] = []
+        """What a later stage was told last that stage 0 has."""
         self.trained: list[Microbatch] = []
         self.round = 0
         self.steps: list[Step] = []
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        newest_round: int | None = None, newest_is_complete: bool = False,
+        acknowledged: Collection[int] = (), newest_round: int | None = None, newest_is_complete: bool = False,
     ) -> Leased | None:  # fmt: skip
         if not self.reachable:
             return None
         if stage:
             self.num_asked += 1
+            self.told = list(acknowledged)
             self.released_later += released
             lost, self.lost = self.lost, []
             return Leased(
@@ -152,6 +155,16 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
         world.lost = [5]
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
         assert [(m.index, m.accumulate_only_at) for m in world.trained] == [(0, None), (5, 1)]
+
+
+async def test_a_later_stage_is_told_for_a_while_what_stage_0_has() -> None:
+    async with running(SYNCHRONOUS) as world:
+        world.answer.set()
+        await eventually(lambda: world.told == [0], meanwhile=lambda: pass_time(world))
+        world.lost = [5]
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
+        await eventually(lambda: not world.told, meanwhile=lambda: pass_time(world))
+        assert world.clock.monotonic() > LEASE_SECONDS, "no replay counts at stage 0"
 
 
 async def test_a_replay_that_another_trainer_ran_meanwhile_is_left() -> None:

@@ -31,6 +31,7 @@ class AcquireRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     NEWEST_ROUND_FIELD_NUMBER: _builtins.int
     NEWEST_IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     count: _builtins.int
     """Microbatches wanted."""
@@ -49,6 +50,12 @@ class AcquireRequest(_message.Message):
     def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Leases this trainer gives back unfinished."""
 
+    @_builtins.property
+    def acknowledged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Asked of another stage than 0: what this trainer has acknowledged to stage 0 of late. What lacks here long after
+        that has been lost on the way.
+        """
+
     def __init__(
         self,
         *,
@@ -60,10 +67,11 @@ class AcquireRequest(_message.Message):
         released: _abc.Iterable[_builtins.int] | None = ...,
         newest_round: _builtins.int | None = ...,
         newest_is_complete: _builtins.bool = ...,
+        acknowledged: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "count", b"count", "holding", b"holding", "newest_is_complete", b"newest_is_complete", "newest_round", b"newest_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "acknowledged", b"acknowledged", "address", b"address", "count", b"count", "holding", b"holding", "newest_is_complete", b"newest_is_complete", "newest_round", b"newest_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_round: _TypeAlias = _typing.Literal["newest_round"]  # noqa: Y015
     _WhichOneofArgType__newest_round: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round"]  # noqa: Y015
