@@ -33,8 +33,9 @@ class Options(BenchOptions):
     num_layers: int = 0
     """Layers of the model, half of them at each stage; 0: one for each 64 of its width, as GPT-2 small has, which is
     12 at 768, and nanoGPT's smallest, which is 6 at 384. What crosses the wire is the same for any number."""
-    microbatch_size: int = 1
-    """Samples of 256 tokens in a microbatch."""
+    microbatch_size: int = 0
+    """Samples of 256 tokens in a microbatch; 0: as many as take the memory of one at 768, which is 4 at 384 with half
+    the layers."""
     microbatches: int = 64
     """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
     n / (n + 1) of the limit at best."""
@@ -46,7 +47,9 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if self.num_layers < 0 or self.num_layers == 1:
             raise ValueError(f"--num-layers must be 0, or at least 2 for two stages, not {self.num_layers}")
-        for name in ("microbatch_size", "microbatches", "steps", "repetitions"):
+        if self.microbatch_size < 0:
+            raise ValueError(f"--microbatch-size must not be negative: {self.microbatch_size}")
+        for name in ("microbatches", "steps", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
 
@@ -59,12 +62,17 @@ def run(options: Options) -> dict[str, Any]:
         "ratio_to_single_process": {width: sides["swarm"] / sides["single"] for width, sides in medians.items()},
         "tokens_per_second": medians,
         "microbatches_per_round": options.microbatches,
-        "microbatch_size": options.microbatch_size,
+        "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
     }
+
+
+def _microbatch_size(options: Options, d_model: int) -> int:
+    return options.microbatch_size or max(1, round((768 / d_model) ** 2))
 
 
 def _config(options: Options, d_model: int) -> RunConfig:
     num_heads = d_model // 64
+    microbatch_size = _microbatch_size(options, d_model)
     return RunConfig(
         run="bench-pipeline",
         model=ModelConfig(
@@ -72,9 +80,9 @@ def _config(options: Options, d_model: int) -> RunConfig:
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
-            dataset=options.dataset, sequence_length=256, microbatch_size=options.microbatch_size, max_tokens=4_000_000
+            dataset=options.dataset, sequence_length=256, microbatch_size=microbatch_size, max_tokens=4_000_000
         ),
-        rounds=RoundsConfig(setting="synchronous", round_samples=options.microbatch_size * options.microbatches),
+        rounds=RoundsConfig(setting="synchronous", round_samples=microbatch_size * options.microbatches),
         optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=1.0),
     )
 

@@ -66,13 +66,13 @@ def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
 @pytest.mark.parametrize("stage", [1, 0])
 def test_a_killed_peer_stalls_nobody(swarm: RealSwarm, stage: int) -> None:
     name = f"kill-{stage}"
-    trainer = swarm.start_trainer(name, steps=40)
+    trainer = swarm.start_trainer(name, steps=25)
     swarm.wait_for_steps(name, 4)
     victim = [peer for peer in swarm.peers if peer.stage == stage and peer is not swarm.peers[0]][-1]
     swarm.kill(victim)
     assert swarm.wait_for_end(trainer) == 0
     steps = swarm.steps(name)
-    assert len(steps) == 40
+    assert len(steps) == 25
     assert max(row["train/step_time"] for row in steps[3:]) < STALL_SECONDS
     swarm.start_peers([stage])
 
@@ -85,7 +85,7 @@ def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
 
 
 def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> None:
-    trainer = swarm.start_trainer("frozen", steps=60)
+    trainer = swarm.start_trainer("frozen", steps=40)
     swarm.wait_for_steps("frozen", 4)
     victim = [peer for peer in swarm.peers if peer.stage == 1][-1]
     os.kill(victim.child.pid, signal.SIGSTOP)
