@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
 from swarm.types import PeerId
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Computation(HopListener):
         self.route: Mapping[int, PeerId] = {}
         self.subscriber: object | None = None
         """The call that gets the answer; a newer one takes its place."""
+        self._is_wanted = asyncio.Event()
         self._wire_inputs = wire_inputs
         self._age = age
         self._hints = hints
@@ -113,7 +117,17 @@ class Computation(HopListener):
     def subscribe(self, subscriber: object) -> None:
         """Let `subscriber` have the answer; the one before, if any, is told that it was superseded."""
         self.subscriber = subscriber
+        self._is_wanted.set()
         self._news.set()
+
+    def orphan(self) -> object:
+        """Nobody waits for the answer any more, and nothing is computed for it before somebody subscribes again.
+
+        Gives what takes the subscriber's place.
+        """
+        self.subscribe(object())
+        self._is_wanted.clear()
+        return self.subscriber
 
     # -- what downstream says ------------------------------------------------------------------------------------
 
@@ -180,7 +194,7 @@ class Computation(HopListener):
             )  # fmt: skip
             return loss, gradient
 
-        (loss, download), seconds = await self._runtime.run(work, priority=Priority.FORWARD, age=self._age)
+        (loss, download), seconds = await self._compute(work, Priority.FORWARD)
         gradient = None if download is None else await download.arrived()
         self._on_accumulated()
         tokens = self._wire_inputs[TOKENS]
@@ -204,7 +218,7 @@ class Computation(HopListener):
             return gradient
 
         assert self._hop is not None
-        download, forward_seconds = await self._runtime.run(forward, priority=Priority.FORWARD, age=self._age)
+        download, forward_seconds = await self._compute(forward, Priority.FORWARD)
         tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: await download.arrived()}
         self.waiting_stage = self._hop.stage
         try:
@@ -214,9 +228,7 @@ class Computation(HopListener):
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.no_peer = self._backend.stage, False
         try:
-            answer, backward_seconds = await self._runtime.run(
-                lambda: backward(reply.tensors[GRADIENT]), priority=Priority.BACKWARD, age=self._age
-            )
+            answer, backward_seconds = await self._compute(lambda: backward(reply.tensors[GRADIENT]), Priority.BACKWARD)
         except MalformedMessage as error:
             raise PeerUnavailable(f"of no use is what the next stage answered: {error}") from None
         gradient = None if answer is None else await answer.arrived()
@@ -225,3 +237,17 @@ class Computation(HopListener):
             loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,
             num_reroutes=reply.num_reroutes, busy_seconds=forward_seconds + backward_seconds,
         )  # fmt: skip
+
+    async def _compute(self, work: Callable[[], _Result], priority: Priority) -> tuple[_Result, float]:
+        """Have the compute thread do `work`, unless its turn comes while nobody wants it; gives the seconds as well.
+
+        After a freeze, or with its trainer, most of what a peer has under way is gone: to compute it would only give
+        it more to take out again.
+        """
+        while True:
+            await self._is_wanted.wait()
+            done, seconds = await self._runtime.run(
+                lambda: (work(),) if self._is_wanted.is_set() else None, priority=priority, age=self._age
+            )
+            if done is not None:
+                return done[0], seconds

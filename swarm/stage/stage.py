@@ -321,9 +321,7 @@ class Stage:
         """The call that waited for the answer is gone: keep it a while for a retry, then roll it back."""
         if computation.subscriber is not subscriber:
             return
-        orphan = object()
-        computation.subscribe(orphan)
-        self._tasks.create_task(self._expire(computation, orphan))
+        self._tasks.create_task(self._expire(computation, computation.orphan()))
 
     async def _expire(self, computation: Computation, orphan: object) -> None:
         if not computation.failed:

@@ -1,15 +1,18 @@
 """One microbatch's computation, ended at odd moments."""
 
 import asyncio
-from typing import cast
+import threading
+from typing import Any, cast
 
 import pytest
+import torch
 
 from swarm.errors import NotReady
 from swarm.hop import Microbatch
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.runtime import Runtime
+from tests.support.chain import eventually
 
 
 class Backend:
@@ -31,3 +34,41 @@ async def test_one_that_is_given_up_before_it_began_says_so() -> None:
     assert computation.done
     with pytest.raises(NotReady, match="given up"):
         computation.result()
+
+
+class LastBackend:
+    """Of the last stage; counts what is computed."""
+
+    stage, is_last, num_computed = 1, True, 0
+
+    def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
+        self.num_computed += 1
+        return 1.0, None, None
+
+
+@pytest.mark.parametrize("moment", ["before it begins", "while it waits for its turn"])
+async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(moment: str) -> None:
+    runtime, backend, other_work = Runtime(queue_capacity=4), LastBackend(), threading.Event()
+    computation = Computation(
+        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
+        accumulate=True, age=0, hints={}, backend=cast(StageBackend, backend), runtime=runtime, hop=None,
+    )  # fmt: skip
+    runtime.start()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(runtime.control(other_work.wait))
+            computation.subscribe("a call")
+            computation.start(tasks)
+            if moment == "while it waits for its turn":
+                await eventually(lambda: runtime.queue_length == 2)
+            computation.orphan()
+            other_work.set()
+            await eventually(lambda: runtime.queue_length == 0)
+            await asyncio.sleep(0.05)
+            assert (backend.num_computed, computation.done) == (0, False)
+            computation.subscribe("the retry")
+            await eventually(lambda: computation.done)
+    finally:
+        other_work.set()
+        runtime.stop(5.0)
+    assert (backend.num_computed, computation.result().loss) == (1, 1.0)
