@@ -318,13 +318,16 @@ class Stage:
         self.num_settling -= 1
 
     def abandon(self, computation: Computation, subscriber: object) -> None:
-        """The call that waited for the answer is gone: keep it a while for a retry, then roll it back."""
+        """The call that waited for the answer is gone: keep it a while for a retry, if one can use it; then undo it."""
         if computation.subscriber is not subscriber:
             return
         self._tasks.create_task(self._expire(computation, computation.orphan()))
 
     async def _expire(self, computation: Computation, orphan: object) -> None:
-        if not computation.failed:
+        # A trainer retries elsewhere; and with DiLoCo a retry brings other activations: it has no use for what is under
+        # way here, only for what behind this peer is done.
+        may_be_joined = self.config.rounds.synchronous and self.number > 0
+        if not computation.failed and (computation.done or may_be_joined):
             # Whoever takes the dead neighbour's place has its own computation to do before it asks.
             own_seconds = (self._seconds_per_sample.value or 0.0) * computation.microbatch.num_samples
             await self._clock.sleep(max(self._limits.orphan_seconds, 3 * own_seconds))

@@ -199,6 +199,26 @@ async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunC
         await eventually(lambda: _is_idle(chain))
 
 
+@_BOTH
+async def test_what_a_dead_trainer_had_under_way_is_not_computed_any_more(config: RunConfig) -> None:
+    """Stage 0 gives it up at once: a trainer retries elsewhere. A synchronous retry could join those behind."""
+    clock = ManualClock()
+    async with running_chain(config, clock=clock) as chain:
+        last = chain.at(2)[0]
+        async with last.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(last.stage.ledger) == 1)
+            training.cancel()
+            waits = EntryState.RUNNING if config.rounds.synchronous else None
+            await eventually(lambda: _states(chain, 0) == [None, waits, waits])
+        await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
+        await eventually(lambda: _is_idle(chain))
+        # The last one had begun, and somebody waits for it: whoever may yet be asked again.
+        computed = [0, 0, int(config.rounds.synchronous)]
+        assert (chain.counts("backwards"), chain.counts("rolled_back")) == (computed, computed)
+        chain.assert_accumulated([])
+
+
 async def test_a_lost_ack_ends_in_missing_and_a_replay_mends_it() -> None:
     """Between the first stage and the second: what is upstream of the loss counts, what is downstream does not."""
     clock = ManualClock()
@@ -247,6 +267,11 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
 # -- peers that die ----------------------------------------------------------------------------------------------------
 
 
+def _was_asked_again(peer: Peer) -> bool:
+    """Synchronous: a retry joined. With DiLoCo another computation was begun."""
+    return peer.stage.counters.forwards + peer.stage.counters.repeated >= 2
+
+
 async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer]:
     """Train microbatch 0, and stop the peer of `stage` that took it while the last stage has not computed yet.
 
@@ -259,7 +284,7 @@ async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer
         (dead,) = [peer for peer in chain.at(stage) if len(peer.stage.ledger)]
         (other,) = [peer for peer in chain.at(stage) if peer is not dead]
         await dead.stop()
-        await eventually(lambda: len(other.stage.ledger) == 1 and last.stage.counters.repeated == 1)
+        await eventually(lambda: len(other.stage.ledger) == 1 and _was_asked_again(last))
     await chain.ack(await training)
     return dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead]), other
 
@@ -285,7 +310,7 @@ async def test_a_trainer_too_takes_its_microbatch_to_another_peer(config: RunCon
             (dead,) = [peer for peer in chain.at(0) if len(peer.stage.ledger)]
             (other,) = [peer for peer in chain.at(0) if peer is not dead]
             await dead.stop()
-            await eventually(lambda: chain.at(1)[0].stage.counters.repeated == 1)
+            await eventually(lambda: _was_asked_again(chain.at(1)[0]))
         reply = await training
         await chain.ack(reply)
         assert reply.num_reroutes == 1
