@@ -13,6 +13,7 @@ Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -171,9 +172,8 @@ class StageBackend:
                 self.budget.num_kept += 1
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
-            return self._collect(
-                forward, forward._outputs, gradient_BTD, wire_gradient, accumulate=accumulate, only_at=only_at
-            )
+            root = _scalar(forward._outputs, gradient_BTD)
+            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at)
         finally:
             self.release(forward)
 
@@ -205,7 +205,7 @@ class StageBackend:
             # Waits for the device: nothing may come of a loss that is not finite. It is read once.
             loss_on_cpu = loss.detach().cpu()
             require_in_range("loss", loss_on_cpu)
-            gradient, accumulated = self._collect(forward, loss, None, None, accumulate=accumulate, only_at=only_at)
+            gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)
             return float(loss_on_cpu), gradient, accumulated
         finally:
             self.release(forward)
@@ -253,9 +253,12 @@ class StageBackend:
             microbatch=accumulated.microbatch, wire_inputs=accumulated.wire_inputs, version=accumulated.version
         )
         _, outputs = self._graph(forward)
-        root, root_gradient = self._root(outputs, accumulated.wire_inputs, accumulated.wire_gradient)
+        if accumulated.wire_gradient is None:
+            root = token_loss(outputs, self._targets(accumulated.wire_inputs))
+        else:
+            root = _scalar(outputs, self._decode(accumulated.wire_gradient, accumulated.wire_inputs))
         parameters = list(accumulated.version.parameters.values())
-        gradients = torch.autograd.grad(root, parameters, root_gradient, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
         accumulated.bucket.add(gradients, -accumulated.num_samples)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
@@ -305,24 +308,15 @@ class StageBackend:
         )  # fmt: skip
         return outputs
 
-    def _root(
-        self, outputs: torch.Tensor, wire_inputs: Mapping[str, torch.Tensor], wire_gradient: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if wire_gradient is None:
-            return token_loss(outputs, self._targets(wire_inputs)), None
-        return outputs, self._decode(wire_gradient, wire_inputs)
-
     def _collect(
-        self, forward: Forward, root: torch.Tensor, root_gradient: torch.Tensor | None,
-        wire_gradient: torch.Tensor | None, *, accumulate: bool, only_at: int | None,
+        self, forward: Forward, root: torch.Tensor, wire_gradient: torch.Tensor | None, *, accumulate: bool,
+        only_at: int | None,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
         if not inputs and not parameters:
             return None, None
-        gradients = torch.autograd.grad(
-            root, [*inputs, *parameters], root_gradient, allow_unused=True, materialize_grads=True
-        )
+        gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)
         input_gradient = self._boundary.encode(gradients[0], self.staging) if inputs else None
         if not accumulate:
             return input_gradient, None
@@ -372,6 +366,28 @@ class StageBackend:
         """A hidden state of the microbatch, or a gradient of one."""
         num_samples, num_tokens = wire_inputs[TOKENS].shape
         return self._boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
+
+
+class _Scalar(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return outputs.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None
+
+
+def _scalar(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A number whose gradient by `outputs` is `gradient`.
+
+    For torch.autograd.grad, which imports sympy, hundreds of modules, when it is given a gradient to begin with: for a
+    second or more a new peer's compute thread would stand still at its first backward.
+    """
+    scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
+    return scalar
 
 
 def _measure_graph(compute: Callable[[], torch.Tensor], version: Version) -> tuple[torch.Tensor, int]:

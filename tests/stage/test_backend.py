@@ -1,7 +1,10 @@
 """One stage's computation: forward, backward, taking out again, always with the weights that forward used."""
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,3 +446,21 @@ def test_the_answer_has_the_shapes_of_the_specs() -> None:
     _, gradient, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}, accumulate=True)
     assert tuple(_arrived(gradient).shape) == reply_specs(_CONFIG, 2)[GRADIENT].shape
     assert isinstance(entry, Accumulated)
+
+
+def test_neither_a_backward_nor_a_roll_back_imports_anything_large() -> None:
+    """A new peer's compute thread would stand still at its first backward: sympy takes longer to import than torch."""
+    program = """
+import sys
+from tests.stage.test_backend import _CONFIG, _chain, _run
+chain = _chain(_CONFIG)
+before = set(sys.modules)
+assert not {"sympy", "torch._dynamo"} & before
+_, accumulated = _run(chain, 0)
+_run(chain, 1)
+for backend, entry in zip(chain, accumulated):
+    backend.roll_back([entry])
+new = {name.partition(".")[0] for name in sys.modules.keys() - before} - {"einops"}
+assert not new, new
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
