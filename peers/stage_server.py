@@ -40,6 +40,7 @@ from swarm.lookup import DirectoryServicer
 from swarm.model.stages import build_stage
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
+from swarm.probe import probe_unreachable
 from swarm.rounds import Snapshot
 from swarm.routing.router import Router
 from swarm.rpc import tls
@@ -101,6 +102,7 @@ class StageServer:
         self._number = stage
         self._identity = identity
         self._known = known
+        self._router = router
         self._directory = directory
         self._clock = clock
         self._tasks = tasks
@@ -179,15 +181,22 @@ class StageServer:
                 self._stage.serving = True
                 self._state = PeerState.SERVING
                 self._events.write(Join())
-                announcing = tasks.create_task(self._keep_announced())
+                background = [tasks.create_task(work) for work in (self._keep_announced(), self._probe())]
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
                 yield self._endpoint
-                averaging.cancel()
-                announcing.cancel()
+                for task in (averaging, *background):
+                    task.cancel()
         finally:
             await server.stop(grace=1.0)
             await self._channels.close()
             self._runtime.stop(timeout_seconds=2.0)
+
+    async def _probe(self) -> None:
+        """The peers of the next stage, if there is one."""
+        if self._hop is not None:
+            await probe_unreachable(
+                stage=self._hop.stage, router=self._router, channels=self._channels, clock=self._clock
+            )  # fmt: skip
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(

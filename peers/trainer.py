@@ -45,6 +45,7 @@ from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.probe import probe_unreachable
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import TRAINER_STAGE, TrainerRecord
@@ -165,6 +166,7 @@ async def run(
             background = [
                 tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
                 tasks.create_task(session.keep_announced(clock)),
+                tasks.create_task(probe_unreachable(stage=0, router=router, channels=channels, clock=clock)),
             ]
             training = tasks.create_task(session.train())
             stopped = tasks.create_task(stop_or_expiry(stop, identity, clock))

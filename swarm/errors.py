@@ -37,11 +37,13 @@ class PeerUnavailable(Retryable):
 
     Attributes:
         is_gone: nobody listens at its address: it has died, and does not come back with what it had.
+        is_unreachable: no answer came, whatever the reason: the peer itself has not said or done anything wrong.
     """
 
-    def __init__(self, message: str, *, is_gone: bool = False) -> None:
+    def __init__(self, message: str, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
         super().__init__(message)
         self.is_gone = is_gone
+        self.is_unreachable = is_unreachable or is_gone
 
 
 class Overloaded(Retryable):

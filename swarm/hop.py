@@ -264,7 +264,7 @@ class Hop:
     def _failed(self, peer_id: PeerId, name: str, error: SwarmError, attempt: _Attempt) -> None:
         logger.info("stage %d: %s failed: %s", self.stage, name or peer_id[:8], error)
         if isinstance(error, PeerUnavailable):
-            self._router.failed(peer_id, is_gone=error.is_gone)
+            self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
         pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0
@@ -404,14 +404,14 @@ class Hop:
             async with asyncio.timeout(seconds):
                 await call.write(message)
         except TimeoutError:
-            raise PeerUnavailable(f"took nothing for {seconds:.0f} s") from None
+            raise PeerUnavailable(f"took nothing for {seconds:.0f} s", is_unreachable=True) from None
 
     async def _read(self, call: Call, seconds: float) -> Any:
         try:
             async with asyncio.timeout(seconds):
                 reply = await call.read()
         except TimeoutError:
-            raise PeerUnavailable(f"no sign of life for {seconds:.0f} s") from None
+            raise PeerUnavailable(f"no sign of life for {seconds:.0f} s", is_unreachable=True) from None
         if reply is grpc.aio.EOF:
             raise await _status(call)
         return reply

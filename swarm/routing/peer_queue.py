@@ -22,6 +22,8 @@ from swarm.types import PeerId, PeerRecord
 
 BASE_BAN_SECONDS = 5.0
 LONGEST_BAN_SECONDS = 300.0
+LEAST_BAN_SHARE = 0.2
+"""Of a ban, where the peer answers again sooner: a few bytes may get through where a microbatch does not."""
 
 MAX_SLOWNESS = 50.0
 """No peer is taken for slower than this multiple of the stage's typical time: the slowest is still probed."""
@@ -59,6 +61,7 @@ class _Ban:
     """Of the newest announcement that was taken into account."""
     is_gone: bool
     """Whether nobody listened there, so that whoever announces himself has come back."""
+    is_unreachable: bool
 
 
 _Entry = tuple[float, int, _Member]
@@ -245,7 +248,9 @@ class PeerQueue:
         member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
         self._set_aside(member, now)
 
-    def failed(self, peer_id: PeerId, now: float, *, is_gone: bool = False) -> None:
+    def failed(
+        self, peer_id: PeerId, now: float, *, is_gone: bool = False, is_unreachable: bool = False
+    ) -> None:  # fmt: skip
         """Ban a peer, each time in a row for twice as long."""
         member = self._members[peer_id]
         member.num_failures += 1
@@ -253,8 +258,26 @@ class PeerQueue:
             return  # Calls that were in flight together fail together: that is one failure.
         previous = self._bans.get(peer_id)
         seconds = BASE_BAN_SECONDS if previous is None else min(2 * previous.seconds, LONGEST_BAN_SECONDS)
-        self._bans[peer_id] = _Ban(now, now + seconds, seconds, member.record.announced_at, is_gone)
+        self._bans[peer_id] = _Ban(
+            since=now, until=now + seconds, seconds=seconds, announced_at=member.record.announced_at, is_gone=is_gone,
+            is_unreachable=is_unreachable,
+        )  # fmt: skip
         self._set_aside(member, now)
+
+    def unreachable(self, now: float) -> list[PeerRecord]:
+        """Members that are banned since they did not answer. O(bans)."""
+        return [
+            self._members[peer_id].record
+            for peer_id, ban in self._bans.items()
+            if ban.is_unreachable and ban.until > now and peer_id in self._members
+        ]
+
+    def answered(self, peer_id: PeerId, now: float) -> None:
+        """End the ban of a peer that is there again, once LEAST_BAN_SHARE of it has passed; the back-off goes on."""
+        ban = self._bans.get(peer_id)
+        if ban is not None and ban.is_unreachable and now - ban.since >= LEAST_BAN_SHARE * ban.seconds:
+            ban.until = min(ban.until, now)
+            self._set_aside(self._members[peer_id], now)
 
     def statistics(self, now: float) -> list[PeerStatistics]:
         """A reading of every member. O(peers)."""

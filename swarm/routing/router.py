@@ -85,7 +85,7 @@ class Router:
         if queue is not None:
             queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds)
 
-    def failed(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
+    def failed(self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
         """Ban a peer, for 5 s at first and up to 5 min if that goes on.
 
         A later announcement ends the ban too, once its first 5 s have passed; a success ends it at once.
@@ -93,10 +93,25 @@ class Router:
         Args:
             is_gone: nobody listened at its address. A later announcement, which then is a new process's, ends the ban
                 at once: should there still be nobody, that is learnt without delay.
+            is_unreachable: it did not answer at all. `answered` ends the ban.
         """
         queue = self._queue_of(peer_id)
         if queue is not None:
-            queue.failed(peer_id, self._clock.monotonic(), is_gone=is_gone)
+            queue.failed(peer_id, self._clock.monotonic(), is_gone=is_gone, is_unreachable=is_unreachable)
+
+    def unreachable(self, stage: int) -> list[PeerRecord]:
+        """The serving peers of a stage that are banned since they did not answer."""
+        queue = self._queues.get(stage)
+        return [] if queue is None else queue.unreachable(self._clock.monotonic())
+
+    def answered(self, peer_id: PeerId) -> None:
+        """A peer that had not answered does now: its ban ends, not before a fifth of its time has passed.
+
+        Should it fail again before it has succeeded, it is banned for twice as long all the same.
+        """
+        queue = self._queue_of(peer_id)
+        if queue is not None:
+            queue.answered(peer_id, self._clock.monotonic())
 
     def is_empty(self, stage: int) -> bool:
         """Whether nobody serves the stage. Banned and busy peers count as serving."""

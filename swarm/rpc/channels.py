@@ -36,8 +36,9 @@ def _client_options(silence_ms: int) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         # A minute unless told otherwise, which overrides the keepalive timeout.
         ("grpc.http2.ping_timeout_ms", silence_ms),
-        # A peer that restarts is reached again in seconds, not in minutes.
-        ("grpc.max_reconnect_backoff_ms", 5000),
+        # A peer that restarts is reached again in a second, not in minutes; who calls has pauses of his own.
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 1000),
     )
 
 
@@ -207,7 +208,10 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
         return errors.DeadlineExceeded(details)
     # Connected to nobody; but where a network is parted, that takes until a time-out.
     is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
-    return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone)
+    is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return errors.PeerUnavailable(
+        f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable
+    )  # fmt: skip
 
 
 async def _close(channels: Iterable[grpc.aio.Channel], grace_seconds: float | None) -> None:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from swarm.routing import peer_queue
-from swarm.routing.peer_queue import BASE_BAN_SECONDS, LONGEST_BAN_SECONDS, MAX_SLOWNESS, PeerQueue
+from swarm.routing.peer_queue import (
+    BASE_BAN_SECONDS,
+    LEAST_BAN_SHARE,
+    LONGEST_BAN_SECONDS,
+    MAX_SLOWNESS,
+    PeerQueue,
+)  # fmt: skip
 from swarm.types import PeerId, PeerRecord, PeerState
 
 
@@ -209,6 +215,26 @@ def test_who_was_gone_and_announces_himself_is_back_at_once() -> None:
     assert queue.choose(1, 1.0, exclude=(), prefer=()) is None, "it announced that before it went"
     queue.update([_record(1, announced_at=11.0)], 2.0)
     assert _choose(queue, 2.0) == 1
+
+
+def test_who_did_not_answer_and_does_now_is_back_before_the_ban_would_end() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    queue.failed(_id(1), 0.0, is_unreachable=True)
+    queue.failed(_id(2), 0.0)
+    assert [record.peer_id for record in queue.unreachable(0.5)] == [_id(1)], "the other one answered, and was wrong"
+    queue.answered(_id(1), 0.5)
+    assert queue.choose(1, 0.5, exclude=(), prefer=()) is None, "a moment later it may be gone again"
+    for number in (1, 2):
+        queue.answered(_id(number), LEAST_BAN_SHARE * BASE_BAN_SECONDS)
+    assert queue.unreachable(1.0) == []
+    assert _choose(queue, 1.0) == _choose(queue, 1.0) == 1
+    queue.failed(_id(1), 2.0, is_unreachable=True)
+    assert queue.next_available_seconds(2.0) == pytest.approx(3.0), "of the other one"
+    queue.answered(_id(1), 3.9)
+    assert queue.unreachable(3.9), "the back-off goes on: a fifth of 10 s"
+    queue.answered(_id(1), 4.0)
+    assert not queue.unreachable(4.0)
 
 
 def test_vanishing_does_not_end_a_ban() -> None:

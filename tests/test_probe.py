@@ -1,0 +1,105 @@
+"""A peer that could not be reached, and what it takes until it is asked again."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from swarm.clock import ManualClock, SystemClock
+from swarm.probe import probe_unreachable
+from swarm.routing.peer_queue import BASE_BAN_SECONDS, LEAST_BAN_SHARE
+from swarm.routing.router import Router
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.types import PeerId, PeerRecord, PeerState
+from tests.support.chain import eventually
+
+_ID = PeerId("0123456789abcdef" * 2 + "01234567")
+
+
+class _Health(HealthServicer):
+    """Counts who asks."""
+
+    num_asked = 0
+
+    async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        self.num_asked += 1
+        return await super().Check(request, context)
+
+
+class _Peer:
+    """One that a router knows by a port, and that may listen there."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.router = Router(self.clock, random.Random(0))
+        self.health = _Health()
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_HealthServicer_to_server(self.health, self.server)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        endpoint = f"127.0.0.1:{self.port}"
+        record = PeerRecord(peer_id=_ID, stage=0, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0)
+        self.router.update(0, [record])
+
+    async def come_back(self) -> None:
+        bind_server(self.server, "127.0.0.1", self.port, None)
+        await self.server.start()
+
+    async def says(self, status: int) -> None:
+        await self.health.set("", status)
+
+    @property
+    def is_banned(self) -> bool:
+        return self.router.choose(0, 1) is None
+
+
+@asynccontextmanager
+async def probed() -> AsyncIterator[_Peer]:
+    """A peer at whose port nobody listens, which is probed if it is banned."""
+    peer, channels = _Peer(), ChannelPool(insecure=True)
+    probing = asyncio.create_task(
+        probe_unreachable(stage=0, router=peer.router, channels=channels, clock=SystemClock())
+    )  # fmt: skip
+    try:
+        yield peer
+    finally:
+        probing.cancel()
+        with suppress(asyncio.CancelledError):
+            await probing
+        await channels.close()
+        await peer.server.stop(None)
+
+
+async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
+    async with probed() as peer:
+        peer.router.failed(_ID, is_gone=True, is_unreachable=True)
+        peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
+        await asyncio.sleep(1.0)
+        assert peer.is_banned
+        await peer.says(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await peer.come_back()
+        await eventually(lambda: peer.health.num_asked > 0)
+        assert peer.is_banned, "it joins"
+        await peer.says(health_pb2.HealthCheckResponse.SERVING)
+        await eventually(lambda: not peer.is_banned)
+
+
+@pytest.mark.parametrize("failure", ["none", "its own answer"])
+async def test_nobody_else_is_asked(failure: str) -> None:
+    async with probed() as peer:
+        await peer.says(health_pb2.HealthCheckResponse.SERVING)
+        await peer.come_back()
+        if failure == "its own answer":
+            peer.router.failed(_ID)
+        peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
+        await asyncio.sleep(1.0)
+        assert (peer.health.num_asked, peer.is_banned) == (0, failure == "its own answer")
