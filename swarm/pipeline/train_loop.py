@@ -232,9 +232,11 @@ class TrainLoop(HopListener):
         self._arrived.set()
 
     def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
-        if microbatch.accumulate_only_at is not None or microbatch.round < self._watcher.round:
+        is_late = microbatch.round < self._watcher.round
+        if microbatch.accumulate_only_at is not None or (is_late and self._config.rounds.synchronous):
             return  # A replay: its loss has been counted before.
-        losses = self._losses.setdefault(microbatch.round, {})
+        # With DiLoCo it counts for whichever round is under way: rounds may be shorter than a microbatch's way.
+        losses = self._losses.setdefault(max(microbatch.round, self._watcher.round), {})
         if microbatch.index in losses:
             return
         losses[microbatch.index] = reply.loss

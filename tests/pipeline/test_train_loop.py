@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
@@ -107,16 +108,17 @@ class World:
 
 
 @asynccontextmanager
-async def running(config: RunConfig = DILOCO, max_in_flight: int = 1) -> AsyncIterator[World]:
-    """A loop that has begun with the microbatch."""
+async def running(config: RunConfig = DILOCO, max_in_flight: int = 1, first: int = 0) -> AsyncIterator[World]:
+    """A loop that has begun with the microbatch, and ends with round `first`, which the stages are in."""
     world = World()
+    world.round = first
     loop = TrainLoop(
         config=config, data=cast(Microbatches, world), hop=cast(Hop, world), leases=cast(LeaseClient, world),
         watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=max_in_flight,
         on_waiting=lambda stage: None,
     )  # fmt: skip
     world.loop = loop
-    task = asyncio.create_task(loop.run(0, 1, world.on_step))
+    task = asyncio.create_task(loop.run(first, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
     try:
         yield world
@@ -148,6 +150,17 @@ async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
         world.round = 1
         await eventually(lambda: len(world.steps) == 1, meanwhile=lambda: pass_time(world))
         assert (world.steps[0].totals.losses, world.steps[0].totals.num_microbatches) == ([1.0], 1)
+
+
+@pytest.mark.parametrize(("config", "losses"), [(DILOCO, [1.0]), (SYNCHRONOUS, [])])
+async def test_a_microbatch_may_be_longer_under_way_than_a_round_lasts(config: RunConfig, losses: list[float]) -> None:
+    """With DiLoCo its loss is the present step's. A synchronous one is run again for a stage that came back."""
+    async with running(config, first=2) as world:
+        world.answer.set()
+        await eventually(lambda: world.reply.acked)
+        world.round = 3
+        await eventually(lambda: len(world.steps) == 1, meanwhile=lambda: pass_time(world))
+        assert (world.steps[0].number, world.steps[0].totals.losses) == (3, losses)
 
 
 async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_something_to_grant() -> None:
