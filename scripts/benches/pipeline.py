@@ -40,7 +40,7 @@ class Options(BenchOptions):
     """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
     n / (n + 1) of the limit at best."""
     steps: int = 1
-    """Rounds that each repetition measures at the largest width; narrower models train more, in proportion."""
+    """Rounds that each repetition measures."""
     repetitions: int = 3
     """Times that each side has its turn."""
 
@@ -90,19 +90,18 @@ def _config(options: Options, d_model: int) -> RunConfig:
 def _measure(options: Options, d_model: int) -> dict[str, float]:
     """Median tokens/s of each side."""
     config, _ = with_corpus(_config(options, d_model))
-    steps = options.steps * max(options.d_model) // d_model
-    tokens = steps * config.rounds.round_samples * config.data.sequence_length
+    tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
     rates: dict[str, list[float]] = {"swarm": [], "limit": [], "single": []}
     with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
-        limit = [_whole_model(f"limit-{number}", 1, steps, children, folder) for number in range(2)]
-        single = [_whole_model("single", 2, steps, children, folder)]
+        limit = [_whole_model(f"limit-{number}", 1, options.steps, children, folder) for number in range(2)]
+        single = [_whole_model("single", 2, options.steps, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
         for repetition in range(options.repetitions):
-            rows = swarm.train(f"trainer-{repetition}", 1 + steps)
+            rows = swarm.train(f"trainer-{repetition}", 1 + options.steps)
             rates["swarm"].append(tokens / sum(row["train/step_time"] for row in rows[1:]))
             rates["limit"].append(_train_at_once(limit, tokens))
             rates["single"].append(_train_at_once(single, tokens))
