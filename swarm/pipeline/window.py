@@ -4,24 +4,18 @@ Grows while the swarm takes everything at once, shrinks when peers answer Busy: 
 trainer needs no knowledge of the swarm's size or of the links. Pure.
 """
 
-import math
-
+_GROWTH = 1.0
 _DECREASE = 0.93
 """Little: Busy from one of many peers says that this one has enough, not that all have."""
 
 
 class Window:
-    """A window that doubles until the first Busy, and later where none came for long; else it grows by addition.
-
-    After each Busy it grows by one in the first round trip, by two in the next, and so on by powers of two: little
-    where the swarm is full, and soon to the new size where a peer came back, or another trainer is gone.
-    """
+    """A window that doubles until the first Busy, and then grows by addition and shrinks by multiplication."""
 
     def __init__(self, *, start: int, largest: int) -> None:
         self._size = float(start)
         self._largest = largest
-        self._calm_trips = math.inf
-        """Round trips of a full window since the last Busy."""
+        self._was_busy = False
         self._num_older = 0
         """Microbatches to come that were in flight at the last decrease already."""
 
@@ -39,14 +33,12 @@ class Window:
         is_older = self._num_older > 0
         self._num_older = max(0, self._num_older - 1)
         if num_busy:
-            self._calm_trips = 0.0
+            self._was_busy = True
             # Those that were refused together are one sign, not many.
             if not is_older:
                 self._size = max(1.0, self._size * _DECREASE)
                 self._num_older = in_flight - 1
         elif in_flight >= self.size:
             # Only a full window has shown that it is not too large.
-            self._calm_trips += 1 / self._size
-            # At most one for each that came back: the window doubles.
-            growth = 2.0 ** min(math.log2(self._size), self._calm_trips) / self._size
+            growth = _GROWTH / self._size if self._was_busy else _GROWTH
             self._size = min(float(self._largest), self._size + growth)
