@@ -1,6 +1,7 @@
-"""Asks peers that could not be reached whether they are back, so that a ban ends with the fault that it was for.
+"""Asks peers that could not be reached whether they are back, so that a ban lasts as long as the fault that it was for.
 
-Run beside each hop, by trainers and stage peers. Decides nothing: the router does with an answer what it likes.
+Run beside each hop, by trainers and stage peers. Decides nothing: the router does with an answer, or with none, what it
+likes.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ PATIENCE_SECONDS = 10.0
 
 
 async def probe_unreachable(*, stage: int, router: Router, channels: ChannelPool, clock: Clock) -> Never:
-    """Have the router hear of a stage's peers that serve again. Runs until it is cancelled.
+    """Have the router hear of a stage's peers that serve again, and of those that do not. Runs until it is cancelled.
 
     One call at a time to each peer that the router takes for unreachable, none where there is no such peer: gRPC's
     own health check, which is answered once a peer serves.
@@ -43,12 +44,14 @@ async def probe_unreachable(*, stage: int, router: Router, channels: ChannelPool
             if reply.status == HealthCheckResponse.SERVING:
                 router.answered(PeerId(record.peer_id))
         finally:
-            under_way.discard(record.peer_id)
+            under_way.discard(record.endpoint)
 
     async with asyncio.TaskGroup() as tasks:
         while True:
             for record in router.unreachable(stage):
-                if record.peer_id not in under_way:
-                    under_way.add(record.peer_id)
+                if record.endpoint in under_way:
+                    router.unanswered(PeerId(record.peer_id), 2 * GAP_SECONDS)
+                else:
+                    under_way.add(record.endpoint)
                     tasks.create_task(probe(record))
             await clock.sleep(GAP_SECONDS)

@@ -135,7 +135,10 @@ class PeerQueue:
         ban = self._bans.get(peer_id)
         if ban is not None and record.announced_at > ban.announced_at:
             ban.announced_at = record.announced_at
-            ban.until = now if ban.is_gone else min(ban.until, ban.since + BASE_BAN_SECONDS)
+            if ban.is_gone:
+                ban.until = now
+            elif not ban.is_unreachable:  # Whoever can announce itself need not be in reach from here.
+                ban.until = min(ban.until, ban.since + BASE_BAN_SECONDS)
             self._set_aside(member, now)
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -277,6 +280,13 @@ class PeerQueue:
         ban = self._bans.get(peer_id)
         if ban is not None and ban.is_unreachable and now - ban.since >= LEAST_BAN_SHARE * ban.seconds:
             ban.until = min(ban.until, now)
+            self._set_aside(self._members[peer_id], now)
+
+    def unanswered(self, peer_id: PeerId, now: float, seconds: float) -> None:
+        """Keep a peer banned for so long at least, if it is for not having answered. The back-off stays as it is."""
+        ban = self._bans.get(peer_id)
+        if ban is not None and ban.is_unreachable and now < ban.until < now + seconds:
+            ban.until = now + seconds
             self._set_aside(self._members[peer_id], now)
 
     def statistics(self, now: float) -> list[PeerStatistics]:

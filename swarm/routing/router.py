@@ -88,12 +88,13 @@ class Router:
     def failed(self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
         """Ban a peer, for 5 s at first and up to 5 min if that goes on.
 
-        A later announcement ends the ban too, once its first 5 s have passed; a success ends it at once.
+        A later announcement ends the ban too, once its first 5 s have passed, unless the peer could not be reached; a
+        success ends it at once.
 
         Args:
-            is_gone: nobody listened at its address. A later announcement, which then is a new process's, ends the ban
+            is_gone: nobody listened at its address. Any later announcement, which then is a new process's, ends the ban
                 at once: should there still be nobody, that is learnt without delay.
-            is_unreachable: it did not answer at all. `answered` ends the ban.
+            is_unreachable: it did not answer at all. `answered` ends the ban, and `unanswered` makes it longer.
         """
         queue = self._queue_of(peer_id)
         if queue is not None:
@@ -112,6 +113,16 @@ class Router:
         queue = self._queue_of(peer_id)
         if queue is not None:
             queue.answered(peer_id, self._clock.monotonic())
+
+    def unanswered(self, peer_id: PeerId, seconds: float) -> None:
+        """A peer that had not answered still does not: it stays banned for so long at least.
+
+        Or all that is under way would be tried with a frozen peer, whose machine takes connections and says nothing,
+        as often as its ban ends.
+        """
+        queue = self._queue_of(peer_id)
+        if queue is not None:
+            queue.unanswered(peer_id, self._clock.monotonic(), seconds)
 
     def is_empty(self, stage: int) -> bool:
         """Whether nobody serves the stage. Banned and busy peers count as serving."""

@@ -237,6 +237,20 @@ def test_who_did_not_answer_and_does_now_is_back_before_the_ban_would_end() -> N
     assert not queue.unreachable(4.0)
 
 
+def test_who_still_does_not_answer_stays_banned() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1, announced_at=10.0), _record(2)], 0.0)
+    queue.failed(_id(1), 0.0, is_unreachable=True)
+    queue.failed(_id(2), 0.0)
+    queue.update([_record(1, announced_at=14.0), _record(2)], 4.0)
+    for now in (4.5, 5.0, 5.5):
+        for number in (1, 2):
+            queue.unanswered(_id(number), now, 1.0)
+    assert [_choose(queue, 6.0) for _ in range(3)] == [2, 2, 2], "it is heard of, but does not answer"
+    queue.unanswered(_id(1), 7.0, 1.0)
+    assert {_choose(queue, 7.0) for _ in range(10)} == {1, 2}, "nobody asks it any more, so that a ban ends by itself"
+
+
 def test_vanishing_does_not_end_a_ban() -> None:
     queue = PeerQueue(random.Random(0))
     queue.update([_record(1)], 0.0)
