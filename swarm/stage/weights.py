@@ -163,11 +163,14 @@ class StageWeights:
         if self._config.rounds.synchronous:
             return
         while not self.round.closed or self._num_overlapped < self._config.averaging.overlap_steps:
+            self._old_versions = [version for version in self._old_versions if version.users]
+            # A third version would be needed while a microbatch still uses the one before the current. Until then all
+            # that comes goes into one step: a batch that was closed sooner would wait, and the next one after it again.
+            if self._old_versions:
+                return
             if self._closing is None and self.open_bucket.num_samples >= self._config.rounds.inner_batch_samples:
                 self._closing, self.open_bucket = self.open_bucket, self._new_bucket()
-            self._old_versions = [version for version in self._old_versions if version.users]
-            # A third version would be needed while a microbatch still uses the one before the current.
-            if self._closing is None or self._closing.num_tentative or self._old_versions:
+            if self._closing is None or self._closing.num_tentative:
                 return
             bucket, self._closing = self._closing, None
             if bucket.num_samples:
