@@ -374,14 +374,9 @@ class StageServer:
         round_view = RoundView(
             round=view.round, committed=view.committed, counted=view.counted, lost=view.lost,
             highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
-            awaits_reports=self._averager.awaits_reports(), replay_seconds=self._replay_seconds(len(view.progress)),
-            complete=view.complete,
+            awaits_reports=self._averager.awaits_reports(), complete=view.complete,
         )  # fmt: skip
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
-
-    def _replay_seconds(self, num_members: int) -> float:
-        rate = max(1, num_members) * self._stage.samples_per_second
-        return self._config.data.microbatch_size / rate if rate else 0.0
 
     def _describe(self) -> pb.DescribeReply:
         progress, counters = self._member.progress(), self._stage.counters

@@ -82,6 +82,8 @@ class Microbatch:
     round: int
     num_samples: int
     accumulate_only_at: int | None = None
+    spare: bool = False
+    """A replay of what a peer that does not answer may still have: its gradient is kept apart."""
 
 
 class HopListener:
@@ -288,7 +290,7 @@ class Hop:
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=attempt.forward_passed and attempt.route.get(self.stage) != peer_id,
-            eager=self._credits.take(peer_id),
+            eager=self._credits.take(peer_id), spare=microbatch.spare,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             opened_at = self._clock.monotonic()

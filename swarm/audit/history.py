@@ -202,13 +202,14 @@ class History:
     def _close(self, event: Close) -> None:
         self._check_standing(event.round, None, "closed")
         if self._synchronous:
-            bucket = self._buckets[max(self._buckets)] if self._buckets else _Bucket()
-            counts, samples, round_samples = +bucket.counts, bucket.samples, bucket.samples
-            replays = frozenset(bucket.replays)
-            if tentative := bucket.ids - bucket.acked:
+            # All are of this round: the open one, and that of spare replays.
+            buckets = self._buckets.values()
+            counts, samples = _sum(+bucket.counts for bucket in buckets), sum(bucket.samples for bucket in buckets)
+            round_samples, replays = samples, frozenset[int]().union(*(bucket.replays for bucket in buckets))
+            if tentative := set(counts).difference(*(bucket.acked for bucket in buckets)):
                 self._violation("contributed before it was acknowledged", microbatches=tentative)
-            if ranges(bucket.ids) != event.microbatches:
-                self._violation(f"the contribution is said to hold {event.microbatches}, not {ranges(bucket.ids)}")
+            if ranges(counts) != event.microbatches:
+                self._violation(f"the contribution is said to hold {event.microbatches}, not {ranges(counts)}")
         else:
             taken = [step for step in self._steps if step.number > self._bases[event.fragment]]
             counts, samples = _sum(step.counts for step in taken), sum(step.samples for step in taken)

@@ -400,9 +400,14 @@ class Averager:
 
 
 def _has_mostly_doubles(peer_id: PeerId, view: GroupView) -> bool:
-    """Whether others have most of what a member has: to replay the rest costs less than to take out a part."""
+    """Whether others have most of what a member has: to replay the rest costs less than to take out a part.
+
+    Of spare replays it is rid more easily: these are given up when the round closes.
+    """
     if peer_id not in view.progress:
         return False
     theirs = view.progress[peer_id].committed
-    elsewhere = frozenset[int]().union(*(p.committed for other, p in view.progress.items() if other != peer_id))
+    elsewhere = frozenset[int]().union(
+        *(p.committed - p.spare for other, p in view.progress.items() if other != peer_id)
+    )
     return 3 * len(theirs & elsewhere) > 2 * len(theirs)

@@ -322,17 +322,21 @@ def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:
     """By member, the microbatches that it is to give up, since another counts them as well.
 
-    Each one costs a forward and a backward, so the members share them; but all that a member has cost nothing.
+    Each one costs a forward and a backward, so the members share them; but all that a member has cost nothing, nor do
+    all of its spare replays.
     """
     committed = {peer: set(messages.unpack_indices(reply.committed_gaps)) for peer, reply in sorted(begun.items())}
+    spare = {peer: messages.unpack_indices(begun[peer].spare_gaps) & indices for peer, indices in committed.items()}
     num_holders = Counter(index for indices in committed.values() for index in indices)
     drops: dict[PeerId, set[int]] = {}
-    for peer, indices in committed.items():
-        # Who was away may have only what was replayed meanwhile.
-        if indices and all(num_holders[index] > 1 for index in indices):
-            drops[peer] = indices
-            num_holders.subtract(indices)
-    rest = {peer: indices for peer, indices in committed.items() if peer not in drops}
+    for free in (spare, committed):
+        for peer, whole in free.items():
+            # Who was away may have only what was replayed meanwhile.
+            indices = whole - drops.get(peer, set())
+            if indices and all(num_holders[index] > 1 for index in indices):
+                drops.setdefault(peer, set()).update(indices)
+                num_holders.subtract(indices)
+    rest = {peer: indices - drops.get(peer, set()) for peer, indices in committed.items()}
     for index in sorted(index for index, number in num_holders.items() if number > 1):
         holders = [peer for peer, indices in rest.items() if index in indices]
         holders.remove(max(holders, key=lambda peer: len(drops.get(peer, ()))))

@@ -140,6 +140,7 @@ class Reporter:
             num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
             highest_microbatch=progress.highest_microbatch, begun=messages.pack_ballot(active),
             prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
+            spare_gaps=messages.pack_indices(progress.spare),
         )  # fmt: skip
         self._under_way.add(peer_id)
         try:

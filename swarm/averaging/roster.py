@@ -81,7 +81,7 @@ class Roster:
         progress = Progress(
             round=request.standing.round, lineage=request.standing.lineage, run_samples=request.standing.run_samples,
             num_samples=request.num_samples, committed=messages.unpack_indices(request.committed_gaps),
-            highest_microbatch=request.highest_microbatch,
+            highest_microbatch=request.highest_microbatch, spare=messages.unpack_indices(request.spare_gaps),
         )  # fmt: skip
         previous = self._reports.get(peer_id)
         prepared = messages.unpack_ballot(request.prepared)
@@ -113,7 +113,7 @@ class Roster:
     def has_given_up(self, peer_id: PeerId) -> None:
         """A member was told to empty its contribution: it counts as empty from now on."""
         report = self._reports[peer_id]
-        empty = dataclasses.replace(report.progress, committed=frozenset(), num_samples=0)
+        empty = dataclasses.replace(report.progress, committed=frozenset(), num_samples=0, spare=frozenset())
         self._reports[peer_id] = dataclasses.replace(report, progress=empty)
         self._listen(peer_id, self._reports[peer_id])
 

@@ -30,8 +30,6 @@ SHOWN_SECONDS = 2.0
 LOST_SECONDS = LEASE_SECONDS
 """What does not show as committed for so long after its Ack is lost, even while the round goes on. Lines stall for some
 seconds, and a member waits as long for a retry."""
-LONGEST_ABSENCE_SECONDS = 15.0
-"""For how long, at most, one waits for a member that does not answer to come back with what it has."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
 """DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone who has not
 reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
@@ -55,8 +53,6 @@ class RoundView:
     """Seconds since a member last committed anything."""
     awaits_reports: bool
     """A peer of the stage, alive as far as one knows, has not told yet what it has."""
-    replay_seconds: float
-    """For how long one replay keeps the stage's members busy, all together."""
     complete: bool
     """The stage has all that the round needs."""
 
@@ -67,6 +63,8 @@ class Grant:
 
     microbatches: Sequence[int]
     accumulate_only_at: int | None = None
+    spare: bool = False
+    """A member that does not answer may have them, and come back."""
 
 
 @dataclass
@@ -87,8 +85,6 @@ class LeaseTable:
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, float] = {}
         """When a trainer stopped holding a microbatch without giving it back."""
-        self._absent_since: float | None = None
-        """Since when some of what counted has been with a member that does not answer."""
         self._next: int | None = None
         self._round = -1
 
@@ -122,7 +118,7 @@ class LeaseTable:
         """Trainers ask all the time: if nobody has for a while, this peer was away, and others may have led."""
         now = self._clock.monotonic()
         if now - self._asked_at >= GATHER_SECONDS:
-            self._leads_since, self._absent_since = now, None
+            self._leads_since = now
         self._asked_at = now
 
     def _gathers(self, view: RoundView) -> bool:
@@ -169,9 +165,8 @@ class LeaseTable:
             for microbatch in range(view.round * size, (view.round + 1) * size)
             if microbatch not in view.committed and microbatch not in self._leases
         ]
-        absent = {m for m in wanted if m in view.counted and m not in view.lost}
-        awaited = self._awaited(absent, view)
-        if lost := self._lost(view, wanted, may_be_elsewhere=bool(absent) or view.awaits_reports):
+        may_come_back = any(m in view.counted and m not in view.lost for m in wanted)
+        if lost := self._lost(view, wanted, may_be_elsewhere=may_come_back or view.awaits_reports):
             # Replayed at once, they do not hold up the end of the round.
             return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:
@@ -182,8 +177,10 @@ class LeaseTable:
         # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
         if view.quiet_seconds < SETTLE_SECONDS or view.awaits_reports or not all_granted:
             return Grant(microbatches=())
-        missing = [m for m in wanted if m not in awaited and self._seconds_since(m) >= SETTLE_SECONDS]
-        return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage)
+        # Nor is a member waited for that does not answer: nobody has anything better to do, and if it comes back, the
+        # replays cost nothing.
+        missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
+        return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage, spare=may_come_back)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
         """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.
@@ -203,21 +200,6 @@ class LeaseTable:
         """Since its trainer was done with it; endless if that is not known."""
         return self._clock.monotonic() - self._finished.get(microbatch, -math.inf)
 
-    def _awaited(self, absent: Set[int], view: RoundView) -> Set[int]:
-        """Of what is with members that do not answer: what is waited for.
-
-        That is as long as the replays would take: so neither a short absence nor a long one costs more than twice what
-        it has to (the ski rental problem; Karlin et al. 1988, "Competitive snoopy caching").
-        """
-        now = self._clock.monotonic()
-        if not absent:
-            self._absent_since = None
-            return absent
-        if self._absent_since is None:
-            self._absent_since = now
-        patience_seconds = min(LONGEST_ABSENCE_SECONDS, len(absent) * view.replay_seconds)
-        return absent if now - self._absent_since < patience_seconds else set()
-
     def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
         """Each is granted once: what is given back, or expires here, another leader may have granted again."""
         if self._next is None:
@@ -228,8 +210,12 @@ class LeaseTable:
         self._next = fresh.stop
         return self._lease(trainer_id, list(fresh))
 
-    def _lease(self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None) -> Grant:
+    def _lease(
+        self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None, *, spare: bool = False
+    ) -> Grant:  # fmt: skip
         expires_at = self._clock.monotonic() + LEASE_SECONDS
         for microbatch in microbatches:
             self._leases[microbatch] = _Lease(trainer_id, expires_at)
-        return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at if microbatches else None)
+        if not microbatches:
+            return Grant(microbatches=())
+        return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare)

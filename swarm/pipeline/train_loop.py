@@ -340,7 +340,7 @@ class TrainLoop(HopListener):
             _Work(
                 Microbatch(
                     index=index, round=leased.round, num_samples=self._config.data.microbatch_size,
-                    accumulate_only_at=leased.accumulate_only_at,
+                    accumulate_only_at=leased.accumulate_only_at, spare=leased.spare,
                 ),
                 leased.stage,
             )

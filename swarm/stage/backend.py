@@ -155,12 +155,16 @@ class StageBackend:
         return forward
 
     def backward(
-        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
-    ) -> tuple[Download | None, Accumulated | None]:
+        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None,
+        spare: bool = False,
+    ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         """Gradient of the stage's input (None at stage 0) and, if wanted, of the weights into the open bucket.
 
-        `only_at`, here and below, is for the record: for a replay, the stage that lacks the microbatch.
         The forward is released, whatever happens.
+
+        Args, here and below:
+            only_at: for the record: for a replay, the stage that lacks the microbatch.
+            spare: the gradient goes into the bucket of spare replays instead.
 
         Raises:
             MalformedMessage: the gradient is none, or the weights would get one that is not finite.
@@ -173,7 +177,7 @@ class StageBackend:
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
             root = _scalar(forward._outputs, gradient_BTD)
-            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at)
+            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at, spare=spare)
         finally:
             self.release(forward)
 
@@ -185,7 +189,8 @@ class StageBackend:
         *,
         accumulate: bool,
         only_at: int | None = None,
-    ) -> tuple[float, Download | None, Accumulated | None]:  # fmt: skip
+        spare: bool = False,
+    ) -> tuple[float, Download | None, Accumulated | None]:
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
         Raises:
@@ -205,7 +210,9 @@ class StageBackend:
             # Waits for the device: nothing may come of a loss that is not finite. It is read once.
             loss_on_cpu = loss.detach().cpu()
             require_in_range("loss", loss_on_cpu)
-            gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)
+            gradient, accumulated = self._collect(
+                forward, loss, None, accumulate=accumulate, only_at=only_at, spare=spare
+            )
             return float(loss_on_cpu), gradient, accumulated
         finally:
             self.release(forward)
@@ -310,7 +317,7 @@ class StageBackend:
 
     def _collect(
         self, forward: Forward, root: torch.Tensor, wire_gradient: torch.Tensor | None, *, accumulate: bool,
-        only_at: int | None,
+        only_at: int | None, spare: bool,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
@@ -324,7 +331,7 @@ class StageBackend:
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
         num_samples = self.config.data.microbatch_size
-        bucket = self.weights.open_bucket
+        bucket = self.weights.spare_bucket() if spare else self.weights.open_bucket
         bucket.add(gradients[len(inputs) :], num_samples)
         bucket.num_tentative += 1
         self.events.write(

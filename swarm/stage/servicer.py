@@ -179,7 +179,10 @@ class StageServicer(StageServiceServicer):
         round_of = opening.microbatch // self._config.microbatches_per_round
         if self._config.rounds.synchronous and round_of != opening.round:
             raise MalformedMessage(f"microbatch {opening.microbatch} belongs to round {round_of}, not {opening.round}")
-        return Microbatch(index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at)
+        return Microbatch(
+            index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at,
+            spare=opening.spare and only_at is not None,
+        )  # fmt: skip
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 

@@ -367,6 +367,14 @@ class Stage:
         doubles = [entry for entry in map(self.ledger.find, drop) if entry is not None]
         await self._discard_all([*self.ledger.uncommitted(round_number), *doubles])
 
+    def spare(self) -> frozenset[int]:
+        """Spare replays that are committed in this round."""
+        return frozenset(
+            entry.microbatch
+            for entry in self.ledger.of_round(self.round)
+            if entry.state is EntryState.COMMITTED and entry.computation and entry.computation.microbatch.spare
+        )
+
     async def empty_round(self, round_number: int) -> None:
         """Undo all that this peer has of a synchronous round; meanwhile nothing joins the sum."""
         self.is_changing_state = True

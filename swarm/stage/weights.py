@@ -126,6 +126,7 @@ class StageWeights:
         self._unaveraged_samples = [0] * len(self._fragments)
         """By fragment, samples of inner steps since it was last averaged."""
         self.open_bucket = self._new_bucket()
+        self._spare: GradientBucket | None = None
         self._closing: GradientBucket | None = None
         self._closed: Closing | None
         """The newest contribution of this round, also after it was reopened: its result may be decided all the same."""
@@ -158,6 +159,20 @@ class StageWeights:
             raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
         return Version(parameters=self._anchors[round_number])
 
+    def spare_bucket(self) -> GradientBucket:
+        """Synchronous: beside the open one, of replays that may turn out to be needless.
+
+        To empty a bucket costs nothing; to take a part out of one, a forward and a backward for each microbatch.
+        """
+        if self._spare is None:
+            self._spare = self._new_bucket()
+        return self._spare
+
+    @property
+    def num_spare_samples(self) -> int:
+        """Samples in that bucket."""
+        return self._spare.num_samples if self._spare is not None else 0
+
     def step_if_due(self) -> None:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready."""
         if self._config.rounds.synchronous:
@@ -179,7 +194,8 @@ class StageWeights:
     @property
     def backlog_samples(self) -> int:
         """Samples accumulated and not stepped yet."""
-        return self.open_bucket.num_samples + (self._closing.num_samples if self._closing else 0)
+        closing_samples = self._closing.num_samples if self._closing else 0
+        return self.open_bucket.num_samples + self.num_spare_samples + closing_samples
 
     def _inner_step(self, bucket: GradientBucket) -> None:
         # In place: nobody adds to this bucket any more, nor takes anything out.
@@ -212,7 +228,7 @@ class StageWeights:
     def round_samples(self) -> int:
         """Samples that count towards the current round here."""
         if self._config.rounds.synchronous:
-            return self.open_bucket.num_samples
+            return self.backlog_samples
         return self.round.stepped_samples
 
     def close(self) -> Closing:
@@ -225,8 +241,8 @@ class StageWeights:
         self.round.closed, self._num_overlapped = True, 0
         fragment = self.round.number % len(self._fragments)
         if self._outer is None:
-            tensors = {name: value.cpu() for name, value in self.open_bucket.mean().items()}
-            num_samples = self.open_bucket.num_samples
+            tensors = {name: value.cpu() for name, value in self._mean().items()}
+            num_samples = self.backlog_samples
         else:
             anchor, weights = self._anchors[self.round.number], self.masters
             tensors = {name: (anchor[name] - weights[name].cpu()).detach() for name in self._fragments[fragment]}
@@ -236,6 +252,13 @@ class StageWeights:
             version=self.version,
         )  # fmt: skip
         return self._closed
+
+    def _mean(self) -> Tensors:
+        """Of all samples that wait for the synchronous step; zeros where there are none."""
+        if not self.num_spare_samples:
+            return self.open_bucket.mean()
+        spare, scale = self.spare_bucket(), 1.0 / self.backlog_samples
+        return {name: (value + spare.sums[name]) * scale for name, value in self.open_bucket.sums.items()}
 
     def reopen(self) -> None:
         """Go on in the same round: its attempt to average was aborted."""
@@ -274,7 +297,7 @@ class StageWeights:
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: value.to(self.masters[name].device) * factor for name, value in average.items()}
         optim.step(self._adamw, self.masters, gradients, rate)
-        self.open_bucket = self._new_bucket()
+        self.open_bucket, self._spare = self._new_bucket(), None
         self.version = self._publish()
 
     def _outer_step(
@@ -360,7 +383,7 @@ class StageWeights:
         else:
             self._unaveraged_samples = [0] * len(self._fragments)
         self._load_masters(anchor)
-        self.open_bucket, self._closing = self._new_bucket(), None
+        self.open_bucket, self._spare, self._closing = self._new_bucket(), None, None
         self._old_versions.clear()
         self._anchors.clear()
         self.version = self._publish()

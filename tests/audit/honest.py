@@ -85,8 +85,9 @@ class HonestRun:
         self.write(peer, Ack(microbatch=microbatch))
 
     def accumulate(self, peer: str, microbatch: int, *, only_at: int | None = None) -> None:
-        """A microbatch is accumulated."""
-        self.write(peer, Accumulate(microbatch=microbatch, samples=SAMPLES, bucket=self.bucket, only_at=only_at))
+        """A microbatch is accumulated; a replay in a bucket beside the others'."""
+        bucket = self.bucket + (only_at is not None)
+        self.write(peer, Accumulate(microbatch=microbatch, samples=SAMPLES, bucket=bucket, only_at=only_at))
 
     def roll_back(self, peer: str, microbatch: int) -> None:
         """And subtracted again."""

@@ -78,6 +78,7 @@ class FakeStage:
         self.round, self.run_samples, self.lineage = 0, 0, lineage
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
+        self.spare: set[int] = set()
         self.results: list[RoundResult] = []
         self.digests: list[str] = []
         self.closed = False
@@ -90,9 +91,10 @@ class FakeStage:
         """Contribute NaN."""
         self.averager: Averager | None = None
 
-    def learn(self, *indices: int) -> None:
-        """Commit microbatches."""
+    def learn(self, *indices: int, spare: bool = False) -> None:
+        """Commit microbatches; spare replays, perhaps."""
         self.indices.update(indices)
+        self.spare.update(indices if spare else ())
         if self.averager is not None:
             self.averager.notify()
 
@@ -100,7 +102,7 @@ class FakeStage:
         return Progress(
             round=self.round, lineage=self.lineage, run_samples=self.run_samples,
             num_samples=MICROBATCH * len(self.indices), committed=frozenset(self.indices),
-            highest_microbatch=max(self.indices, default=-1),
+            highest_microbatch=max(self.indices, default=-1), spare=frozenset(self.spare & self.indices),
         )  # fmt: skip
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
@@ -114,7 +116,7 @@ class FakeStage:
             mean = mean * torch.nan
         return Contribution(
             tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept),
-            round_samples=MICROBATCH * len(kept), committed=frozenset(kept),
+            round_samples=MICROBATCH * len(kept), committed=frozenset(kept), spare=frozenset(self.spare & set(kept)),
         )  # fmt: skip
 
     async def give_up(self, round_number: int) -> None:

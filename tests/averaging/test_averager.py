@@ -153,6 +153,22 @@ async def test_who_comes_back_with_mostly_doubles_gives_all_of_it_up_at_once() -
         assert not leader.dropped | returned.dropped | other.dropped
 
 
+async def test_who_comes_back_in_time_keeps_what_it_has_and_spare_replays_go() -> None:
+    async with network_of(make_config(), 1, 2, 3) as network:
+        leader, returned, other = stages(network, 1, 2, 3)
+        leader.learn(0)
+        leader.learn(1, spare=True)
+        other.learn(2, spare=True)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().committed == {0, 1, 2})
+        returned.learn(1, 2, 3)
+        await until(lambda: view().committed == {0, 1, 2, 3})
+        other.learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in (leader, returned, other)))
+        assert [stage.dropped | stage.given_up for stage in (leader, returned, other)] == [{1}, set(), {2}]
+        np.testing.assert_allclose(result_vector(other), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
+
+
 async def test_a_leader_that_comes_back_with_mostly_doubles_gives_all_of_it_up_too() -> None:
     async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
         leader, *others = stages(network, 1, 2, 3)

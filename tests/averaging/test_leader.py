@@ -1,13 +1,20 @@
 """What a leader decides from its members' answers."""
 
+from collections.abc import Mapping
+
 from swarm.averaging import messages
 from swarm.averaging.leader import _duplicates
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 
-def _drops(**committed: set[int]) -> dict[str, set[int]]:
-    begun = {PeerId(peer): pb.BeginReply(committed_gaps=messages.pack_indices(ids)) for peer, ids in committed.items()}
+def _drops(spare: Mapping[str, set[int]] | None = None, **committed: set[int]) -> dict[str, set[int]]:
+    begun = {
+        PeerId(peer): pb.BeginReply(
+            committed_gaps=messages.pack_indices(ids), spare_gaps=messages.pack_indices((spare or {}).get(peer, ()))
+        )
+        for peer, ids in committed.items()
+    }  # fmt: skip
     return {str(peer): drops for peer, drops in _duplicates(begun).items()}
 
 
@@ -18,6 +25,26 @@ def test_who_has_nothing_alone_drops_it_all_and_others_nothing() -> None:
 
 def test_of_two_that_have_the_same_one_keeps_it() -> None:
     assert _drops(one={1, 3}, other={1, 3}) == {"one": {1, 3}}
+
+
+def test_needless_spare_replays_are_dropped_whoever_else_could_drop_more() -> None:
+    """It was away, and comes back before all of what it had was replayed."""
+    held = {"returned": {0, 1, 2, 3}, "one": {4, 0, 1}, "other": {5, 2}}
+    assert _drops({"one": {0, 1}, "other": {2}}, **held) == {"one": {0, 1}, "other": {2}}
+
+
+def test_who_has_nothing_but_needless_spare_replays_drops_these_alone() -> None:
+    assert _drops({"one": {0, 1}}, returned={0, 1, 2}, one={0, 1}) == {"one": {0, 1}}
+
+
+def test_of_two_spare_replays_of_the_same_one_is_kept() -> None:
+    assert _drops({"one": {1}, "other": {1}}, one={1, 2}, other={1, 3}) == {"one": {1}}
+
+
+def test_spare_replays_of_which_one_is_needed_are_as_any_others() -> None:
+    """To take a part of them out costs as much."""
+    drops = _drops({"one": {0, 1}}, returned={0, 2}, one={0, 1, 3})
+    assert sorted(index for indices in drops.values() for index in indices) == [0]
 
 
 def test_who_has_no_doubles_drops_nothing() -> None:

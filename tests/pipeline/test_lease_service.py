@@ -19,7 +19,7 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
     last = (round_number + 1) * SYNCHRONOUS.microbatches_per_round - 1
     view = RoundView(
         round=round_number, committed={last}, counted={last}, lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
-        awaits_reports=False, replay_seconds=0.0, complete=False,
+        awaits_reports=False, complete=False,
     )  # fmt: skip
     leader = Leader(stage, view)
     await leader.gather()
@@ -59,7 +59,7 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     size = SYNCHRONOUS.microbatches_per_round
     complete = RoundView(
         round=0, committed=set(range(size)), counted=set(range(size)), lost=set(), highest_microbatch=size - 1,
-        quiet_seconds=0.0, awaits_reports=False, replay_seconds=0.0, complete=True,
+        quiet_seconds=0.0, awaits_reports=False, complete=True,
     )  # fmt: skip
     leader = Leader(0, complete)
     await leader.gather()

@@ -15,7 +15,6 @@ from swarm.pipeline.leases import (
     GATHER_SECONDS,
     LEASE_SECONDS,
     LEAST_SKIP,
-    LONGEST_ABSENCE_SECONDS,
     LONGEST_GATHER_SECONDS,
     LOST_SECONDS,
     MOST_SKIP,
@@ -64,13 +63,12 @@ class _Leader:
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
-        awaits_reports: bool = False, replay_seconds: float = 0.0, acknowledged: Collection[int] = (),
+        awaits_reports: bool = False, acknowledged: Collection[int] = (),
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
             counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
-            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, replay_seconds=replay_seconds,
-            complete=False,
+            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, complete=False,
         )  # fmt: skip
         return self.table.acquire(
             view, trainer, count, holding=holding, released=released, all_granted=all_granted,
@@ -229,31 +227,17 @@ def test_what_may_come_back_is_not_replayed_before_the_rest_has_come() -> None:
     assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS) == [0, 1]
 
 
-def test_a_member_that_does_not_answer_is_waited_for_as_long_as_its_replays_would_take() -> None:
+def test_what_a_member_may_come_back_with_is_granted_as_spare() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed, leader.counted = {2, 3, 4}, {0, 1}
-    ask = {"quiet_seconds": 60.0, "replay_seconds": 2.0}
-    assert leader.give("a", 9, **ask) == [5], "nobody has it"
-    leader.clock.advance(3.9)
-    assert leader.give("a", 9, holding=[5], **ask) == []
-    leader.clock.advance(0.1)
-    assert leader.give("a", 9, holding=[5], **ask) == [0, 1]
-
-
-def test_every_absence_is_waited_for_and_none_for_ever() -> None:
+    grant = leader.ask("a", 9, quiet_seconds=60.0)
+    assert (list(grant.microbatches), grant.spare) == ([0, 1, 5], True), "nobody has shown 5: it may have that as well"
     leader = _Leader(_SYNCHRONOUS, stage=1)
-    leader.committed, leader.counted = {1, 2, 3, 4, 5}, {0}
-    ask = {"quiet_seconds": 60.0, "replay_seconds": 100.0}
-    assert leader.give("a", 9, **ask) == []
-    leader.committed = set(range(_SIZE))
-    leader.clock.advance(60.0)
-    assert leader.give("a", 9, **ask) == []
-    leader.committed = {0, 1, 2, 3, 4}
-    assert leader.give("a", 9, **{**ask, "quiet_seconds": 0.0}) == []
-    leader.counted = {5}
-    assert leader.give("a", 9, **ask) == []
-    leader.clock.advance(LONGEST_ABSENCE_SECONDS)
-    assert leader.give("a", 9, **ask) == [5]
+    leader.committed, leader.lost = {2, 3, 4}, {0, 1}
+    grant = leader.ask("a", 9, quiet_seconds=60.0)
+    assert (list(grant.microbatches), grant.spare) == ([0, 1], False), "these have certainly died"
+    grant = leader.ask("a", 9, holding=[0, 1], quiet_seconds=60.0)
+    assert (list(grant.microbatches), grant.spare) == ([5], False)
 
 
 def test_a_replay_that_gets_lost_is_granted_again() -> None:

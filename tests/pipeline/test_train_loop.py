@@ -76,6 +76,7 @@ class World:
                 round=0,
                 microbatches=lost,
                 accumulate_only_at=stage,
+                spare=True,
                 round_complete=False,
                 counted=self.counted,
             )
@@ -167,7 +168,8 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
     async with running(SYNCHRONOUS, max_in_flight=4) as world:
         world.lost = [5]
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
-        assert [(m.index, m.accumulate_only_at) for m in world.trained] == [(0, None), (5, 1)]
+        runs = [(m.index, m.accumulate_only_at, m.spare) for m in world.trained]
+        assert runs == [(0, None, False), (5, 1, True)]
 
 
 async def test_a_later_stage_is_told_for_a_while_what_stage_0_has() -> None:

@@ -10,8 +10,11 @@ import torch
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.errors import StaleMicrobatch
+from swarm.rounds import Contribution
 from swarm.stage import servicer
+from swarm.stage.backend import StageBackend
 from swarm.stage.ledger import EntryState
+from swarm.stage.member import StageMember
 from tests.support.chain import (
     DILOCO,
     ORPHAN_SECONDS,
@@ -351,6 +354,30 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         await middle.runtime.control(middle.weights.reopen)
         await chain.train_all([1, 2], accumulate_only_at=1)
         assert middle.stage.ledger.committed(0) == {0, 1, 2}
+
+
+async def test_spare_replays_count_and_are_given_up_without_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        middle = chain.peers[1]
+        await chain.train_all([0, 1])
+        await chain.train_all([2, 3], accumulate_only_at=1, spare=True)
+        assert middle.stage.spare() == {2, 3}
+        assert [peer.stage.spare() for peer in (chain.peers[0], chain.peers[2])] == [set(), set()]
+        member = StageMember(middle.stage, num_alive=lambda: 1)
+        whole = await member.close(0, drop=())
+        assert (whole.num_samples, whole.committed, whole.spare) == (8, {0, 1, 2, 3}, {2, 3})
+        _assert_mean(whole, [0, 1, 2, 3])
+        monkeypatch.setattr(StageBackend, "_subtract", pytest.fail)
+        without = await member.close(0, drop={2, 3})
+        assert (without.num_samples, without.committed, without.spare) == (4, {0, 1}, set())
+        _assert_mean(without, [0, 1])
+        assert middle.weights.num_spare_samples == 0
+
+
+def _assert_mean(contribution: Contribution, microbatches: list[int]) -> None:
+    expected = reference(SYNCHRONOUS, microbatches)[1]
+    mean = {name: expected[name] / contribution.num_samples for name in contribution.tensors}
+    assert_close(contribution.tensors, mean, 1e-5)
 
 
 async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:

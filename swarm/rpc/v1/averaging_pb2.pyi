@@ -247,6 +247,7 @@ class ReportRequest(_message.Message):
     HIGHEST_MICROBATCH_FIELD_NUMBER: _builtins.int
     BEGUN_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
+    SPARE_GAPS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Samples that count towards the round at the sender."""
     highest_microbatch: _builtins.int
@@ -271,6 +272,10 @@ class ReportRequest(_message.Message):
     def prepared(self) -> Global___Ballot:
         """A result that it holds and has neither applied nor given up."""
 
+    @_builtins.property
+    def spare_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of those that are committed: spare replays, all of which it can give up at no cost."""
+
     def __init__(
         self,
         *,
@@ -282,10 +287,11 @@ class ReportRequest(_message.Message):
         highest_microbatch: _builtins.int = ...,
         begun: Global___Ballot | None = ...,
         prepared: Global___Ballot | None = ...,
+        spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "prepared", b"prepared", "sender", b"sender", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "spare_gaps", b"spare_gaps", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +405,7 @@ class BeginReply(_message.Message):
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
+    SPARE_GAPS_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Behind the contribution: its weight."""
     norm: _builtins.float
@@ -421,6 +428,10 @@ class BeginReply(_message.Message):
     def since(self) -> Global___Ballot:
         """The first attempt of this round that the member promised: it cannot speak for earlier ones."""
 
+    @_builtins.property
+    def spare_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in ReportRequest."""
+
     def __init__(
         self,
         *,
@@ -433,10 +444,11 @@ class BeginReply(_message.Message):
         num_elements: _builtins.int = ...,
         bytes_per_second: _builtins.float = ...,
         round_samples: _builtins.int = ...,
+        spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since", "spare_gaps", b"spare_gaps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
