@@ -146,8 +146,8 @@ class Averager:
         own = self._member.progress()
         standing = self._participant.standing
         leader_id = self._own_id if self._leader.active else self._roster.leader(standing)
-        counts = own.round == standing.round and not self._roster.excludes_self
-        progress = {self._own_id: own} if counts else {}
+        is_own_round = own.round == standing.round
+        progress = {self._own_id: own} if is_own_round and not self._roster.excludes_self else {}
         progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
         num_samples = sum(p.num_samples for p in progress.values())
@@ -159,7 +159,10 @@ class Averager:
             committed |= frozenset(range(standing.round * size, (standing.round + 1) * size))
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
-            committed=committed, counted=self._roster.counted | committed, lost=self._roster.lost - committed,
+            committed=committed,
+            # Also what this peer has while it is left out: it may be back with that before the round ends.
+            counted=self._roster.counted | committed | (own.committed if is_own_round else frozenset()),
+            lost=self._roster.lost - committed,
             complete=self._is_complete(standing.round, committed, num_samples),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,

@@ -184,6 +184,18 @@ async def test_a_leader_that_comes_back_with_mostly_doubles_gives_all_of_it_up_t
         assert not leader.dropped | others[0].dropped | others[1].dropped
 
 
+async def test_a_leader_that_is_left_out_may_be_back_with_what_it_has() -> None:
+    async with network_of(make_config(), 1, 2) as network:
+        leader, other = stages(network, 1, 2)
+        leader.learn(0, 1)
+        other.learn(2)
+        averager = network.peers[peer_id(1)].averager
+        await until(lambda: averager.view().committed == {0, 1, 2})
+        averager._roster.exclude(PeerId(peer_id(1)))
+        view = averager.view()
+        assert (view.committed, view.counted, view.lost) == ({2}, {0, 1, 2}, set())
+
+
 async def test_doubles_are_shared_by_those_that_have_them() -> None:
     """Taking one out costs a forward and a backward."""
     async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
