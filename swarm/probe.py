@@ -50,7 +50,8 @@ async def probe_unreachable(*, stage: int, router: Router, channels: ChannelPool
         while True:
             for record in router.unreachable(stage):
                 if record.endpoint in under_way:
-                    router.unanswered(PeerId(record.peer_id), 2 * GAP_SECONDS)
+                    # Over the end of this probe, and the next look.
+                    router.unanswered(PeerId(record.peer_id), 4 * GAP_SECONDS)
                 else:
                     under_way.add(record.endpoint)
                     tasks.create_task(probe(record))

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from swarm import probe
 from swarm.clock import ManualClock, SystemClock
 from swarm.probe import GAP_SECONDS, probe_unreachable
 from swarm.routing.peer_queue import BASE_BAN_SECONDS, LEAST_BAN_SHARE
@@ -93,14 +94,17 @@ async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
         await eventually(lambda: not peer.is_banned)
 
 
-async def test_a_frozen_peer_stays_banned_until_it_wakes() -> None:
+async def test_a_frozen_peer_stays_banned_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 1.2 * GAP_SECONDS)  # One probe ends, and another one begins.
     async with probed() as peer:
         # Its machine takes connections; nobody there says anything.
         with socket.create_server(("127.0.0.1", peer.port)):
             peer.router.failed(_ID, is_unreachable=True)
             peer.clock.advance(BASE_BAN_SECONDS - 0.5 * GAP_SECONDS)
             await asyncio.sleep(2.5 * GAP_SECONDS)
-            peer.clock.advance(GAP_SECONDS)
+            for _ in range(4):
+                peer.clock.advance(GAP_SECONDS)
+                await asyncio.sleep(GAP_SECONDS)
             assert peer.is_banned, "although its ban would be over"
         await peer.says(health_pb2.HealthCheckResponse.SERVING)
         await peer.come_back()

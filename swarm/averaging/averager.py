@@ -403,14 +403,13 @@ class Averager:
 
 
 def _has_mostly_doubles(peer_id: PeerId, view: GroupView) -> bool:
-    """Whether others have most of what a member has: to replay the rest costs less than to take out a part.
-
-    Of spare replays it is rid more easily: these are given up when the round closes.
-    """
+    """Whether others have most of what a member has: to replay the rest costs less than to take out a part."""
     if peer_id not in view.progress:
         return False
-    theirs = view.progress[peer_id].committed
+    theirs = view.progress[peer_id]
     elsewhere = frozenset[int]().union(
         *(p.committed - p.spare for other, p in view.progress.items() if other != peer_id)
     )
-    return 3 * len(theirs & elsewhere) > 2 * len(theirs)
+    # Spare replays are given up for nothing when the round closes.
+    doubles, rest = (theirs.committed - theirs.spare) & elsewhere, theirs.committed - elsewhere
+    return len(doubles) > 2 * len(rest)

@@ -167,6 +167,9 @@ class Leader:
                 failed = _failure("the round is not complete any more", unreached)
                 failed.void = True
                 raise failed
+            if self.config.rounds.synchronous and num_samples != self.config.rounds.round_samples:
+                # Nobody may find out by the weights that something is in a sum and not among the ids, or twice.
+                raise _failure(f"{num_samples} samples were contributed to a round of another size", unreached)
         self.times.begin_seconds = self.clock.monotonic() - started_at
         return begun
 
@@ -337,9 +340,11 @@ def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:
                 drops.setdefault(peer, set()).update(indices)
                 num_holders.subtract(indices)
     rest = {peer: indices - drops.get(peer, set()) for peer, indices in committed.items()}
+    num_taken_out = Counter[PeerId]()
     for index in sorted(index for index, number in num_holders.items() if number > 1):
         holders = [peer for peer, indices in rest.items() if index in indices]
-        holders.remove(max(holders, key=lambda peer: len(drops.get(peer, ()))))
+        holders.remove(max(holders, key=lambda peer: num_taken_out[peer]))
+        num_taken_out.update(holders)
         for peer in holders:
             drops.setdefault(peer, set()).add(index)
     return drops

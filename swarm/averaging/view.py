@@ -14,7 +14,7 @@ class GroupView:
     Attributes:
         progress: by member, this peer included.
         committed: microbatches that some member has committed in this round.
-        counted: those, and the ones that a member had committed who is there no more.
+        counted: those, and the ones that a member had committed who is not there, or left out.
         lost: of the latter, those that have certainly died with it.
         complete: the round has all it needs.
         highest_microbatch: highest index any member has seen; -1 for none.

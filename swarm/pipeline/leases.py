@@ -44,7 +44,7 @@ class RoundView:
     committed: Set[int]
     """Microbatches that some member has committed."""
     counted: Set[int]
-    """Those, and the ones that a member had committed who is there no more."""
+    """Those, and the ones that a member had committed who is not there, or left out."""
     lost: Set[int]
     """Of the latter, those that have certainly died with it."""
     highest_microbatch: int

@@ -283,7 +283,7 @@ class PeerQueue:
             self._set_aside(self._members[peer_id], now)
 
     def unanswered(self, peer_id: PeerId, now: float, seconds: float) -> None:
-        """Keep a peer banned for so long at least, if it is for not having answered. The back-off stays as it is."""
+        """Keep a peer banned for so long at least, if it still is, for not having answered. The back-off goes on."""
         ban = self._bans.get(peer_id)
         if ban is not None and ban.is_unreachable and now < ban.until < now + seconds:
             ban.until = now + seconds

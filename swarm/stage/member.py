@@ -51,11 +51,8 @@ class StageMember:
         return Progress(
             round=self._stage.round, lineage=self._weights.round.lineage, run_samples=self.run_samples,
             num_samples=self._weights.round_samples, committed=self._committed(),
-            highest_microbatch=self._stage.ledger.highest_microbatch, spare=self._spare(),
+            highest_microbatch=self._stage.ledger.highest_microbatch, spare=self._stage.spare_replays(),
         )  # fmt: skip
-
-    def _spare(self) -> frozenset[int]:
-        return self._stage.spare() if self._weights.num_spare_samples else frozenset()
 
     def _committed(self) -> frozenset[int]:
         ledger, number = self._stage.ledger, self._stage.round
@@ -78,7 +75,7 @@ class StageMember:
         closing = await self._stage.runtime.control(lambda: self._close(committed))
         contribution = Contribution(
             tensors=closing.tensors, num_samples=closing.num_samples, round_samples=closing.round_samples,
-            committed=committed, fragment=closing.fragment, spare=self._spare(),
+            committed=committed, fragment=closing.fragment, spare=self._stage.spare_replays() & committed,
         )  # fmt: skip
         self._closed = (dropped, contribution)
         return contribution

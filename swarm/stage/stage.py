@@ -100,6 +100,7 @@ class Stage:
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._new_round = asyncio.Event()
         self._seconds_per_sample = MovingAverage(0.1)
+        self._undoing: set[asyncio.Task[None]] = set()
 
     @property
     def number(self) -> int:
@@ -336,8 +337,8 @@ class Stage:
             if computation.adopts is not None and computation.adopts.subscriber is computation:
                 self._discard(computation.adopts)
 
-    def _discard(self, *computations: Computation) -> asyncio.Task[None]:
-        """Undo computations that will not be acknowledged; the task ends when nothing of them is left.
+    def _discard(self, *computations: Computation) -> None:
+        """Begin to undo computations that will not be acknowledged.
 
         They are forgotten at once: a retry that comes meanwhile starts afresh, rather than adopt what is going away.
         """
@@ -347,7 +348,9 @@ class Stage:
                 self.counters.rolled_back += entry.state is not EntryState.RUNNING
                 self.ledger.forget(computation.microbatch.index)
             computation.stop()
-        return self._tasks.create_task(self._undo(computations))
+        undoing = self._tasks.create_task(self._undo(computations))
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
 
     async def _undo(self, computations: Sequence[Computation]) -> None:
         for computation in computations:
@@ -367,8 +370,8 @@ class Stage:
         doubles = [entry for entry in map(self.ledger.find, drop) if entry is not None]
         await self._discard_all([*self.ledger.uncommitted(round_number), *doubles])
 
-    def spare(self) -> frozenset[int]:
-        """Spare replays that are committed in this round."""
+    def spare_replays(self) -> frozenset[int]:
+        """Those that are committed in this round."""
         return frozenset(
             entry.microbatch
             for entry in self.ledger.of_round(self.round)
@@ -391,7 +394,10 @@ class Stage:
     async def _discard_all(self, entries: Iterable[Entry[Computation]]) -> None:
         computations = [entry.computation for entry in entries if entry.computation is not None]
         if computations:
-            await asyncio.wait([self._discard(*computations)])
+            self._discard(*computations)
+        if self._undoing:
+            # What was being undone already as well: the ledger knows it no more, and it is still in the sum.
+            await asyncio.wait(set(self._undoing))
 
     def round_began(self) -> None:
         """The weights are at a new round."""

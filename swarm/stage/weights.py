@@ -70,9 +70,12 @@ class GradientBucket:
         """What the sums are to be multiplied by to be means."""
         return 1.0 / max(1, self.num_samples)
 
-    def mean(self) -> Tensors:
-        """The mean over the samples; zeros where there are none."""
-        return {name: value * self.scale for name, value in self.sums.items()}
+    def mean(self, beside: "GradientBucket | None" = None) -> Tensors:
+        """The mean over the samples, those of another bucket too if there is one; zeros where there are none."""
+        if beside is None:
+            return {name: value * self.scale for name, value in self.sums.items()}
+        scale = 1.0 / max(1, self.num_samples + beside.num_samples)
+        return {name: (value + beside.sums[name]) * scale for name, value in self.sums.items()}
 
 
 @dataclass
@@ -170,8 +173,9 @@ class StageWeights:
 
     @property
     def num_spare_samples(self) -> int:
-        """Samples in that bucket."""
-        return self._spare.num_samples if self._spare is not None else 0
+        """Samples in that bucket. May be asked from another thread."""
+        spare = self._spare
+        return spare.num_samples if spare is not None else 0
 
     def step_if_due(self) -> None:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready."""
@@ -241,7 +245,7 @@ class StageWeights:
         self.round.closed, self._num_overlapped = True, 0
         fragment = self.round.number % len(self._fragments)
         if self._outer is None:
-            tensors = {name: value.cpu() for name, value in self._mean().items()}
+            tensors = {name: value.cpu() for name, value in self.open_bucket.mean(self._spare).items()}
             num_samples = self.backlog_samples
         else:
             anchor, weights = self._anchors[self.round.number], self.masters
@@ -252,13 +256,6 @@ class StageWeights:
             version=self.version,
         )  # fmt: skip
         return self._closed
-
-    def _mean(self) -> Tensors:
-        """Of all samples that wait for the synchronous step; zeros where there are none."""
-        if not self.num_spare_samples:
-            return self.open_bucket.mean()
-        spare, scale = self.spare_bucket(), 1.0 / self.backlog_samples
-        return {name: (value + spare.sums[name]) * scale for name, value in self.open_bucket.sums.items()}
 
     def reopen(self) -> None:
         """Go on in the same round: its attempt to average was aborted."""

@@ -79,6 +79,8 @@ class FakeStage:
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
         self.spare: set[int] = set()
+        self.surplus = 0
+        """Microbatches that it contributes without saying which."""
         self.results: list[RoundResult] = []
         self.digests: list[str] = []
         self.closed = False
@@ -110,13 +112,15 @@ class FakeStage:
         self.closed = True
         self.dropped |= set(drop)
         kept = sorted(self.indices - set(drop))
+        num_microbatches = len(kept) + self.surplus
         total = sum((gradient(i) for i in kept), torch.zeros(17))
         mean = total / max(1, len(kept))
         if self.poison:
             mean = mean * torch.nan
         return Contribution(
-            tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * len(kept),
-            round_samples=MICROBATCH * len(kept), committed=frozenset(kept), spare=frozenset(self.spare & set(kept)),
+            tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * num_microbatches,
+            round_samples=MICROBATCH * num_microbatches, committed=frozenset(kept),
+            spare=frozenset(self.spare & set(kept)),
         )  # fmt: skip
 
     async def give_up(self, round_number: int) -> None:

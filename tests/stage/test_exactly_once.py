@@ -356,13 +356,27 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         assert middle.stage.ledger.committed(0) == {0, 1, 2}
 
 
+async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() -> None:
+    """Although the ledger knows it no more."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        middle = chain.peers[1]
+        await chain.train_all([0, 1])
+        await chain.train(2)
+        entry = middle.stage.ledger.find(2)
+        assert entry is not None
+        assert entry.computation is not None
+        middle.stage._discard(entry.computation)
+        await middle.stage.settle_round(0, frozenset())
+        assert middle.weights.open_bucket.num_samples == 4
+
+
 async def test_spare_replays_count_and_are_given_up_without_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         middle = chain.peers[1]
         await chain.train_all([0, 1])
         await chain.train_all([2, 3], accumulate_only_at=1, spare=True)
-        assert middle.stage.spare() == {2, 3}
-        assert [peer.stage.spare() for peer in (chain.peers[0], chain.peers[2])] == [set(), set()]
+        assert middle.stage.spare_replays() == {2, 3}
+        assert [peer.stage.spare_replays() for peer in (chain.peers[0], chain.peers[2])] == [set(), set()]
         member = StageMember(middle.stage, num_alive=lambda: 1)
         whole = await member.close(0, drop=())
         assert (whole.num_samples, whole.committed, whole.spare) == (8, {0, 1, 2, 3}, {2, 3})
