@@ -13,7 +13,10 @@ from tests.support.swarm import RealSwarm, run, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-STALL_SECONDS = 5.0
+STALL_SECONDS = 10.0
+"""Leases, bans and what a dead peer had under way are a matter of a second or two; on a busy machine of more."""
+DELAY_SECONDS = 2.5
+"""A round takes half a second, and three seconds at least if somebody is waited for."""
 FROZEN_STALL_SECONDS = 15.0
 """Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence."""
 TRAINER_STALL_SECONDS = 15.0
@@ -95,7 +98,7 @@ def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> N
     assert swarm.wait_for_end(trainer) == 0
     durations = [row["train/step_time"] for row in swarm.steps("frozen")]
     assert max(durations) < FROZEN_STALL_SECONDS
-    assert statistics.median(durations[4:12]) < STALL_SECONDS / 2, "a round or two are delayed, not one after another"
+    assert statistics.median(durations[4:12]) < DELAY_SECONDS, "a round or two are delayed, not one after another"
 
     wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peer that woke to catch up")
 
