@@ -213,9 +213,9 @@ class LeaseTable:
     def _lease(
         self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None, *, spare: bool = False
     ) -> Grant:  # fmt: skip
+        if not microbatches:
+            return Grant(microbatches=())
         expires_at = self._clock.monotonic() + LEASE_SECONDS
         for microbatch in microbatches:
             self._leases[microbatch] = _Lease(trainer_id, expires_at)
-        if not microbatches:
-            return Grant(microbatches=())
         return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare)

@@ -372,6 +372,8 @@ class Stage:
 
     def spare_replays(self) -> frozenset[int]:
         """Those that are committed in this round."""
+        if not self.backend.weights.num_spare_samples:
+            return frozenset()  # Asked with every report, and there hardly ever are any.
         return frozenset(
             entry.microbatch
             for entry in self.ledger.of_round(self.round)

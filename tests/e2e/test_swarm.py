@@ -13,13 +13,12 @@ from tests.support.swarm import RealSwarm, run, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-STALL_SECONDS = 10.0
-"""Leases, bans and what a dead peer had under way are a matter of a second or two; on a busy machine of more."""
+STALL_SECONDS = 5.0
 DELAY_SECONDS = 2.5
 """A round takes half a second, and three seconds at least if somebody is waited for."""
-FROZEN_STALL_SECONDS = 15.0
+FROZEN_STALL_SECONDS = 10.0
 """Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence."""
-TRAINER_STALL_SECONDS = 15.0
+TRAINER_STALL_SECONDS = 10.0
 """After a trainer's death each stage in turn waits for a retry before it takes back what nobody acknowledged."""
 
 
