@@ -2,7 +2,7 @@
 
 Fed by audit/audit with the lines of one file. Recomputes what each contribution must hold from what was accumulated,
 rolled back and stepped with, and hands contributions, commits and states on to audit/rounds. Remembers only what is
-open: buckets, inner steps that no round has taken yet, and results that were prepared in the present round.
+open: buckets, inner steps that no round has taken yet, and the attempts of the present round.
 """
 
 from collections import Counter
@@ -96,8 +96,8 @@ class History:
         """Of inner steps that count towards the round."""
         self._closing: _Closing | None = None
         self._begun: tuple[int, str] | None = None
-        self._prepared: dict[str, _Closing] = {}
-        """By digest, of the present round."""
+        self._attempts: set[int] = set()
+        """Begun in the present round."""
 
     @property
     def _synchronous(self) -> bool:
@@ -130,7 +130,7 @@ class History:
             case Close():
                 self._close(event)
             case Begin():
-                self._promise(event)
+                self._promise(event, line)
             case Prepare():
                 self._prepare(event, line)
             case Abort():
@@ -221,47 +221,56 @@ class History:
             )
         self._closing = _Closing(event.round, event.fragment, counts, replays, round_samples, self._num_steps)
 
-    def _promise(self, event: Begin) -> None:
+    def _promise(self, event: Begin, line: Line) -> None:
         self._check_standing(event.round, event.lineage, "took part in an attempt")
         self._begun = event.attempt, event.leader
+        self._attempts.add(event.attempt)
         self._rounds.begun(self.stage, event.lineage, self._begun)
+        if self._closing is not None and self._closing.round == event.round:
+            self._rounds.offered(self._contribution(event.round, event.lineage, self._begun, self._closing, line))
+
+    def _contribution(
+        self, round_number: int, parent: str, ballot: tuple[int, str], closing: _Closing, line: Line
+    ) -> Contribution:  # fmt: skip
+        assert self.start is not None
+        return Contribution(
+            stage=self.stage, round=round_number, parent=parent, peer=self.start.peer, ballot=ballot,
+            fragment=closing.fragment, counts=closing.counts, replays=closing.replays,
+            round_samples=closing.round_samples, file=self.name, boot=self.start.boot, monotonic=line.monotonic,
+        )  # fmt: skip
 
     def _prepare(self, event: Prepare, line: Line) -> None:
         self._check_standing(event.round, event.lineage, "prepared a result")
-        closing = self._closing
-        assert self.start is not None
-        if closing is None or closing.round != event.round or self._begun != (event.attempt, event.leader):
+        closing, ballot = self._closing, (event.attempt, event.leader)
+        if closing is None or closing.round != event.round or self._begun != ballot:
             self._violation("prepared the result of an attempt that it had not begun")
             return
-        self._prepared[event.digest] = closing
-        self._rounds.contributed(
-            Contribution(
-                stage=self.stage, round=event.round, parent=event.lineage, digest=event.digest, peer=self.start.peer,
-                ballot=(event.attempt, event.leader), members=event.members, fragment=closing.fragment,
-                counts=closing.counts, replays=closing.replays, round_samples=closing.round_samples, file=self.name,
-                boot=self.start.boot, monotonic=line.monotonic,
-            )
-        )  # fmt: skip
+        contribution = self._contribution(event.round, event.lineage, ballot, closing, line)
+        self._rounds.prepared(contribution, event.digest, event.members)
 
     def _commit(self, event: Commit, line: Line) -> None:
         assert self.start is not None
         self._check_standing(event.round, event.parent, "committed")
         if event.lineage != next_lineage(event.parent, event.round, event.digest, event.members):
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
-        prepared = self._prepared.get(event.digest)
-        # Of the round that it entered at, an earlier life may have prepared the result; then that one's file tells so.
-        if prepared is None and self.start.peer in event.members and event.round > self._entered_round:
-            self._violation("committed a result as its member and had not prepared it")
-        self._take_out(event, prepared)
+        # Of the round that it entered at, an earlier life may have taken part; then that one's file tells so. Whose own
+        # part of an exchange failed never prepared its result, and takes it from the others if these commit it.
+        took_part = event.attempt in self._attempts or event.round == self._entered_round
+        if self.start.peer in event.members and not took_part:
+            self._violation("committed a result as its member and had not begun its attempt")
+        self._take_out(event)
         self._rounds.committed(
             self.stage, event, file=self.name, boot=self.start.boot, monotonic=line.monotonic,
             synchronous=self._synchronous,
         )  # fmt: skip
         self._rounds.stood(self.stage, event.round + 1, event.lineage, event.state, self.name)
         self.round, self._lineage = event.round + 1, event.lineage
-        self._closing, self._begun, self._prepared = None, None, {}
+        self._end_round()
 
-    def _take_out(self, event: Commit, prepared: _Closing | None) -> None:
+    def _end_round(self) -> None:
+        self._closing, self._begun, self._attempts = None, None, set()
+
+    def _take_out(self, event: Commit) -> None:
         """What the round took does not count towards a later one; nor does what was learnt in vain."""
         if self._synchronous:
             self._buckets.clear()
@@ -289,7 +298,7 @@ class History:
             self._steps.clear()
             self._bases = [self._num_steps] * len(self._bases)
             self._stepped_samples = 0
-        self._closing, self._begun, self._prepared = None, None, {}
+        self._end_round()
         self.round, self._lineage, self._entered_round = event.round, event.lineage, event.round
         self._rounds.stood(self.stage, event.round, event.lineage, event.state, self.name)
         if event.parent is not None:

@@ -7,6 +7,7 @@ merged as soon as the contributions of all its members are there, and are ranges
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from swarm.audit.findings import Findings
 from swarm.audit.id_set import IdSet
@@ -22,16 +23,14 @@ class Contribution:
     Attributes:
         counts: microbatches, each as often as it was accumulated.
         replays: of these, the ones that were accumulated at this stage alone.
-        monotonic: when it had the result.
+        monotonic: when it promised the attempt, or had the result.
     """
 
     stage: int
     round: int
     parent: str
-    digest: str
     peer: str
     ballot: Ballot
-    members: tuple[str, ...]
     fragment: int
     counts: Counter[int]
     replays: frozenset[int]
@@ -39,6 +38,11 @@ class Contribution:
     file: str
     boot: str
     monotonic: float
+
+
+class _Prepared(NamedTuple):
+    contribution: Contribution
+    members: tuple[str, ...]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,7 +68,9 @@ class Rounds:
         self._findings = findings
         self.rounds: dict[tuple[int, str], Round] = {}
         """By stage and the lineage that they led to."""
-        self._waiting: dict[tuple[int, str, str], dict[str, Contribution]] = defaultdict(dict)
+        self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
+        """By stage and lineage before; by attempt and member: what was given to it, whatever came of it."""
+        self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
         """By stage, lineage before and result: contributions to what is not committed, as far as is known."""
         self._unmerged: dict[tuple[int, str, str], Round] = {}
         self._states: dict[tuple[int, str], tuple[str, str]] = {}
@@ -91,10 +97,14 @@ class Rounds:
         """A member gave an attempt up."""
         self._given_up[stage, parent].add(ballot)
 
-    def contributed(self, contribution: Contribution) -> None:
-        """A member prepared a result that holds its contribution."""
-        key = contribution.stage, contribution.parent, contribution.digest
-        self._waiting[key][contribution.peer] = contribution
+    def offered(self, offer: Contribution) -> None:
+        """A member promised an attempt this contribution; a later promise of the same attempt takes its place."""
+        self._offers[offer.stage, offer.parent][offer.ballot, offer.peer] = offer
+
+    def prepared(self, contribution: Contribution, digest: str, members: tuple[str, ...]) -> None:
+        """A member prepared a result that holds its contribution and these members'."""
+        key = contribution.stage, contribution.parent, digest
+        self._waiting[key][contribution.peer] = _Prepared(contribution, members)
         self._merge(key)
 
     def committed(
@@ -136,13 +146,24 @@ class Rounds:
 
     # -- merging -------------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """All is read: who was in an exchange, and never had its result, gave to it what it had promised."""
+        for (stage, parent, digest), round_ in list(self._unmerged.items()):
+            if not (given := self._waiting.get((stage, parent, digest))):
+                continue
+            one = next(iter(given.values()))
+            for peer in set(round_.event.members) - given.keys():
+                if offer := self._offers[stage, parent].get((one.contribution.ballot, peer)):
+                    self.prepared(offer, digest, one.members)
+
     def _merge(self, key: tuple[int, str, str]) -> None:
         round_, given = self._unmerged.get(key), self._waiting.get(key, {})
         if round_ is None or not given.keys() >= set(round_.event.members):
             return
         del self._unmerged[key], self._waiting[key]
-        members = [given[peer] for peer in round_.event.members]
-        self._check_members(round_, members)
+        self._offers.pop(key[:2], None)
+        self._check_members(round_, [given[peer] for peer in round_.event.members])
+        members = [given[peer].contribution for peer in round_.event.members]
         count: Counter[int] = Counter()
         for member in members:
             count.update(member.counts)
@@ -156,16 +177,16 @@ class Rounds:
         round_.ballot = min(member.ballot for member in members)
         round_.prepared_at = _latest(members)
 
-    def _check_members(self, round_: Round, members: Collection[Contribution]) -> None:
+    def _check_members(self, round_: Round, members: Collection[_Prepared]) -> None:
         event = round_.event
-        samples = sum(member.round_samples for member in members)
+        samples = sum(given.round_samples for given, _ in members)
         if samples != event.samples:
             self._violation(round_, f"is said to be of {event.samples} samples, and its members gave {samples}")
-        for member in members:
-            if member.members != event.members or member.round != event.round:
-                self._violation(round_, "a member prepared it for another round or group", files=[member.file])
-        if len({member.fragment for member in members}) > 1:
-            self._violation(round_, "its members gave different fragments", files=[m.file for m in members])
+        for given, group in members:
+            if group != event.members or given.round != event.round:
+                self._violation(round_, "a member prepared it for another round or group", files=[given.file])
+        if len({given.fragment for given, _ in members}) > 1:
+            self._violation(round_, "its members gave different fragments", files=[given.file for given, _ in members])
 
     def _violation(
         self, round_: Round, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
@@ -189,7 +210,8 @@ class Rounds:
         for given in self._waiting.values():
             first = next(iter(given.values()))
             if given.keys() >= set(first.members):
-                yield first.stage, first.round, _latest(given.values())
+                held = [prepared.contribution for prepared in given.values()]
+                yield first.contribution.stage, first.contribution.round, _latest(held)
 
     def held_back(self, stage: int, fragment: int, since_round: int) -> IdSet:
         """What processes held in the end of rounds that were not over."""

@@ -71,6 +71,7 @@ def judge(start: Start, rounds: Rounds, findings: Findings, *, files: int, has_t
     Args:
         has_trainers: the files of all trainers are there.
     """
+    rounds.settle()
     for round_, silent in rounds.unmerged():
         findings.violation(
             f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed", stage=round_.stage,

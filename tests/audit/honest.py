@@ -11,6 +11,7 @@ from typing import Any
 from swarm.clock import ManualClock
 from swarm.event_log import EventLog
 from swarm.events import (
+    Abort,
     Accumulate,
     Ack,
     Begin,
@@ -93,18 +94,26 @@ class HonestRun:
         """And subtracted again."""
         self.write(peer, RollBack(microbatch=microbatch, samples=SAMPLES, bucket=self.bucket))
 
-    def round(self, number: int, *, replayed: Sequence[tuple[int, int]] = ()) -> None:
-        """A whole round: each member has every other microbatch; some, with their stage, after a replay."""
+    def round(
+        self, number: int, *, replayed: Sequence[tuple[int, int]] = (), lost: Collection[str] = ()
+    ) -> None:  # fmt: skip
+        """A whole round: each member has every other microbatch; some, with their stage, after a replay.
+
+        Args:
+            lost: members to whom the result did not come: they had promised another attempt when the others committed.
+        """
         ids = range(number * ROUND_MICROBATCHES, (number + 1) * ROUND_MICROBATCHES)
         for microbatch in ids:
             self.write("trainer", Ack(microbatch=microbatch))
             for stage in range(NUM_STAGES):
                 only_at = stage if (stage, microbatch) in replayed else None
                 self.train(self.members(stage)[microbatch % 2], microbatch, only_at=only_at)
-        self.average(number, {peer: ids[nth::2] for s in range(NUM_STAGES) for nth, peer in enumerate(self.members(s))})
+        given = {peer: ids[nth::2] for s in range(NUM_STAGES) for nth, peer in enumerate(self.members(s))}
+        self.average(number, given, lost=lost)
 
     def average(
-        self, number: int, contributions: Mapping[str, Sequence[int]], *, stepped: Collection[str] = ()
+        self, number: int, contributions: Mapping[str, Sequence[int]], *, stepped: Collection[str] = (),
+        lost: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Every stage averages what its members say they have, and commits. Some have `stepped` with it already."""
         if self.setting == "diloco":
@@ -115,16 +124,16 @@ class HonestRun:
         stages = [[peer for peer in self.members(s) if peer in contributions] for s in range(NUM_STAGES)]
         for stage, members in enumerate(stages):
             for peer in members:
-                ids, samples = contributions[peer], SAMPLES * len(contributions[peer])
-                named = ranges(ids) if self.setting == "synchronous" else ""
-                self.write(
-                    peer, Close(round=number, samples=samples, round_samples=samples, fragment=0, microbatches=named)
-                )
-                lineage = self.lineages[stage]
-                self.write(peer, Begin(round=number, lineage=lineage, attempt=1, leader=members[0]))
+                self._promise(peer, stage, number, contributions[peer], attempt=1, leader=members[0])
+                if peer in lost:
+                    self.write(peer, Abort(round=number, attempt=1, leader=members[0], reason="the line broke"))
+                    others = contributions[members[0]]
+                    self.train(peer, others[0])
+                    held = [others[0], *contributions[peer]]
+                    self._promise(peer, stage, number, held, attempt=2, leader=members[0])
         totals = [SAMPLES * sum(len(contributions[peer]) for peer in members) for members in stages]
         for stage, members in enumerate(stages):
-            for peer in members:
+            for peer in [peer for peer in members if peer not in lost]:
                 self.write(
                     peer,
                     Prepare(
@@ -144,6 +153,15 @@ class HonestRun:
                     ),
                 )  # fmt: skip
         self.bucket += 1
+
+    def _promise(
+        self, peer: str, stage: int, number: int, ids: Sequence[int], *, attempt: int, leader: str
+    ) -> None:  # fmt: skip
+        samples, named = SAMPLES * len(ids), ranges(ids) if self.setting == "synchronous" else ""
+        self.write(
+            peer, Close(round=number, samples=samples, round_samples=samples, fragment=0, microbatches=named)
+        )  # fmt: skip
+        self.write(peer, Begin(round=number, lineage=self.lineages[stage], attempt=attempt, leader=leader))
 
 
 def edit(path: Path, change: Callable[[Lines], Lines | None]) -> None:

@@ -125,16 +125,41 @@ def test_a_peer_that_was_started_again_commits_what_it_had_prepared_before(tmp_p
     assert audit(run.files).violations == ()
 
 
-def test_a_commit_of_what_was_never_prepared_is_found(tmp_path: Path) -> None:
+def test_a_commit_of_what_was_never_begun_is_found(tmp_path: Path) -> None:
     run = HonestRun(tmp_path)
     run.round(0)
     run.round(1)
 
     def forget(lines: Lines) -> None:
-        del lines[max(number for number, line in enumerate(lines) if line["event"] == "prepare")]
+        del lines[max(number for number, line in enumerate(lines) if line["event"] == "begin")]
 
     edit(tmp_path / "peer-1b.jsonl", forget)
-    assert "had not prepared it" in str(audit(run.files).violations)
+    assert "had not begun its attempt" in str(audit(run.files).violations)
+
+
+def test_who_never_had_an_exchanges_result_is_judged_by_what_it_had_closed_for_it(tmp_path: Path) -> None:
+    """Its own part failed, it closed once more since, and the others committed all the same."""
+    run = HonestRun(tmp_path)
+    run.round(0)
+    run.round(1, lost=["peer-1b"])
+    report = audit(run.files)
+    assert report.violations == ()
+    assert (report.rounds_committed, report.duplicates, report.missing) == (2, 0, 0)
+
+
+def test_a_loss_in_what_such_a_member_had_closed_is_found(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path)
+    run.round(0)
+    run.round(1, lost=["peer-1b"])
+
+    def lose(lines: Lines) -> Lines:
+        closed = next(line for line in lines if line["event"] == "close" and line["round"] == 1)
+        closed.update(microbatches="11 13 15", samples=6, round_samples=6)
+        first = next(number for number, line in enumerate(lines) if line.get("microbatch") == 9)
+        return lines[:first] + lines[first + 2 :]
+
+    edit(tmp_path / "peer-1b.jsonl", lose)
+    one_violation(audit(run.files), "missing in a committed round")
 
 
 def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> None:
