@@ -86,7 +86,7 @@ class LeaseServicer(LeaseServiceServicer):
             if grant.microbatches or request.count == 0 or self._clock.monotonic() >= deadline:
                 return pb.AcquireReply(
                     microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
-                    accumulate_only_at=grant.accumulate_only_at, spare=grant.spare,
+                    accumulate_only_at=grant.accumulate_only_at, spare=grant.spare, round_granted=grant.all_granted,
                     counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
                 )  # fmt: skip
             await self._changed(LOOK_SECONDS)
@@ -97,10 +97,12 @@ class LeaseServicer(LeaseServiceServicer):
             self._table = LeaseTable(self._config, self._stage, self._clock, self._rng)
         # All of a round that stage 0 has not begun yet is lacking here, and can be had from nobody.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
+        is_first, is_older = self._stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
             view, request.trainer_id, 0 if too_new else min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released), acknowledged=request.acknowledged,
-            all_granted=self._stage == 0 or view.round < request.newest_round or request.newest_is_complete,
+            all_granted=is_first or is_older or request.newest_is_granted,
+            all_committed=is_first or is_older or request.newest_is_complete,
         )  # fmt: skip
         if grant.accumulate_only_at is not None:
             self._events.write(GrantEvent(microbatches=tuple(grant.microbatches), trainer=request.trainer_id))
@@ -128,6 +130,8 @@ class Leased:
     """See leases.Grant."""
     round_complete: bool
     """The stage itself lacks nothing of the round any more."""
+    round_granted: bool = False
+    """Of stage 0: nothing of the round is left to be granted but replays."""
     counted: Set[int]
     """Of what the trainer holds: what the stage counts by now."""
 
@@ -149,20 +153,22 @@ class LeaseClient:
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        acknowledged: Collection[int] = (), newest_round: int | None = None, newest_is_complete: bool = False,
+        acknowledged: Collection[int] = (), newest: Leased | None = None,
     ) -> Leased | None:  # fmt: skip
         """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case.
 
         Args:
             acknowledged: asked of a later stage: what stage 0 was told of late that it counts.
-            newest_round: take nothing of a later one: stage 0 has not begun it.
-            newest_is_complete: stage 0 has committed all of that round.
+            newest: likewise, the last answer of stage 0: nothing of a later round is taken, which it has not begun.
         """
         request = pb.AcquireRequest(
             address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
             trainer_id=self._trainer_id, count=count, wait_seconds=wait_seconds, holding=holding, released=released,
-            newest_round=newest_round, newest_is_complete=newest_is_complete, acknowledged=acknowledged,
+            acknowledged=acknowledged,
         )  # fmt: skip
+        if newest is not None:
+            request.newest_round = newest.round
+            request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
         while (record := self._next_to_ask(stage, asked)) is not None:
             asked.add(record.peer_id)
@@ -179,7 +185,7 @@ class LeaseClient:
                 return Leased(
                     stage=stage, round=reply.round, microbatches=list(reply.microbatches),
                     accumulate_only_at=only_at, spare=reply.spare, round_complete=reply.round_complete,
-                    counted=frozenset(reply.counted),
+                    round_granted=reply.round_granted, counted=frozenset(reply.counted),
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
         return None

@@ -65,6 +65,8 @@ class Grant:
     accumulate_only_at: int | None = None
     spare: bool = False
     """A member that does not answer may have them, and come back."""
+    all_granted: bool = False
+    """At stage 0: nothing of the round is left to be granted but replays."""
 
 
 @dataclass
@@ -95,7 +97,7 @@ class LeaseTable:
 
     def acquire(
         self, view: RoundView, trainer_id: str, count: int, *, holding: Collection[int], released: Collection[int],
-        acknowledged: Collection[int] = (), all_granted: bool = True,
+        acknowledged: Collection[int] = (), all_granted: bool = True, all_committed: bool = True,
     ) -> Grant:  # fmt: skip
         """Renew what a trainer holds, take back what it released, and grant it up to `count` microbatches.
 
@@ -103,15 +105,17 @@ class LeaseTable:
             holding: microbatches of the current round that the trainer still works on.
             released: microbatches that it gives back without having run them.
             acknowledged: at a later stage, what it has acknowledged to stage 0.
-            all_granted: at a later stage, whether stage 0 has committed the whole round: else what lacks here may
-                simply not have come yet.
+            all_granted: at a later stage, whether stage 0 has granted the whole round: else there is better to do than
+                what a member may come back with.
+            all_committed: likewise, whether it has committed it: else what lacks here may simply not have come yet.
         """
         self._note_lead()
         self._note_committed(view)
         self._renew(trainer_id, holding, released)
         if self._config.rounds.synchronous:
             self._note_round(view.round, acknowledged)
-            return self._grant_of_round(view, trainer_id, 0 if self._gathers(view) else count, all_granted)
+            count = 0 if self._gathers(view) else count
+            return self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
         return self._grant_endless(view, trainer_id, count)
 
     def _note_lead(self) -> None:
@@ -158,15 +162,17 @@ class LeaseTable:
             if microbatch // size == round_number:
                 self._finished.setdefault(microbatch, self._clock.monotonic())
 
-    def _grant_of_round(self, view: RoundView, trainer_id: str, count: int, all_granted: bool) -> Grant:
+    def _grant_of_round(
+        self, view: RoundView, trainer_id: str, count: int, all_granted: bool, all_committed: bool
+    ) -> Grant:  # fmt: skip
         size = self._config.microbatches_per_round
         wanted = [
             microbatch
             for microbatch in range(view.round * size, (view.round + 1) * size)
             if microbatch not in view.committed and microbatch not in self._leases
         ]
-        may_come_back = any(m in view.counted and m not in view.lost for m in wanted)
-        if lost := self._lost(view, wanted, may_be_elsewhere=may_come_back or view.awaits_reports):
+        away = view.counted - view.committed - view.lost
+        if lost := self._lost(view, wanted, may_be_elsewhere=bool(away) or view.awaits_reports):
             # Replayed at once, they do not hold up the end of the round.
             return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
         if self._stage == 0:
@@ -174,13 +180,17 @@ class LeaseTable:
             fresh = [microbatch for microbatch in wanted if microbatch not in known]
             if fresh:
                 return self._lease(trainer_id, fresh[:count])
-        # Its trainer is done with it, yet no member counts it: the one that did must have dropped.
-        if view.quiet_seconds < SETTLE_SECONDS or view.awaits_reports or not all_granted:
-            return Grant(microbatches=())
-        # Nor is a member waited for that does not answer: nobody has anything better to do, and if it comes back, the
-        # replays cost nothing.
-        missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
-        return self._lease(trainer_id, missing[:count], accumulate_only_at=self._stage, spare=may_come_back)
+        if view.awaits_reports or not all_granted:
+            return Grant(microbatches=(), all_granted=all_granted)
+        # A member that does not answer is not waited for: whoever asks now has nothing better to do, and if it comes
+        # back, the replays cost nothing.
+        missing = [m for m in wanted if m in away and self._seconds_since(m) >= SHOWN_SECONDS]
+        if not missing and all_committed and view.quiet_seconds >= SETTLE_SECONDS:
+            # Their trainers are done with them, yet no member counts them: the one that did must have dropped.
+            missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
+        return self._lease(
+            trainer_id, missing[:count], accumulate_only_at=self._stage, spare=bool(away), all_granted=True
+        )  # fmt: skip
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
         """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.
@@ -211,11 +221,14 @@ class LeaseTable:
         return self._lease(trainer_id, list(fresh))
 
     def _lease(
-        self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None, *, spare: bool = False
+        self, trainer_id: str, microbatches: list[int], accumulate_only_at: int | None = None, *, spare: bool = False,
+        all_granted: bool = False,
     ) -> Grant:  # fmt: skip
         if not microbatches:
-            return Grant(microbatches=())
+            return Grant(microbatches=(), all_granted=all_granted)
         expires_at = self._clock.monotonic() + LEASE_SECONDS
         for microbatch in microbatches:
             self._leases[microbatch] = _Lease(trainer_id, expires_at)
-        return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare)
+        return Grant(
+            microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare, all_granted=all_granted
+        )  # fmt: skip

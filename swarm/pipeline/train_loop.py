@@ -312,8 +312,7 @@ class TrainLoop(HopListener):
         leased = await self._leases.acquire(
             stage, count, holding=holding, released=released, wait_seconds=wait_seconds,
             acknowledged=[microbatch for _, microbatch in self._acknowledged] if stage else (),
-            newest_round=stage_0.round if stage_0 else None,
-            newest_is_complete=stage_0.round_complete if stage_0 else False,
+            newest=stage_0,
         )  # fmt: skip
         if leased is None:
             self._released[stage] += released
@@ -347,8 +346,9 @@ class TrainLoop(HopListener):
             for index in leased.microbatches
             if index not in known
         ]  # fmt: skip
-        # What a stage has lost comes before the next round, which waits for it, and before the rest of this one.
-        is_first = leased.accumulate_only_at is not None
+        # What a stage has lost comes before the next round, which waits for it, and before the rest of this one; but
+        # not what somebody may come back with.
+        is_first = leased.accumulate_only_at is not None and not leased.spare
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._arrived.set()
 

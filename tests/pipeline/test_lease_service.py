@@ -78,7 +78,7 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
 
 
 async def test_a_stage_has_what_it_lacks_replayed() -> None:
-    reply = await acquire(1, 3, newest_round=3, newest_is_complete=True)
+    reply = await acquire(1, 3, newest_round=3, newest_is_granted=True, newest_is_complete=True)
     first = 3 * SYNCHRONOUS.microbatches_per_round
     assert (list(reply.microbatches), reply.accumulate_only_at) == ([first, first + 1], 1)
 

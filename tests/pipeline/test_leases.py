@@ -63,7 +63,7 @@ class _Leader:
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
-        awaits_reports: bool = False, acknowledged: Collection[int] = (),
+        all_committed: bool = True, awaits_reports: bool = False, acknowledged: Collection[int] = (),
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
@@ -72,7 +72,7 @@ class _Leader:
         )  # fmt: skip
         return self.table.acquire(
             view, trainer, count, holding=holding, released=released, all_granted=all_granted,
-            acknowledged=acknowledged,
+            acknowledged=acknowledged, all_committed=all_committed,
         )  # fmt: skip
 
     def give(self, trainer: str, count: int, **options: Any) -> list[int]:
@@ -156,10 +156,11 @@ def test_a_later_stage_grants_only_what_it_lacks() -> None:
     assert leader.give("b", 9, quiet_seconds=SETTLE_SECONDS) == [5], "the other one is leased"
 
 
-def test_a_later_stage_waits_for_what_stage_0_has_not_granted_yet() -> None:
+@pytest.mark.parametrize("all_granted", [False, True])
+def test_a_later_stage_waits_for_what_stage_0_has_not_committed_yet(all_granted: bool) -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed = {0, 1}
-    assert leader.give("a", 9, quiet_seconds=60.0, all_granted=False) == []
+    assert leader.give("a", 9, quiet_seconds=60.0, all_granted=all_granted, all_committed=False) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -220,18 +221,39 @@ def test_a_replay_is_not_granted_again_while_its_ack_may_be_under_way() -> None:
     assert leader.give("a", 9) == [1], "it came to nothing"
 
 
-def test_what_may_come_back_is_not_replayed_before_the_rest_has_come() -> None:
+def test_what_may_come_back_is_replayed_once_there_is_nothing_new_to_do() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
-    leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
-    assert leader.give("a", 9) == []
-    assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS) == [0, 1]
+    leader.committed, leader.counted = {2, 3}, {0, 1}
+    assert leader.give("a", 9, all_granted=False, all_committed=False) == []
+    assert leader.give("a", 9, awaits_reports=True, all_committed=False) == []
+    assert leader.give("a", 9, all_committed=False) == [0, 1], "while 4 and 5 are still on their way"
+    assert leader.give("a", 9, all_committed=False) == []
+    leader.clock.advance(SETTLE_SECONDS)
+    assert leader.give("a", 9, all_committed=False) == [], "they may not show yet"
+    leader.clock.advance(SHOWN_SECONDS - SETTLE_SECONDS)
+    assert leader.give("a", 9, all_committed=False) == [0, 1]
+
+
+def test_stage_0_says_when_there_is_nothing_new_to_do() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    assert not leader.ask("a", 0).all_granted
+    assert not leader.ask("a", 4).all_granted
+    leader.committed, leader.counted = {2, 3}, {0, 1}
+    assert leader.give("a", 2, holding=[0, 1, 2, 3]) == [4, 5]
+    assert leader.ask("a", 0, holding=[0, 1, 4, 5]).all_granted
+    assert leader.give("a", 9, holding=[4, 5]) == [], "they were done with just now"
+    leader.clock.advance(SHOWN_SECONDS)
+    grant = leader.ask("a", 9, holding=[4, 5])
+    assert (list(grant.microbatches), grant.spare, grant.all_granted) == ([0, 1], True, True)
 
 
 def test_what_a_member_may_come_back_with_is_granted_as_spare() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed, leader.counted = {2, 3, 4}, {0, 1}
     grant = leader.ask("a", 9, quiet_seconds=60.0)
-    assert (list(grant.microbatches), grant.spare) == ([0, 1, 5], True), "nobody has shown 5: it may have that as well"
+    assert (list(grant.microbatches), grant.spare) == ([0, 1], True)
+    grant = leader.ask("a", 9, holding=[0, 1], quiet_seconds=60.0)
+    assert (list(grant.microbatches), grant.spare) == ([5], True), "nobody has shown it: it may have that as well"
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed, leader.lost = {2, 3, 4}, {0, 1}
     grant = leader.ask("a", 9, quiet_seconds=60.0)

@@ -50,6 +50,8 @@ class World:
         self.granted = False
         self.lost: list[int] = []
         """What stage 1 has lost."""
+        self.spare = True
+        """Whether somebody may come back with that."""
         self.counted: set[int] = set()
         """What another trainer ran meanwhile."""
         self.num_asked = 0
@@ -62,7 +64,7 @@ class World:
 
     async def acquire(
         self, stage: int, count: int, *, holding: Collection[int], released: Collection[int], wait_seconds: float,
-        acknowledged: Collection[int] = (), newest_round: int | None = None, newest_is_complete: bool = False,
+        acknowledged: Collection[int] = (), newest: Leased | None = None,
     ) -> Leased | None:  # fmt: skip
         if not self.reachable:
             return None
@@ -76,7 +78,7 @@ class World:
                 round=0,
                 microbatches=lost,
                 accumulate_only_at=stage,
-                spare=True,
+                spare=self.spare,
                 round_complete=False,
                 counted=self.counted,
             )
@@ -170,6 +172,19 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
         runs = [(m.index, m.accumulate_only_at, m.spare) for m in world.trained]
         assert runs == [(0, None, False), (5, 1, True)]
+
+
+@pytest.mark.parametrize(("spare", "order"), [(True, [11, 12, 13]), (False, [13, 11, 12])])
+async def test_only_what_is_certainly_lost_comes_before_all_else(spare: bool, order: list[int]) -> None:
+    async with running(SYNCHRONOUS) as world:
+        world.lost = [5, 6, 7, 8, 9, 11, 12]
+        await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
+        await eventually(lambda: world.num_runs == 6, meanwhile=lambda: pass_time(world))
+        world.lost, world.spare = [13], spare
+        await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
+        world.answer.set()
+        await eventually(lambda: world.num_runs == 9, meanwhile=lambda: pass_time(world))
+        assert [m.index for m in world.trained[6:]] == order
 
 
 async def test_a_later_stage_is_told_for_a_while_what_stage_0_has() -> None:

@@ -31,6 +31,7 @@ class AcquireRequest(_message.Message):
     RELEASED_FIELD_NUMBER: _builtins.int
     NEWEST_ROUND_FIELD_NUMBER: _builtins.int
     NEWEST_IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    NEWEST_IS_GRANTED_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     count: _builtins.int
@@ -40,6 +41,8 @@ class AcquireRequest(_message.Message):
     """Grant nothing of a later round than this: stage 0 has not begun it."""
     newest_is_complete: _builtins.bool
     """Stage 0 has all microbatches of newest_round: what lacks at another stage is not on its way any more."""
+    newest_is_granted: _builtins.bool
+    """Stage 0 has granted all microbatches of newest_round: from now on somebody has time for replays."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -67,11 +70,12 @@ class AcquireRequest(_message.Message):
         released: _abc.Iterable[_builtins.int] | None = ...,
         newest_round: _builtins.int | None = ...,
         newest_is_complete: _builtins.bool = ...,
+        newest_is_granted: _builtins.bool = ...,
         acknowledged: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "address", b"address", "newest_round", b"newest_round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "acknowledged", b"acknowledged", "address", b"address", "count", b"count", "holding", b"holding", "newest_is_complete", b"newest_is_complete", "newest_round", b"newest_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round", "acknowledged", b"acknowledged", "address", b"address", "count", b"count", "holding", b"holding", "newest_is_complete", b"newest_is_complete", "newest_is_granted", b"newest_is_granted", "newest_round", b"newest_round", "released", b"released", "trainer_id", b"trainer_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__newest_round: _TypeAlias = _typing.Literal["newest_round"]  # noqa: Y015
     _WhichOneofArgType__newest_round: _TypeAlias = _typing.Literal["_newest_round", b"_newest_round"]  # noqa: Y015
@@ -90,6 +94,7 @@ class AcquireReply(_message.Message):
     ROUND_COMPLETE_FIELD_NUMBER: _builtins.int
     COUNTED_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
+    ROUND_GRANTED_FIELD_NUMBER: _builtins.int
     leader_peer_id: _builtins.str
     """Who decides: ask this peer from now on. Empty when this peer does."""
     round: _builtins.int
@@ -100,6 +105,8 @@ class AcquireReply(_message.Message):
     """The stage has all microbatches of the round: what is still missing is missing at another stage."""
     spare: _builtins.bool
     """Of replays: a member that does not answer may have these, and come back."""
+    round_granted: _builtins.bool
+    """Nothing of the round is left to be granted but replays."""
     @_builtins.property
     def microbatches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -116,10 +123,11 @@ class AcquireReply(_message.Message):
         round_complete: _builtins.bool = ...,
         counted: _abc.Iterable[_builtins.int] | None = ...,
         spare: _builtins.bool = ...,
+        round_granted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "counted", b"counted", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete", "spare", b"spare"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "counted", b"counted", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete", "round_granted", b"round_granted", "spare", b"spare"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015
