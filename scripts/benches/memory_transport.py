@@ -78,6 +78,9 @@ class MemoryTransport:
         assert len(encoded) == reply_bytes, "an answer has the size that the codec says"
         return bytes(encoded)
 
+    async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
+        self._network.handlers(peer)
+
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:

@@ -111,7 +111,9 @@ async def butterfly(
             await asyncio.to_thread(decode, payload, part)
         payloads[owner_id] = payload
 
-    owners = {share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True)}
+    owners = {
+        share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True) if share.num_elements
+    }
     await _with_all({owner: partial(fetch, owner, part) for owner, part in owners.items()}, own_id, reduction)
 
     lengths = {owner: part.stop - part.start for owner, part in owners.items()}
@@ -123,10 +125,10 @@ async def butterfly(
         digest=await asyncio.to_thread(_digest, shares, payloads, with_norms=True),
         squared_norm=sum(payloads[owner].squared_norm for owner in owners),
         num_samples=shares.round_samples,
-        bytes_sent=sent + result_codec.num_bytes(lengths[own_id]) * len(elsewhere),
-        bytes_received=sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(lengths[own_id]) * num_senders,
+        bytes_sent=sent + result_codec.num_bytes(own.num_elements) * (len(shares.members) - 1),
+        bytes_received=sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(own.num_elements) * num_senders,
         compression_ratio=_ratio(codec, vector_D),
-        residual=Residual(contribution_D=residual_D, part=owners[own_id], sum_P=reduction.residual_P),
+        residual=Residual(contribution_D=residual_D, part=owners.get(own_id, slice(0, 0)), sum_P=reduction.residual_P),
         upload_bytes_per_second=_upload_rate(payloads, {o: codec.num_bytes(n) for o, n in lengths.items()}),
     )
 
@@ -192,9 +194,9 @@ async def _with_all(
         except MemberFailed:
             raise
         except SwarmError as error:
-            raise MemberFailed(peer_id, str(error)) from None
+            raise MemberFailed(peer_id, str(error), noticed_by=own_id) from None
 
-    failure: SwarmError | None = MemberFailed(own_id, "the exchange was given up")
+    failure: SwarmError | None = MemberFailed(own_id, "the exchange was given up", noticed_by=own_id)
     try:
         async with asyncio.TaskGroup() as tasks:
             for peer_id in fetches:
@@ -219,7 +221,8 @@ async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, ti
             return await reduction.result()
     except TimeoutError:
         blamed = reduction.missing[0] if reduction.missing else own_id
-        raise MemberFailed(blamed, f"its contribution did not come within {timeout_seconds:.1f} s") from None
+        reason = f"its contribution did not come within {timeout_seconds:.1f} s"
+        raise MemberFailed(blamed, reason, noticed_by=own_id) from None
 
 
 def _digest(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:

@@ -93,7 +93,7 @@ class Averager:
         )  # fmt: skip
         self._participant = Participant(
             own_id=self._own_id, address=self._address, member=member, config=config.averaging, shared=self._shared,
-            transport=transport, clock=clock, donor=self._donor, spawn=self._spawn, moved=self._moved,
+            transport=transport, clock=clock, timing=timing, donor=self._donor, spawn=self._spawn, moved=self._moved,
             events=events or NoEvents(),
         )  # fmt: skip
         self._catch_up = CatchUp(
@@ -285,7 +285,8 @@ class Averager:
         if self._participant.is_catching_up:
             # Neither a leader nor a member: whoever believes so is to look for another.
             raise NotReady("this peer is catching up")
-        if self._roster.hear(request):
+        # Who hears nothing of this peer would only hold up what it leads.
+        if not request.unanswered and self._roster.hear(request):
             self._progress_changed()
         standing, theirs = self._participant.standing, messages.unpack_standing(request.standing)
         if self._roster.is_ahead(theirs, standing) and self._leader.active is None:

@@ -116,4 +116,5 @@ class Exchanges:
         self._feedback.clear()
 
     def _gathers(self, shares: Shares) -> bool:
-        return self.codec.is_sparse and len(shares.members) <= self._config.gather_members
+        is_small = len(shares.members) <= self._config.gather_members
+        return self.codec.is_sparse and is_small and not shares.has_one_owner

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 Begun = Mapping[PeerId, pb.BeginReply]
 
+MOST_THROUGH_ONE = 8
+"""Members of whom one may sum everything, for want of lines between the others: it carries all that they send."""
+
 
 class AttemptFailed(Exception):
     """Nothing was decided; the attempt is aborted. Does not leave this package."""
@@ -94,6 +97,8 @@ class Leader:
     decision: Decision | None = None
     """What it came to, until it is committed."""
     decided: Callable[[], None] = lambda: None
+    round_through_one: int | None = None
+    """The round in which a line between two members failed: they exchange through this peer alone."""
     times: LeaderTimes = field(default_factory=LeaderTimes)
     codec: Codec = field(init=False)
 
@@ -175,9 +180,11 @@ class Leader:
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
         started_at = self.clock.monotonic()
-        shares = self._shares(begun)
+        through_one = standing.round == self.round_through_one and self._can_sum_all(begun)
+        shares = self._shares(begun, only_owner=self.own_id if through_one else None)
         # There and back at every member, at worst all of it over one line.
-        num_bytes = 4 * self.codec.num_bytes(shares.num_elements)
+        num_times = 2 * (len(begun) - 1) if through_one else 4
+        num_bytes = num_times * self.codec.num_bytes(shares.num_elements)
         floor = self.timing.average_seconds + num_bytes / self.timing.bytes_per_second
         request = pb.AverageRequest(
             address=self.address, peer_id=self.own_id, round=standing.round, ballot=messages.pack_ballot(ballot),
@@ -198,7 +205,7 @@ class Leader:
         digests = {prepared.digest for prepared in results}
         if len(results) < len(begun) or "" in digests:
             took_long = self.clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
-            raise self._blame(replies, took_long)
+            raise self._blame(replies, begun.keys(), standing.round, took_long)
         if len(digests) > 1:
             raise AttemptFailed("members came to different results")
         self.times.average_seconds = self.clock.monotonic() - started_at
@@ -206,7 +213,10 @@ class Leader:
         self.times.num_timeouts = 0
         return results[0]
 
-    def _shares(self, begun: Begun) -> Shares:
+    def _can_sum_all(self, members: Collection[PeerId]) -> bool:
+        return self.own_id in members and 2 < len(members) <= MOST_THROUGH_ONE
+
+    def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
         """Who exchanges with which weight; raises AttemptFailed if a contribution is of no use."""
         useless = {peer for peer, reply in begun.items() if not math.isfinite(reply.norm)}
         if useless:
@@ -226,24 +236,34 @@ class Leader:
         ]  # fmt: skip
         # Clipped, the gradients would not add up to that of a single process.
         clip_to_median = 0.0 if self.config.rounds.synchronous else self.config.averaging.clip_to_median
-        return divide(offers, num_elements=sizes.pop(), tile=self.codec.tile, clip_to_median=clip_to_median)
+        return divide(
+            offers, num_elements=sizes.pop(), tile=self.codec.tile, clip_to_median=clip_to_median, only_owner=only_owner
+        )
 
-    def _blame(self, replies: Mapping[PeerId, Any], took_long: bool) -> AttemptFailed:
+    def _blame(
+        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int, took_long: bool
+    ) -> AttemptFailed:  # fmt: skip
         errors = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
-        accusations = [
-            (PeerId(reply.failure.blamed_id), accuser, reply.failure.reason)
-            for accuser, reply in replies.items()
+        # By who noticed; others were told, and pass it on.
+        accusations = {
+            PeerId(reply.failure.noticed_by_id): reply.failure
+            for reply in replies.values()
             if isinstance(reply, pb.AverageReply) and reply.HasField("failure")
-        ]
+        }
         failed = _failure("the exchange failed", errors)
         if failed.unreachable or self._is_first_timeout(took_long) or not accusations:
             return failed
-        blamed, _ = Counter(blamed for blamed, _, _ in accusations).most_common(1)[0]
-        accusers = [(accuser, reason) for accused, accuser, reason in accusations if accused == blamed]
-        logger.warning("the exchange failed because of %s: %s", blamed, accusers[0][1])
+        counts = Counter(PeerId(failure.blamed_id) for failure in accusations.values())
+        blamed, _ = counts.most_common(1)[0]
+        accusers = {accuser: failure for accuser, failure in accusations.items() if failure.blamed_id == blamed}
+        logger.warning("the exchange failed because of %s: %s", blamed, next(iter(accusers.values())).reason)
+        if self._can_sum_all(members) and self.own_id not in counts.keys() | accusations.keys():
+            # It is a line between others, and all of them have just answered this peer: nobody need be left out.
+            self.round_through_one = round_number
+            return failed
         # A single member that cannot reach its leader is cut off itself; the leader knows its own faults best.
-        is_cut_off = blamed == self.own_id and self.own_id not in (accuser for accuser, _ in accusers)
-        failed.excluded = {accuser for accuser, _ in accusers} if is_cut_off else {blamed}
+        is_cut_off = blamed == self.own_id and self.own_id not in accusers
+        failed.excluded = set(accusers) if is_cut_off else {blamed}
         return failed
 
     async def _abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:

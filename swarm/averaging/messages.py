@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from swarm.averaging.group import Ballot
+from swarm.averaging.reduction import MemberFailed
 from swarm.averaging.shares import Share, Shares
 from swarm.errors import MalformedMessage
 from swarm.rounds import Progress, Snapshot
@@ -51,6 +52,11 @@ def require_ballot(message: pb.Ballot) -> Ballot:
     if ballot is None:
         raise MalformedMessage("the request names no attempt")
     return ballot
+
+
+def pack_failure(failed: MemberFailed) -> pb.Failure:
+    """To the wire."""
+    return pb.Failure(blamed_id=failed.peer_id, reason=str(failed), noticed_by_id=failed.noticed_by)
 
 
 def pack_indices(indices: Collection[int]) -> list[int]:

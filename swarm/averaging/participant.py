@@ -25,6 +25,7 @@ from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.averaging.results import Committed
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Shares
+from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
@@ -61,8 +62,8 @@ class Participant:
 
     def __init__(
         self, *, own_id: PeerId, address: Address, member: RoundMember, config: AveragingConfig,
-        shared: SharedBlocks, transport: Transport, clock: Clock, donor: Donor, spawn: Spawn, moved: Callable[[], None],
-        events: Events,
+        shared: SharedBlocks, transport: Transport, clock: Clock, timing: Timing, donor: Donor, spawn: Spawn,
+        moved: Callable[[], None], events: Events,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -77,6 +78,7 @@ class Participant:
         self._shared = shared
         self._transport = transport
         self._clock = clock
+        self._timing = timing
         self._donor = donor
         self._spawn = spawn
         self._moved = moved
@@ -153,7 +155,7 @@ class Participant:
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:
-            return pb.AverageReply(failure=pb.Failure(blamed_id=failed.peer_id, reason=str(failed)))
+            return pb.AverageReply(failure=messages.pack_failure(failed))
         return pb.AverageReply(prepared=result.prepared)
 
     def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> Attempt:
@@ -173,7 +175,10 @@ class Participant:
             shares_digest=self.group.shares_digest,
         )  # fmt: skip
         records = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
-        return _Others(self._transport, records, opening, request.timeout_seconds)
+        return _Others(
+            transport=self._transport, records=records, opening=opening, timeout_seconds=request.timeout_seconds,
+            clock=self._clock, timing=self._timing,
+        )  # fmt: skip
 
     def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> _Result:
         standing, closed = self.standing, attempt.closed
@@ -427,7 +432,7 @@ def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Others:
     """The other members, as the exchange reaches them."""
 
@@ -435,8 +440,27 @@ class _Others:
     records: dict[str, PeerRecord]
     opening: pb.ExchangeOpen
     timeout_seconds: float
+    clock: Clock
+    timing: Timing
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
-        return await self.transport.exchange(
-            self.records[peer_id], self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
-        )
+        peer = self.records[peer_id]
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch(peer))
+                payload = await self.transport.exchange(
+                    peer, self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
+                )
+                watch.cancel()
+        except* SwarmError as group:
+            failure = group.exceptions[0]
+        if failure is not None:
+            raise failure from None
+        return payload
+
+    async def _watch(self, peer: PeerRecord) -> None:
+        """Raise SwarmError once a member does not answer: that shows long before an exchange takes too long."""
+        while True:
+            await self.clock.sleep(self.timing.heartbeat_seconds / 2)
+            await self.transport.ping(peer, timeout_seconds=self.timing.report_seconds)

@@ -25,11 +25,16 @@ LARGEST = 1e15
 
 
 class MemberFailed(Retryable):
-    """The exchange cannot be completed, and one member seems to be the cause."""
+    """The exchange cannot be completed, and one member seems to be the cause.
 
-    def __init__(self, peer_id: str, reason: str) -> None:
+    Attributes:
+        noticed_by: who says so; others pass it on.
+    """
+
+    def __init__(self, peer_id: str, reason: str, *, noticed_by: str) -> None:
         super().__init__(reason)
         self.peer_id = peer_id
+        self.noticed_by = noticed_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +127,7 @@ class Reduction:
         self.sum_P: torch.Tensor | None = None
         """The sum as its bytes decode; once there is a result."""
         self._shares = shares
+        self._own_id = own_id
         self._codec = codec
         self._result_codec = result_codec
         self._owed_P = owed_P
@@ -146,7 +152,7 @@ class Reduction:
         try:
             part_P = await asyncio.to_thread(decode_bounded, self._codec, encoded, self.num_elements)
         except MalformedMessage as error:
-            self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}"))
+            self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}", noticed_by=self._own_id))
             return
         self.add_decoded(peer_id, part_P)
 

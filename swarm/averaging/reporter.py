@@ -140,12 +140,15 @@ class Reporter:
             num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
             highest_microbatch=progress.highest_microbatch, begun=messages.pack_ballot(active),
             prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
-            spare_gaps=messages.pack_indices(progress.spare),
+            spare_gaps=messages.pack_indices(progress.spare), unanswered=self._roster.is_suspected(peer_id),
         )  # fmt: skip
         self._under_way.add(peer_id)
         try:
             reply = await self._tell(peer, request)
             await self._act_on(peer_id, standing, active, reply)
+            if request.unanswered:
+                # Now it is answered: the next report counts.
+                self._progressed.set()
         except SwarmError as error:
             logger.debug("report to %s: %s", peer_id, error)
             self._roster.suspect(peer_id)

@@ -245,6 +245,10 @@ class Roster:
             known |= unheard & self._peers(serving=False).keys()
         return [p for p in known if p not in members and p not in self._suspects]
 
+    def is_suspected(self, peer_id: PeerId) -> bool:
+        """Whether a call to a peer failed, and there was no sign of life since."""
+        return peer_id in self._suspects
+
     def due_suspects(self) -> list[PeerId]:
         """Suspected peers, still announced or heard of, that should be called again."""
         latest = self._clock.monotonic() - self._timing.probe_seconds

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
+from swarm.averaging import messages
 from swarm.averaging.reduction import MemberFailed
 from swarm.averaging.transport import (
     ABORT,
@@ -70,8 +71,9 @@ class AveragingServicer(AveragingServiceServicer):
             reduced = await self._averager.exchange(first.open, _pieces(request_iterator))
         except Retryable as error:
             # Whose fault it is must reach the caller, so it travels as an answer.
-            blamed = error.peer_id if isinstance(error, MemberFailed) else self._own_id
-            yield pb.ExchangeReply(failure=pb.Failure(blamed_id=blamed, reason=str(error)))
+            if not isinstance(error, MemberFailed):
+                error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
+            yield pb.ExchangeReply(failure=messages.pack_failure(error))
             return
         except SwarmError as error:
             await abort(context, error)

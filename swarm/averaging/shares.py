@@ -69,6 +69,11 @@ class Shares:
         return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
     @property
+    def has_one_owner(self) -> bool:
+        """Whether one member sums the whole vector."""
+        return sum(share.num_elements > 0 for share in self.members) == 1
+
+    @property
     def senders(self) -> list[Share]:
         """Those who contribute."""
         return [share for share in self.members if share.num_samples]
@@ -107,16 +112,22 @@ class Offer:
     bytes_per_second: float = 0.0
 
 
-def divide(offers: Sequence[Offer], *, num_elements: int, tile: int, clip_to_median: float) -> Shares:
+def divide(
+    offers: Sequence[Offer], *, num_elements: int, tile: int, clip_to_median: float, only_owner: str | None = None
+) -> Shares:
     """Weigh the members and cut the vector into their parts.
 
     Args:
         num_elements: length of the vector.
         tile: parts are multiples of so many elements, but for the last one.
         clip_to_median: contributions whose norm is above so many medians count for less; 0 turns that off.
+        only_owner: the member that owns the whole vector, so that no two others need a line between them.
     """
     weights = _weights(offers, clip_to_median)
-    sizes = part_sizes(num_elements, [offer.bytes_per_second for offer in offers], tile=tile)
+    if only_owner is None:
+        sizes = part_sizes(num_elements, [offer.bytes_per_second for offer in offers], tile=tile)
+    else:
+        sizes = [num_elements * (offer.peer_id == only_owner) for offer in offers]
     members = (
         Share(
             peer_id=offer.peer_id,

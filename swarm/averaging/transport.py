@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.certificates import peer_id_of
@@ -72,6 +74,10 @@ class Transport(Protocol):
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
     ) -> Buffer:
         """Fetch a stage's average of the blocks that it shares with this one, `reply_bytes` long."""
+        ...
+
+    async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
+        """Have a sign of life."""
         ...
 
 
@@ -138,7 +144,8 @@ class GrpcTransport:
             async for reply in call:
                 match reply.WhichOneof("message"):
                     case "failure":
-                        raise MemberFailed(reply.failure.blamed_id, reply.failure.reason)
+                        failure = reply.failure
+                        raise MemberFailed(failure.blamed_id, failure.reason, noticed_by=failure.noticed_by_id)
                     case "reduced":
                         squared_norm = reply.reduced.squared_norm
                     case _:
@@ -186,6 +193,13 @@ class GrpcTransport:
             raise translate(error) from None
         finally:
             call.cancel()
+
+    async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
+        health: Any = HealthStub(self._channels.channel(peer))
+        try:
+            await health.Check(HealthCheckRequest(), timeout=timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise translate(error) from None
 
     def _stub(self, peer: PeerRecord, *, bulk: bool) -> AveragingServiceStub:
         return AveragingServiceStub(self._channels.channel(peer, bulk=bulk))

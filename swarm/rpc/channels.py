@@ -27,25 +27,25 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Of one message; tensors travel in chunks of about 1 MiB."""
 
 
-def _client_options(silence_ms: int) -> Options:
-    """Options of a channel that sends a ping after so long a silence, and is broken if it is not answered as soon."""
+def _client_options(silence_ms: int, answer_ms: int) -> Options:
+    """Options of a channel that sends a ping after so long a silence, and is broken if it has no answer by then."""
     return (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", silence_ms),
-        ("grpc.keepalive_timeout_ms", silence_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.max_pings_without_data", 0),
         # A minute unless told otherwise, which overrides the keepalive timeout.
-        ("grpc.http2.ping_timeout_ms", silence_ms),
+        ("grpc.http2.ping_timeout_ms", answer_ms),
         # A peer that restarts is reached again in a second, not in minutes; who calls has pauses of his own.
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 1000),
     )
 
 
-CLIENT_OPTIONS: Options = _client_options(2000)
+CLIENT_OPTIONS: Options = _client_options(1000, 2000)
 BULK_OPTIONS: Options = (
     # A ping waits behind the megabytes that the kernel has taken: for seconds, where a slow line is shared.
-    *_client_options(20_000),
+    *_client_options(20_000, 20_000),
     # Or it would share its connection with every other channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )

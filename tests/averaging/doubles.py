@@ -290,6 +290,12 @@ class MemoryTransport:
         assert len(encoded) == reply_bytes
         return bytes(encoded)
 
+    async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
+        async def answer() -> None:
+            pass
+
+        await self._reach(self._target(peer), "Ping", answer, timeout_seconds)
+
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:

@@ -47,12 +47,12 @@ class Door:
         return payload
 
 
-def shares_of(samples: list[int], num_elements: int, tile: int = 1) -> Shares:
+def shares_of(samples: list[int], num_elements: int, tile: int = 1, only_owner: str | None = None) -> Shares:
     offers = [
         Offer(peer_id=str(i), num_samples=n, round_samples=n, norm=1.0, bytes_per_second=0.0)
         for i, n in enumerate(samples)
     ]
-    return divide(offers, num_elements=num_elements, tile=tile, clip_to_median=0.0)
+    return divide(offers, num_elements=num_elements, tile=tile, clip_to_median=0.0, only_owner=only_owner)
 
 
 async def average(
@@ -63,10 +63,11 @@ async def average(
     *,
     silent: int | None = None,
     gathers: bool = False,
+    only_owner: str | None = None,
 ) -> list[Any]:
     """What each member ends with, or what it says went wrong."""
     of_results = of_results or codec
-    shares = shares_of(samples, vectors[0].numel(), codec.tile)
+    shares = shares_of(samples, vectors[0].numel(), codec.tile, only_owner)
     names = [str(i) for i in range(len(vectors))]
     if gathers:
         sides: dict[str, Any] = {name: HandOut(shares) for name in names}
@@ -147,6 +148,17 @@ async def test_bytes_are_counted_at_both_ends() -> None:
     gathered = await average([torch.ones(12)] * 3, [1, 1, 0], simple_codec("fp16"), gathers=True)
     assert [result.bytes_sent for result in gathered] == [48, 48, 0]
     assert [result.bytes_received for result in gathered] == [24, 24, 48]
+
+
+async def test_one_member_may_sum_everything_and_the_others_need_no_line_between_them() -> None:
+    vectors, samples, codec = random_vectors(3, 50), [1, 0, 3], simple_codec("fp16")
+    results = await average(vectors, samples, codec, only_owner="1")
+    expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
+    for result in results:
+        np.testing.assert_allclose(result.vector_D.numpy(), expected, atol=4e-3)
+        assert (result.digest, result.squared_norm) == (results[0].digest, results[0].squared_norm)
+    # The owner has two contributions of 100 bytes, and answers both members.
+    assert [(result.bytes_sent, result.bytes_received) for result in results] == [(100, 100), (200, 200), (100, 100)]
 
 
 async def test_weights_are_part_of_the_digest() -> None:

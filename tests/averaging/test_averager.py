@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from swarm.averaging import messages
+from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.participant import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, BEGIN
+from swarm.errors import PeerUnavailable
 from swarm.lineage import next_lineage
 from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
-from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
+from tests.averaging.doubles import QUICK, FakeStage, Network, gradient, make_config, network_of, peer_id, until
 
 
 def stages(network: Network, *numbers: int) -> list[FakeStage]:
@@ -321,15 +323,84 @@ async def test_poisoned_contribution_is_left_out() -> None:
         np.testing.assert_allclose(result_vector(members[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
 
 
-async def test_two_members_that_cannot_reach_each_other_do_not_stop_the_round() -> None:
-    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+@pytest.mark.parametrize("codec", ["fp32", "dct-topk"])
+async def test_two_members_that_cannot_reach_each_other_exchange_through_their_leader(codec: str) -> None:
+    async with network_of(make_config("diloco", codec=codec), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
         network.cut.add(frozenset((2, 3)))
-        members[0].learn(0, 1, 2, 3)
-        members[1].learn(4)
-        members[2].learn(5)
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        members[2].learn(4, 5)
         await until(lambda: all(stage.round == 1 for stage in members))
-        await until(lambda: len({stage.digest for stage in members}) == 1)
+        assert_equal_and_once(members)
+        assert (len(members[0].results[0].members), members[0].results[0].attempts) == (3, 2)
+
+
+async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+
+        async def before(name: str, source: int, target: int) -> None:
+            if name == "Exchange" and 3 in (source, target):
+                raise PeerUnavailable("only its small messages come through")
+
+        network.before = before
+        members[1].learn(2, 3)
+        members[2].learn(4, 5)
+        await asyncio.sleep(0.1)
+        members[0].learn(0, 1)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]))
+        assert_equal_and_once(members[:2])
+        assert len(members[0].results[0].members) == 2
+
+
+async def test_a_line_that_stands_still_is_given_up_long_before_an_exchange_takes_too_long() -> None:
+    async with network_of(make_config("diloco"), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+
+        async def before(name: str, source: int, target: int) -> None:
+            if {source, target} == {2, 3}:
+                await asyncio.Event().wait()
+
+        network.before = before
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        members[2].learn(4, 5)
+        began_at = asyncio.get_running_loop().time()
+        await until(lambda: all(stage.round == 1 for stage in members))
+        seconds = asyncio.get_running_loop().time() - began_at
+        assert seconds < 2 * QUICK.report_seconds < OWNER_PATIENCE * QUICK.average_seconds
+        assert len(members[0].results[0].members) == 3
+
+
+async def test_who_has_no_answers_from_its_leader_does_not_hold_it_up() -> None:
+    """What it sends arrives, and nothing that is sent to it."""
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        deaf = True
+
+        async def before(name: str, source: int, target: int) -> None:
+            if deaf and target == 3:
+                await asyncio.Event().wait()
+
+        async def after(name: str, source: int, target: int) -> None:
+            if deaf and source == 3:
+                await asyncio.Event().wait()
+
+        network.before, network.after = before, after
+        await asyncio.sleep(2 * QUICK.fresh_seconds)
+        members[2].learn(4, 5)
+        members[1].learn(2, 3)
+        await asyncio.sleep(2 * QUICK.fresh_seconds)
+        members[0].learn(0, 1)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]))
+        assert members[0].results[0].attempts == 1
+        deaf = False
+        await until(lambda: members[2].round == 1)
+        members[0].learn(6, 7)
+        members[1].learn(8)
+        members[2].learn(9)
+        await until(lambda: all(stage.round == 2 for stage in members))
 
 
 # -- lost and late messages ------------------------------------------------------------------------------------------

@@ -248,10 +248,13 @@ class ReportRequest(_message.Message):
     BEGUN_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     SPARE_GAPS_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Samples that count towards the round at the sender."""
     highest_microbatch: _builtins.int
     """Highest microbatch ever seen; -1 for none."""
+    unanswered: _builtins.bool
+    """The sender had no answer when it called last: calls from there may not come through, so it is no member yet."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -288,10 +291,11 @@ class ReportRequest(_message.Message):
         begun: Global___Ballot | None = ...,
         prepared: Global___Ballot | None = ...,
         spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
+        unanswered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "prepared", b"prepared", "sender", b"sender", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "spare_gaps", b"spare_gaps", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "spare_gaps", b"spare_gaps", "standing", b"standing", "unanswered", b"unanswered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,17 +570,21 @@ class Failure(_message.Message):
 
     BLAMED_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    NOTICED_BY_ID_FIELD_NUMBER: _builtins.int
     blamed_id: _builtins.str
     reason: _builtins.str
+    noticed_by_id: _builtins.str
+    """Who noticed; others pass it on."""
     def __init__(
         self,
         *,
         blamed_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        noticed_by_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blamed_id", b"blamed_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blamed_id", b"blamed_id", "noticed_by_id", b"noticed_by_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
