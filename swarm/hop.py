@@ -7,8 +7,8 @@ the peers that worked on it before are asked first. Never looks into the tensors
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -66,8 +66,6 @@ class HopLimits:
     """Longest wait for a peer's first answer."""
     silence_seconds: float = 15.0
     """Longest wait for any sign of life from a peer that accepted; it gives one a second."""
-    quiet_seconds: float = 1.5
-    """Without one for so long others are asked first: a cut line, or a frozen peer, is known as such only later."""
     stall_seconds: float = 120.0
     """Longest time that the next peer may itself be what is waited for."""
     retry_seconds: float = 0.25
@@ -315,8 +313,7 @@ class Hop:
             listener.routed(attempt.route)
             stalled_since = self._clock.monotonic()
             while True:
-                with self._noticing_silence(peer_id):
-                    reply = await self._read(call, self._limits.silence_seconds)
+                reply = await self._read(call, self._limits.silence_seconds)
                 kind = reply.WhichOneof("message")
                 if kind == "progress":
                     if reply.progress.stage != self.stage:
@@ -420,26 +417,6 @@ class Hop:
         if reply is grpc.aio.EOF:
             raise await _status(call)
         return reply
-
-    @contextmanager
-    def _noticing_silence(self, peer_id: PeerId) -> Iterator[None]:
-        """While nothing comes from a peer for too long, it is given nothing more."""
-        loop, seconds = asyncio.get_running_loop(), self._limits.quiet_seconds
-        timer: asyncio.TimerHandle
-
-        def set_timer() -> None:
-            nonlocal timer
-            timer = loop.call_later(seconds, leave_alone)
-
-        def leave_alone() -> None:
-            self._router.busy(peer_id, seconds)
-            set_timer()
-
-        set_timer()
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     def _admitted(self, reply: pb.TrainReply) -> None:
         kind = reply.WhichOneof("message")

@@ -266,23 +266,6 @@ async def test_synchronous_rounds_follow_adamw_in_one_process() -> None:
         assert left.weights.state_digest() == right.weights.state_digest()
 
 
-async def test_others_are_asked_before_a_peer_that_gives_no_sign_of_life() -> None:
-    """It may only be slow to say something: what it has under way it keeps."""
-    limits = HopLimits(retry_seconds=0.02, quiet_seconds=0.1)
-    async with running_chain(SYNCHRONOUS, num_peers=(2, 1, 1), hop_limits=limits) as chain:
-        quiet, other = chain.at(0)
-        async with quiet.held():
-            chain.router.update(0, [quiet.record])
-            waiting = asyncio.create_task(chain.train(0))
-            await eventually(lambda: quiet.stage.num_admitted == 1)
-            chain.router.update(0, [quiet.record, other.record])
-            await eventually(lambda: chain.router.statistics()[0].num_busy > 0)
-            await chain.train_all([1, 2, 3, 4])
-            assert (quiet.stage.num_admitted, other.stage.counters.committed) == (1, 4)
-        await chain.ack(await waiting)
-        assert quiet.stage.counters.committed == 1
-
-
 async def test_diloco_rounds_follow_nesterov_on_the_anchors() -> None:
     """DiLoCo: v <- mu v + g; theta <- theta - lr (g + mu v), g weighted by each member's samples."""
     config = dataclasses.replace(DILOCO, rounds=RoundsConfig(round_samples=16, inner_batch_samples=4))
