@@ -18,6 +18,9 @@ LEASE_SECONDS = 8.0
 """Lifetime of a lease that is not renewed. An Ack of its trainer may be under way for longer. Synchronous: should it
 count all the same, after another trainer ran the microbatch as well, one of the two is taken out, as where two trainers
 hold one lease; with DiLoCo nobody else ever runs it."""
+DOUBT_SECONDS = 2.5
+"""Synchronous: what is left of a trainer's leases when a call of it breaks off. If it lives, it calls again in a
+second."""
 GATHER_SECONDS = 1.5
 """For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases more often, so
 it knows then what they hold. Trainers have enough to do meanwhile."""
@@ -117,6 +120,14 @@ class LeaseTable:
             count = 0 if self._gathers(view) else count
             return self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
         return self._grant_endless(view, trainer_id, count)
+
+    def doubt(self, trainer_id: str) -> None:
+        """A call of a trainer broke off: it may have died. At the end of a round everybody waits for what it held."""
+        if self._config.rounds.synchronous:
+            latest = self._clock.monotonic() + DOUBT_SECONDS
+            for lease in self._leases.values():
+                if lease.trainer_id == trainer_id:
+                    lease.expires_at = min(lease.expires_at, latest)
 
     def _note_lead(self) -> None:
         """Trainers ask all the time: if nobody has for a while, this peer was away, and others may have led."""

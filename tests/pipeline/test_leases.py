@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import (
+    DOUBT_SECONDS,
     GATHER_SECONDS,
     LEASE_SECONDS,
     LEAST_SKIP,
@@ -115,6 +116,29 @@ def test_a_dead_trainers_leases_expire_and_a_living_ones_do_not() -> None:
     leader.ask("dead", 0, holding=[0, 1])
     leader.clock.advance(LEASE_SECONDS / 2)
     assert set(leader.give("third", 4)) >= {0, 1}
+
+
+def test_a_trainer_whose_call_breaks_off_has_little_time_to_call_again() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.give("dead", 2)
+    leader.give("alive", 2)
+    leader.table.doubt("dead")
+    leader.table.doubt("alive")
+    leader.clock.advance(DOUBT_SECONDS / 2)
+    leader.ask("alive", 0, holding=[2, 3])
+    assert leader.give("other", 9) == [4, 5]
+    leader.clock.advance(DOUBT_SECONDS / 2)
+    assert leader.give("other", 9, holding=[4, 5]) == [0, 1]
+
+
+def test_with_diloco_a_broken_call_means_nothing() -> None:
+    """Nobody else would run what its trainer holds."""
+    leader = _Leader(_DILOCO)
+    leader.give("a", 2)
+    leader.table.doubt("a")
+    leader.clock.advance(DOUBT_SECONDS)
+    leader.ask("b", 0)
+    assert leader.table.num_leases == 2
 
 
 @pytest.mark.parametrize("config", [_SYNCHRONOUS, _DILOCO])
