@@ -45,6 +45,9 @@ class Policy:
 
 DEFAULT = Policy()
 
+_MORE = 1 + 1e-9
+"""Than by rounding. A move that only makes another stage the weakest would be taken back by the next one to look."""
+
 
 def next_check_seconds(rng: random.Random, period_seconds: float) -> float:
     """Time to a peer's next check: `period_seconds` on average, and spread, so that peers do not act at once."""
@@ -171,7 +174,7 @@ class _Plan:
         """(level to which the weaker of the two stages rises, what is left at the source) if `own` moves."""
         lowest, left = self.throughput[target], self.throughput[self._own.stage] - self._own_rates[self._own.stage]
         level = min(left, lowest + self._own_rates[target])
-        return (level, left) if level > lowest else None
+        return (level, left) if level > lowest * _MORE else None
 
     def _is_near(self, own: tuple[float, float], best: tuple[float, float, int, int], lowest: float) -> bool:
         return own[0] - lowest >= self._near * (best[0] - lowest) and own[1] >= self._near * best[1]
@@ -190,7 +193,7 @@ class _Plan:
                 level = min(left, lowest + speed / self._costs[target])
                 found.append((level, left, source, position))
         best = max(found, default=None)
-        return best if best is not None and best[0] > lowest else None
+        return best if best is not None and best[0] > lowest * _MORE else None
 
     def _move(self, source: int, loses: float, gains: float) -> None:
         self.rate = loses

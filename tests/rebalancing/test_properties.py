@@ -53,6 +53,18 @@ def test_it_settles(now: Layout, seed: int) -> None:
     assert len(moves) <= 2 * len(now.workers)
 
 
+def test_a_peer_does_not_go_to_and_fro_for_the_sake_of_a_move_that_another_does_not_make() -> None:
+    """The fast one stays where a sample costs little: its own figure there is too uncertain for it to go."""
+    slow = [Worker(peer_id=PeerId(f"slow {n}"), stage=0, movable=n > 0) for n in range(5)]
+    others = [
+        Worker(peer_id=PeerId("fast"), stage=2, speed=2.0, movable=True),
+        Worker(peer_id=PeerId("slowest"), stage=2, speed=0.05),
+        *(Worker(peer_id=PeerId(f"joining {n}"), stage=2, serving=False) for n in range(2)),
+    ]
+    moves = settle(Layout([*slow, *others], [3.0, 3.0, 0.25]), random.Random(0), limit=3)
+    assert {stage for _, stage, _ in moves} == {1}
+
+
 @settings(max_examples=60, deadline=None)
 @given(layouts(equal=True), st.integers(0, 2**32))
 def test_equal_peers_settle_at_the_best_there_is(now: Layout, seed: int) -> None:
