@@ -325,15 +325,10 @@ class TrainLoop(HopListener):
         self._released[work.granted_by].append(work.microbatch.index)
 
     def _take(self, leased: Leased, last_round: int) -> None:
+        self._drop_needless(leased)
         if self._config.rounds.synchronous and leased.round > last_round:
             self._released[leased.stage] += leased.microbatches
             return
-        # Another trainer ran it meanwhile; whatever is under way answers sooner than it is taken back.
-        self._queue = deque(
-            work
-            for work in self._queue
-            if work.granted_by != leased.stage or work.microbatch.index not in leased.counted
-        )
         known = {work.microbatch.index for work in self._work()}
         new = [
             _Work(
@@ -351,6 +346,20 @@ class TrainLoop(HopListener):
         is_first = leased.accumulate_only_at is not None and not leased.spare
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._arrived.set()
+
+    def _drop_needless(self, leased: Leased) -> None:
+        self._queue = deque(work for work in self._queue if not self._is_needless(work, leased))
+        for work, task in self._in_flight.values():
+            # What is new answers sooner than it is given up, and an ack under way had better arrive.
+            is_replay = work.microbatch.accumulate_only_at is not None
+            if is_replay and not work.answered and self._is_needless(work, leased):
+                task.cancel()
+
+    @staticmethod
+    def _is_needless(work: _Work, leased: Leased) -> bool:
+        """Whether its stage has it: another trainer ran it, or who had it is back, or the round is over."""
+        is_over = work.microbatch.accumulate_only_at is not None and work.microbatch.round < leased.round
+        return work.granted_by == leased.stage and (is_over or work.microbatch.index in leased.counted)
 
     def _is_overdue(self) -> bool:
         return self._clock.monotonic() - self._renewed_at > HOLD_SECONDS

@@ -47,6 +47,14 @@ def test_a_round_that_has_not_ended_counts_with_the_time_it_has_taken() -> None:
     assert figures.durations(chain, (26.0, 29.0)) == [5.0]
 
 
+def test_throughput_counts_from_commit_to_commit() -> None:
+    chain = figures.chain([[_commit(0, "0", "1", 10.0), _commit(1, "1", "2", 25.0), _commit(2, "2", "3", 30.0)]])
+    samples = chain[0].samples
+    assert figures.throughput(chain, (12.0, 40.0)) == 2 * samples / 20.0
+    assert figures.throughput(chain, (5.0, 28.0)) == samples / 15.0, "none was committed before"
+    assert figures.throughput(chain, (26.0, 29.0)) == figures.throughput([], (0.0, 40.0)) == 0.0
+
+
 def test_quantiles() -> None:
     assert figures.quantiles([]) == {}
     assert figures.quantiles(range(1, 101)) == {"count": 100.0, "p50": 51, "p90": 91, "p99": 100, "max": 100}

@@ -50,6 +50,8 @@ class World:
         self.granted = False
         self.lost: list[int] = []
         """What stage 1 has lost."""
+        self.later_round = 0
+        """Where stage 1 is."""
         self.spare = True
         """Whether somebody may come back with that."""
         self.counted: set[int] = set()
@@ -75,7 +77,7 @@ class World:
             lost, self.lost = self.lost, []
             return Leased(
                 stage=stage,
-                round=0,
+                round=self.later_round,
                 microbatches=lost,
                 accumulate_only_at=stage,
                 spare=self.spare,
@@ -208,6 +210,21 @@ async def test_a_replay_that_another_trainer_ran_meanwhile_is_left() -> None:
         world.answer.set()
         await eventually(lambda: world.num_runs > 6, meanwhile=lambda: pass_time(world))
         assert [m.index for m in world.trained] == [0, 5, 6, 7, 8, 9, 11]
+
+
+@pytest.mark.parametrize("reason", ["it counts there", "the round is over"])
+async def test_a_replay_that_nobody_needs_any_more_makes_room(reason: str) -> None:
+    async with running(SYNCHRONOUS) as world:
+        world.lost = [5, 6]
+        await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
+        assert world.loop.num_in_flight == 3
+        if reason == "it counts there":
+            world.counted = {0, 5, 6}
+        else:
+            world.later_round = 1
+        await eventually(lambda: world.loop.num_in_flight == 1, meanwhile=lambda: pass_time(world))
+        await eventually(lambda: world.released_later == [5, 6], meanwhile=lambda: pass_time(world))
+        assert world.released == [], "what is new goes on"
 
 
 async def test_what_is_answered_after_a_freeze_is_given_up_whatever_comes_first() -> None:

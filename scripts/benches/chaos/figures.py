@@ -65,7 +65,7 @@ def of(
     chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
     in_storm = [committed for rounds in chains.values() for committed in rounds if _within(committed.at, storm)]
     seconds = [d for rounds in chains.values() for d in durations(rounds, storm)]
-    calm_rate, rate = (min(_rate(rounds, window) for rounds in chains.values()) for window in (calm, storm))
+    calm_rate, rate = (min(throughput(rounds, window) for rounds in chains.values()) for window in (calm, storm))
     capacity = _mean(cast.capacity, storm)
     per_stage = {stage: len(cast.peers(stage)) for stage in stages}
     taking_part = [
@@ -203,13 +203,11 @@ def _read(role: Role) -> list[dict[str, Any]]:
     return found
 
 
-def _rate(rounds: Sequence[Committed], window: Window) -> float:
-    """Samples per second, from the last commit before the window to the last one in it."""
-    before = [one for one in rounds if one.at <= window[0]]
-    inside = [one for one in rounds if _within(one.at, window)]
-    if not before or not inside:
-        return 0.0
-    return sum(one.samples for one in inside) / (inside[-1].at - before[-1].at)
+def throughput(rounds: Sequence[Committed], window: Window) -> float:
+    """Samples per second, from the last commit before the window, or else the first one in it, to its last one."""
+    before = [one for one in rounds if one.at <= window[0]][-1:]
+    ends = [*before, *(one for one in rounds if _within(one.at, window))]
+    return sum(one.samples for one in ends[1:]) / (ends[-1].at - ends[0].at) if len(ends) > 1 else 0.0
 
 
 def _recoveries(
