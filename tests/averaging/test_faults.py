@@ -48,8 +48,8 @@ def faults_of(scenario: Scenario, kind: Kind) -> list[Fault]:
     return [Fault(kind, event, victim) for event, victim in itertools.product(events, scenario.numbers)]
 
 
-def in_turn(size: int, kind: Kind, stride: int = 1) -> Iterator[Case]:
-    """Every fault, or one of so many, each in the next variant."""
+def in_turn(size: int, kind: Kind, stride: int) -> Iterator[Case]:
+    """One fault of so many, each in the next variant."""
     scenarios = itertools.cycle(Scenario(size, *variant) for variant in VARIANTS)
     first = Scenario(size, *VARIANTS[0])
     for scenario, fault in zip(scenarios, faults_of(first, kind)[::stride], strict=False):
@@ -71,14 +71,14 @@ def survive(cases: Iterable[Case]) -> list[Trial]:
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_two_members_and_a_fault_at_every_event(kind: Kind) -> None:
-    survive(in_turn(2, kind))
+def test_two_members_and_faults(kind: Kind) -> None:
+    # A stride that has nothing in common with the numbers of peers, moments and variants.
+    survive(in_turn(2, kind, stride=5))
 
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_three_members_and_faults(kind: Kind) -> None:
-    # A stride that has nothing in common with the numbers of peers, moments and variants.
-    survive(in_turn(3, kind, stride=5))
+    survive(in_turn(3, kind, stride=11))
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def pairs_of_faults(draw: st.DrawFn) -> Case:
     return scenario, tuple(faults)
 
 
-@settings(deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(case=pairs_of_faults())
 def test_five_members_and_two_faults(case: Case) -> None:
     survive([case])
