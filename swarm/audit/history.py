@@ -227,26 +227,24 @@ class History:
         self._attempts.add(event.attempt)
         self._rounds.begun(self.stage, event.lineage, self._begun)
         if self._closing is not None and self._closing.round == event.round:
-            self._rounds.offered(self._contribution(event.round, event.lineage, self._begun, self._closing, line))
+            self._rounds.offered(self._contribution(event, self._closing, line))
 
-    def _contribution(
-        self, round_number: int, parent: str, ballot: tuple[int, str], closing: _Closing, line: Line
-    ) -> Contribution:  # fmt: skip
+    def _contribution(self, event: Begin | Prepare, closing: _Closing, line: Line) -> Contribution:
         assert self.start is not None
         return Contribution(
-            stage=self.stage, round=round_number, parent=parent, peer=self.start.peer, ballot=ballot,
-            fragment=closing.fragment, counts=closing.counts, replays=closing.replays,
-            round_samples=closing.round_samples, file=self.name, boot=self.start.boot, monotonic=line.monotonic,
+            stage=self.stage, round=event.round, parent=event.lineage, peer=self.start.peer,
+            ballot=(event.attempt, event.leader), fragment=closing.fragment, counts=closing.counts,
+            replays=closing.replays, round_samples=closing.round_samples, file=self.name, boot=self.start.boot,
+            monotonic=line.monotonic,
         )  # fmt: skip
 
     def _prepare(self, event: Prepare, line: Line) -> None:
         self._check_standing(event.round, event.lineage, "prepared a result")
-        closing, ballot = self._closing, (event.attempt, event.leader)
-        if closing is None or closing.round != event.round or self._begun != ballot:
+        closing = self._closing
+        if closing is None or closing.round != event.round or self._begun != (event.attempt, event.leader):
             self._violation("prepared the result of an attempt that it had not begun")
             return
-        contribution = self._contribution(event.round, event.lineage, ballot, closing, line)
-        self._rounds.prepared(contribution, event.digest, event.members)
+        self._rounds.prepared(self._contribution(event, closing, line), event.digest, event.members)
 
     def _commit(self, event: Commit, line: Line) -> None:
         assert self.start is not None

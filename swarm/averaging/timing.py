@@ -10,9 +10,9 @@ class Timing:
     report_gap_seconds: float = 0.05
     """Least time between two reports of progress."""
     heartbeat_seconds: float = 1.0
-    """Longest time without a report."""
+    """Longest time without a report; twice as often those who exchange ask each other for a sign of life."""
     report_seconds: float = 3.0
-    """Deadline of a report; a peer that misses it is suspected."""
+    """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
     probe_seconds: float = 5.0
