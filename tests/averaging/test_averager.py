@@ -15,6 +15,7 @@ from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, FakeStage, Network, gradient, make_config, network_of, peer_id, until
+from tests.support.virtual_time import in_virtual_time
 
 
 def stages(network: Network, *numbers: int) -> list[FakeStage]:
@@ -324,6 +325,7 @@ async def test_poisoned_contribution_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "dct-topk"])
+@in_virtual_time
 async def test_two_members_that_cannot_reach_each_other_exchange_through_their_leader(codec: str) -> None:
     async with network_of(make_config("diloco", codec=codec), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -336,6 +338,7 @@ async def test_two_members_that_cannot_reach_each_other_exchange_through_their_l
         assert (len(members[0].results[0].members), members[0].results[0].attempts) == (3, 2)
 
 
+@in_virtual_time
 async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> None:
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -354,6 +357,7 @@ async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> N
         assert len(members[0].results[0].members) == 2
 
 
+@in_virtual_time
 async def test_a_line_that_stands_still_is_given_up_long_before_an_exchange_takes_too_long() -> None:
     async with network_of(make_config("diloco"), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -373,6 +377,7 @@ async def test_a_line_that_stands_still_is_given_up_long_before_an_exchange_take
         assert len(members[0].results[0].members) == 3
 
 
+@in_virtual_time
 async def test_who_has_no_answers_from_its_leader_does_not_hold_it_up() -> None:
     """What it sends arrives, and nothing that is sent to it."""
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:

@@ -7,16 +7,18 @@ one `PROCESS` can be stopped and continued together, as the signals do it.
 
 import asyncio
 import contextvars
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 from swarm.clock import SystemClock
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
 
 THREAD_SECONDS = 0.001
@@ -126,6 +128,16 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """As asyncio.run, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """An asynchronous test that runs so, whatever else the machine does."""
+
+    @functools.wraps(test)
+    def runs(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return runs
 
 
 def virtual_loop() -> VirtualTimeLoop:
