@@ -45,6 +45,7 @@ def assert_equal_and_once(members: list[FakeStage], rounds: int = 1) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+@in_virtual_time
 async def test_members_commit_the_weighted_mean_bit_identically(size: int, setting: str) -> None:
     async with network_of(make_config(setting), *range(size)) as network:
         members = stages(network, *range(size))
@@ -62,6 +63,7 @@ async def test_members_commit_the_weighted_mean_bit_identically(size: int, setti
         await until(lambda: all(p.averager.statistics().num_alive == size for p in network.peers.values()))
 
 
+@in_virtual_time
 async def test_rounds_follow_one_another() -> None:
     async with network_of(make_config(), 1, 2) as network:
         members = stages(network, 1, 2)
@@ -74,6 +76,7 @@ async def test_rounds_follow_one_another() -> None:
         assert members[0].results[2].members == tuple(peer.record.peer_id for peer in network.peers.values())
 
 
+@in_virtual_time
 async def test_fp16_members_apply_what_went_over_the_wire() -> None:
     async with network_of(make_config(codec="fp16"), 1, 2) as network:
         members = stages(network, 1, 2)
@@ -86,6 +89,7 @@ async def test_fp16_members_apply_what_went_over_the_wire() -> None:
         assert members[0].results[0].compression_ratio == 2.0
 
 
+@in_virtual_time
 async def test_single_member_in_fp32_gets_its_contribution_bit_for_bit() -> None:
     async with network_of(make_config(), 1) as network:
         stage = stages(network, 1)[0]
@@ -96,6 +100,7 @@ async def test_single_member_in_fp32_gets_its_contribution_bit_for_bit() -> None
         assert all(torch.equal(stage.results[0].tensors[n], t) for n, t in contribution.tensors.items())
 
 
+@in_virtual_time
 async def test_round_waits_for_what_is_missing() -> None:
     async with network_of(make_config(), 1, 2) as network:
         members = stages(network, 1, 2)
@@ -111,6 +116,7 @@ async def test_round_waits_for_what_is_missing() -> None:
         await until(lambda: all(stage.round == 1 for stage in members))
 
 
+@in_virtual_time
 async def test_duplicates_count_once() -> None:
     async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -124,6 +130,7 @@ async def test_duplicates_count_once() -> None:
         np.testing.assert_allclose(result_vector(members[2]), expected_mean(*range(8)), rtol=1e-5, atol=1e-6)
 
 
+@in_virtual_time
 async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> None:
     """As when it was away, and what it had was replayed."""
     async with network_of(make_config(), 1, 2, 3) as network:
@@ -137,6 +144,7 @@ async def test_who_has_nothing_alone_gives_it_all_up_and_others_nothing() -> Non
         assert [stage.dropped | stage.given_up for stage in (returned, *others)] == [{1, 3}, set(), set()]
 
 
+@in_virtual_time
 async def test_who_comes_back_with_mostly_doubles_gives_all_of_it_up_at_once() -> None:
     """Before the round ends: nothing has to be computed for that, and the rest is replayed."""
     async with network_of(make_config(), 1, 2, 3) as network:
@@ -156,6 +164,7 @@ async def test_who_comes_back_with_mostly_doubles_gives_all_of_it_up_at_once() -
         assert not leader.dropped | returned.dropped | other.dropped
 
 
+@in_virtual_time
 async def test_who_comes_back_in_time_keeps_what_it_has_and_spare_replays_go() -> None:
     async with network_of(make_config(), 1, 2, 3) as network:
         leader, returned, other = stages(network, 1, 2, 3)
@@ -172,6 +181,7 @@ async def test_who_comes_back_in_time_keeps_what_it_has_and_spare_replays_go() -
         np.testing.assert_allclose(result_vector(other), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
 
 
+@in_virtual_time
 async def test_a_leader_that_comes_back_with_mostly_doubles_gives_all_of_it_up_too() -> None:
     async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
         leader, *others = stages(network, 1, 2, 3)
@@ -187,6 +197,7 @@ async def test_a_leader_that_comes_back_with_mostly_doubles_gives_all_of_it_up_t
         assert not leader.dropped | others[0].dropped | others[1].dropped
 
 
+@in_virtual_time
 async def test_who_has_needless_spare_replays_keeps_what_else_it_has() -> None:
     """However few these are: the spare ones cost nothing, and to replay the others does."""
     async with network_of(make_config(), 1, 2) as network:
@@ -200,6 +211,7 @@ async def test_who_has_needless_spare_replays_keeps_what_else_it_has() -> None:
         assert [stage.dropped | stage.given_up for stage in (leader, other)] == [set(), {1, 2, 3}]
 
 
+@in_virtual_time
 async def test_a_contribution_that_does_not_fit_its_microbatches_is_not_averaged() -> None:
     async with network_of(make_config(), 1, 2) as network:
         leader, other = stages(network, 1, 2)
@@ -213,6 +225,7 @@ async def test_a_contribution_that_does_not_fit_its_microbatches_is_not_averaged
         await until(lambda: all(stage.round == 1 for stage in (leader, other)))
 
 
+@in_virtual_time
 async def test_a_leader_that_is_left_out_may_be_back_with_what_it_has() -> None:
     async with network_of(make_config(), 1, 2) as network:
         leader, other = stages(network, 1, 2)
@@ -227,6 +240,7 @@ async def test_a_leader_that_is_left_out_may_be_back_with_what_it_has() -> None:
         assert not view.lost
 
 
+@in_virtual_time
 async def test_doubles_are_shared_by_those_that_have_them() -> None:
     """Taking one out costs a forward and a backward."""
     async with network_of(make_config(microbatches=14), 1, 2, 3) as network:
@@ -251,6 +265,7 @@ async def test_doubles_are_shared_by_those_that_have_them() -> None:
         ("after all prepared", "result"), ("in the middle of commit", "result"),
     ],
 )  # fmt: skip
+@in_virtual_time
 async def test_leader_killed(moment: str, survives: str) -> None:
     """Survivors end equal; what had been prepared by all is what they commit."""
     async with network_of(make_config(), 1, 2, 3) as network:
@@ -289,6 +304,7 @@ async def test_leader_killed(moment: str, survives: str) -> None:
             assert len(stage.results[0].members) == (2 if survives == "nothing" else 3)
 
 
+@in_virtual_time
 async def test_member_killed_in_exchange_is_not_counted() -> None:
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -310,6 +326,7 @@ async def test_member_killed_in_exchange_is_not_counted() -> None:
         np.testing.assert_allclose(result_vector(survivors[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
 
 
+@in_virtual_time
 async def test_poisoned_contribution_is_left_out() -> None:
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -413,6 +430,7 @@ async def test_who_has_no_answers_from_its_leader_does_not_hold_it_up() -> None:
 
 @pytest.mark.parametrize("method", ["Begin", "Average", "Commit", "Abort", "Report"])
 @pytest.mark.parametrize("lost", ["request", "reply"])
+@in_virtual_time
 async def test_lost_message(method: str, lost: str) -> None:
     """Each kind of message is lost once: the members still commit the same thing, once."""
     async with network_of(make_config(), 1, 2, 3) as network:
@@ -436,6 +454,7 @@ async def test_lost_message(method: str, lost: str) -> None:
         np.testing.assert_allclose(result_vector(members[0]), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
 
 
+@in_virtual_time
 async def test_every_message_may_be_late() -> None:
     generator = np.random.default_rng(5)
     async with network_of(make_config(), 1, 2, 3, 4) as network:
@@ -456,6 +475,7 @@ async def test_every_message_may_be_late() -> None:
 
 
 @pytest.mark.parametrize("moment", ["Average", "Commit"])
+@in_virtual_time
 async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
     async with network_of(make_config(), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -488,6 +508,7 @@ async def test_frozen_leader_wakes_and_is_refused(moment: str) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [1, KEPT_OUTCOMES, KEPT_OUTCOMES + 1])
+@in_virtual_time
 async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds: int) -> None:
     async with network_of(make_config("diloco", microbatches=2), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -507,6 +528,7 @@ async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds
     [([2, 3], "", True), ([1, 2], "", False), ([2, 3], "another", False), ([], "", False)],
     ids=["without it", "it is in the result", "another branch", "nobody tells"],
 )
+@in_virtual_time
 async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: str, *, carries: bool) -> None:
     async with network_of(make_config("diloco"), 1) as network:
         (stage,) = stages(network, 1)
@@ -523,6 +545,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
         assert stage.carried == [carries]
 
 
+@in_virtual_time
 async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
     """Cut off from each other, both go on; then the one with fewer samples downloads, and nothing is mixed."""
     async with network_of(make_config("diloco", microbatches=2), 1, 2) as network:
@@ -541,6 +564,7 @@ async def test_two_branches_meet_and_the_poorer_one_yields() -> None:
         assert members[0].carried == [False]
 
 
+@in_virtual_time
 async def test_majority_does_not_fork_and_never_mixes_branches() -> None:
     async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -559,6 +583,7 @@ async def test_majority_does_not_fork_and_never_mixes_branches() -> None:
         assert len({stage.digest for stage in members}) == 1
 
 
+@in_virtual_time
 async def test_foreign_branch_at_the_same_round_is_never_averaged(caplog: pytest.LogCaptureFixture) -> None:
     async with network_of(make_config("diloco", microbatches=2, quorum="majority"), 1, 3) as network:
         stage, stranger = stages(network, 1)[0], network.add(2, lineage="ff").stage
@@ -575,6 +600,7 @@ async def test_foreign_branch_at_the_same_round_is_never_averaged(caplog: pytest
 # -- newcomers -------------------------------------------------------------------------------------------------------
 
 
+@in_virtual_time
 async def test_joiner_catches_up_and_takes_part() -> None:
     async with network_of(make_config("diloco", microbatches=4), 2, 3) as network:
         members = stages(network, 2, 3)
@@ -594,6 +620,7 @@ async def test_joiner_catches_up_and_takes_part() -> None:
         assert len(members[0].results[1].members) == 3
 
 
+@in_virtual_time
 async def test_joiner_takes_the_next_donor_when_one_sends_rubbish(caplog: pytest.LogCaptureFixture) -> None:
     async with network_of(make_config("diloco", microbatches=2), 2, 3) as network:
         members = stages(network, 2, 3)
@@ -624,6 +651,7 @@ def two_stages() -> Network:
     return network
 
 
+@in_virtual_time
 async def test_no_stage_commits_before_all_are_prepared() -> None:
     network = two_stages()
     try:
@@ -645,6 +673,7 @@ async def test_no_stage_commits_before_all_are_prepared() -> None:
         await network.stop()
 
 
+@in_virtual_time
 async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
     """A stage that waits at the barrier has all it needs, also of a member that has left since."""
     network = two_stages()
@@ -666,6 +695,7 @@ async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
         await network.stop()
 
 
+@in_virtual_time
 async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others() -> None:
     """Not every line between two machines works, though each reaches others."""
     network = two_stages()
@@ -682,6 +712,7 @@ async def test_leaders_that_do_not_get_through_to_each_other_hear_through_others
         await network.stop()
 
 
+@in_virtual_time
 async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -> None:
     """Stage 1 commits on the strength of stage 0's answer; stage 0's survivor must then commit that very result."""
     network = two_stages()
@@ -710,6 +741,7 @@ async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -
         await network.stop()
 
 
+@in_virtual_time
 async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
     """Else the stage would stay closed: nobody else knows of the attempt."""
     async with network_of(make_config(), 1) as network:
