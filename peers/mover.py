@@ -21,12 +21,13 @@ from swarm.events import Events
 
 logger = logging.getLogger(__name__)
 
-LEAVE_SECONDS = 15.0
-"""How long a peer that ends waits for its microbatches and for its round."""
-ROUND_SECONDS = 600.0
-"""How long one that moves serves on until its round is committed; what it holds of a longer one is lost."""
-DRAIN_SECONDS = 60.0
-"""How long it then waits for its microbatches; if they take longer, it stays."""
+ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
+"""How long a peer that moves, and one that ends, serves on until its round is committed; what it holds of a longer one
+is lost."""
+DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
+"""How long it then waits for its microbatches; one that moves stays if they take longer."""
+QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 3.0
+"""A round in which nothing has happened for this long is not waited for: nobody trains."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
 """Wait after a stage could not be entered, doubled each time."""
 
@@ -144,17 +145,21 @@ class Mover:
                 self._rebalancer.next_move(stage, lambda: server.samples_per_second), self._stop.wait()
             )
             if target is None:
+                logger.info(
+                    "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
+                )
+                await server.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS)
                 logger.info("leaving: finishing what is in flight")
-                await server.drain(LEAVE_SECONDS)
+                await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
                 self._event_log.write(events.Leave())
                 return None
             logger.info("moving to stage %d after this round", target)
-            await self._first_of(server.end_of_round(ROUND_SECONDS), self._stop.wait())
+            await self._first_of(server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS), self._stop.wait())
             if self._stop.is_set():
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
-            is_drained = await self._first_of(server.drain(DRAIN_SECONDS, round_too=False), self._stop.wait())
+            is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
             if is_drained and await self._can_spare(stage):
                 await server.leave()
                 return move

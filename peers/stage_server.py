@@ -67,10 +67,6 @@ logger = logging.getLogger(__name__)
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
-IDLE_SECONDS = 30.0
-"""The end of a round in which a serving peer has had nothing to do for this long is not waited for when moving."""
-QUIET_SECONDS = 5.0
-"""A round in which nothing has happened for this long is not waited for when leaving."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,43 +219,42 @@ class StageServer:
         """What this peer manages here; 0 before the first microbatch."""
         return self._stage.samples_per_second
 
-    async def end_of_round(self, seconds: float) -> None:
+    async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
         """Serve on until the present round is committed, so that nothing of this peer's is lost to it.
 
         Returns sooner after so many seconds, where there is nothing to lose, or if the round will not end: a stage is
         empty, or nobody trains.
+
+        Args:
+            quiet_seconds: for how long nothing has come from anybody when nobody trains; more if microbatches take
+                longer.
         """
         number, deadline = self._stage.round, self._clock.monotonic() + seconds
+        rate = self._stage.samples_per_second
+        quiet_seconds = max(quiet_seconds, 3 * self._config.data.microbatch_size / rate if rate else 0.0)
         while (
             self._stage.round == number
             and self._clock.monotonic() < deadline
             and self._member.progress().num_samples > 0
-            and self._averager.view().quiet_seconds < IDLE_SECONDS
+            and (self._stage.backend.weights.round.closed or self._averager.view().quiet_seconds < quiet_seconds)
             and all(self._known.others(stage) for stage in range(self._config.stages.num_stages))
         ):
             await self._clock.sleep(0.05)
 
-    async def drain(self, seconds: float, *, round_too: bool = True) -> bool:
-        """Take no more microbatches, finish those in flight, and wait for the round that needs our gradients.
-
-        Args:
-            round_too: whether the round is waited for.
+    async def drain(self, seconds: float) -> bool:
+        """Take no more microbatches, and finish those in flight.
 
         Returns:
             Whether that was done in so many seconds.
         """
-
-        def is_needed() -> bool:
-            return self._is_busy() or (round_too and self._round_needs_us(number))
-
         self._stage.serving = False
         self._state = PeerState.LEAVING
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._announce()
-        number, deadline = self._stage.round, self._clock.monotonic() + seconds
-        while self._clock.monotonic() < deadline and is_needed():
+        deadline = self._clock.monotonic() + seconds
+        while self._clock.monotonic() < deadline and self._is_busy():
             await self._clock.sleep(0.1)
-        return not is_needed()
+        return not self._is_busy()
 
     async def go_on(self) -> None:
         """Serve again after a drain."""
@@ -279,16 +274,6 @@ class StageServer:
 
     def _is_busy(self) -> bool:
         return self._stage.num_admitted > 0 or self._stage.num_settling > 0
-
-    def _round_needs_us(self, number: int) -> bool:
-        progress = self._member.progress()
-        alone = not self._known.others(self._number)
-        return (
-            progress.round == number
-            and progress.num_samples > 0
-            and not alone
-            and self._averager.view().quiet_seconds < QUIET_SECONDS
-        )
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "SWARM_TOKEN"
 """Of the environment; an option or an address goes before it."""
-FAREWELL_SECONDS = 40.0
+FAREWELL_SECONDS = 90.0
 """How long before its token ends a program begins to leave: later on nobody would listen."""
 
 

@@ -85,6 +85,15 @@ class Microbatch:
     spare: bool = False
     """A replay of what a peer that does not answer may still have: its gradient is kept apart."""
 
+    @property
+    def is_replay(self) -> bool:
+        """Whether all stages but one have it."""
+        return self.accumulate_only_at is not None
+
+    def answers_gradient(self, stage: int) -> bool:
+        """Whether the answer of a stage has the gradient of its input: behind the stage that lacks it, nobody does."""
+        return self.accumulate_only_at is None or self.accumulate_only_at < stage
+
 
 class HopListener:
     """Hears how a microbatch fares downstream. The default ignores everything."""
@@ -284,7 +293,7 @@ class Hop:
         self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, attempt: _Attempt
     ) -> HopReply:
         peer_id = PeerId(record.peer_id)
-        reader = TensorReader(self._reply_specs)
+        reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
         request = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
@@ -341,7 +350,9 @@ class Hop:
             self._require_in_range(reader.tensors)
             self._credits.granted(peer_id, done.credits)
             self._router.succeeded(
-                peer_id, num_samples=microbatch.num_samples, busy_seconds=done.busy_seconds,
+                peer_id, num_samples=microbatch.num_samples,
+                # A replay takes less of a peer than what it will mostly be asked for.
+                busy_seconds=None if microbatch.is_replay else done.busy_seconds,
                 link_seconds=None if request.eager else accepted_at - opened_at, queue_length=done.queue_length,
             )  # fmt: skip
             route = {entry.stage: PeerId(entry.peer_id) for entry in done.route}

@@ -78,11 +78,6 @@ class _Work:
     answered: bool = False
     """An ack may be under way: it may count, and nobody else is to run it."""
 
-    @property
-    def is_replay(self) -> bool:
-        """Whether all stages but one have it."""
-        return self.microbatch.accumulate_only_at is not None
-
 
 class TrainLoop(HopListener):
     """Runs microbatches and follows the swarm's steps."""
@@ -218,7 +213,7 @@ class TrainLoop(HopListener):
             self._answered(work.microbatch, reply)
             self._events.write(Ack(microbatch=index))
             await reply.ack()
-            if not work.is_replay:
+            if not work.microbatch.is_replay:
                 self._acknowledged.append((self._clock.monotonic(), index))
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
@@ -238,7 +233,7 @@ class TrainLoop(HopListener):
 
     def _answered(self, microbatch: Microbatch, reply: HopReply) -> None:
         is_late = microbatch.round < self._watcher.round
-        if microbatch.accumulate_only_at is not None or (is_late and self._config.rounds.synchronous):
+        if microbatch.is_replay or (is_late and self._config.rounds.synchronous):
             return  # A replay: its loss has been counted before.
         # With DiLoCo it counts for whichever round is under way: rounds may be shorter than a microbatch's way.
         losses = self._losses.setdefault(max(microbatch.round, self._watcher.round), {})
@@ -356,13 +351,13 @@ class TrainLoop(HopListener):
         self._queue = deque(work for work in self._queue if not self._is_needless(work, leased))
         for work, task in self._in_flight.values():
             # What is new answers sooner than it is given up, and an ack under way had better arrive.
-            if work.is_replay and not work.answered and self._is_needless(work, leased):
+            if work.microbatch.is_replay and not work.answered and self._is_needless(work, leased):
                 task.cancel()
 
     @staticmethod
     def _is_needless(work: _Work, leased: Leased) -> bool:
         """Whether its stage has it: another trainer ran it, or who had it is back, or the round is over."""
-        is_over = work.is_replay and work.microbatch.round < leased.round
+        is_over = work.microbatch.is_replay and work.microbatch.round < leased.round
         return work.granted_by == leased.stage and (is_over or work.microbatch.index in leased.counted)
 
     def _is_overdue(self) -> bool:

@@ -226,16 +226,17 @@ class PeerQueue:
     # -- what came of it ---------------------------------------------------------------------------------------------
 
     def succeeded(
-        self, peer_id: PeerId, now: float, *, num_samples: int, busy_seconds: float,
+        self, peer_id: PeerId, now: float, *, num_samples: int, busy_seconds: float | None,
         link_seconds: float | None, queue_length: int,
     ) -> None:  # fmt: skip
         """Learn from a reply. It also proves that the peer lives: its ban and its back-off are over."""
         member = self._members[peer_id]
-        observed = member.seconds_per_sample.observe(
-            num_samples=num_samples, busy_seconds=busy_seconds, link_seconds=link_seconds, queue_length=queue_length,
-            at_most=self._longest,
-        )  # fmt: skip
-        self._learn_typical(observed)
+        if busy_seconds is not None:
+            observed = member.seconds_per_sample.observe(
+                num_samples=num_samples, busy_seconds=busy_seconds, link_seconds=link_seconds,
+                queue_length=queue_length, at_most=self._longest,
+            )  # fmt: skip
+            self._learn_typical(observed)
         ban = self._bans.pop(peer_id, None)
         if ban is not None and ban.until > now:
             self._set_aside(member, now)

@@ -62,13 +62,14 @@ class Router:
         return None if queue is None else queue.record(peer_id)
 
     def succeeded(
-        self, peer_id: PeerId, *, num_samples: int, busy_seconds: float, link_seconds: float | None, queue_length: int
-    ) -> None:
+        self, peer_id: PeerId, *, num_samples: int, busy_seconds: float | None, link_seconds: float | None,
+        queue_length: int,
+    ) -> None:  # fmt: skip
         """Learn from a peer's reply; for this and the other outcomes, an unknown peer is ignored.
 
         Args:
             busy_seconds: the peer's own computing for these samples, as it reports it: the time of the whole call
-                contains everything downstream.
+                contains everything downstream. None if it says nothing about others.
             link_seconds: what the link added, as the caller measured it; None if this call could not tell.
             queue_length: tasks that wait at the peer.
         """

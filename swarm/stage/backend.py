@@ -132,8 +132,13 @@ class StageBackend:
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def forward(self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor]) -> Forward:
+    def forward(
+        self, microbatch: int, round_number: int, wire_inputs: Mapping[str, torch.Tensor], *, has_backward: bool = True
+    ) -> Forward:
         """Compute the stage's output, keeping the graph if the budget allows.
+
+        Args:
+            has_backward: whether a backward will follow, or `release`; otherwise nothing is kept for one.
 
         Raises:
             MalformedMessage: the inputs hold numbers out of range, or an unknown token.
@@ -143,22 +148,22 @@ class StageBackend:
             microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
         )
         self._check_inputs(wire_inputs)
-        if self.budget.has_room():
+        if has_backward and self.budget.has_room():
             inputs, outputs = self._graph(forward)
             forward._inputs, forward._outputs = inputs, outputs
             self.budget.num_kept += 1
         else:
             with torch.no_grad():
                 outputs = self._apply(forward, self._hidden_or_tokens(wire_inputs))
-        forward.version.users += 1
+        forward.version.users += has_backward
         forward.wire_hidden = self._boundary.encode(outputs, self.staging)
         return forward
 
     def backward(
-        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None,
-        spare: bool = False,
+        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, input_gradient: bool = True,
+        only_at: int | None = None, spare: bool = False,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
-        """Gradient of the stage's input (None at stage 0) and, if wanted, of the weights into the open bucket.
+        """If wanted, the gradient of the stage's input (None at stage 0), and of the weights into the open bucket.
 
         The forward is released, whatever happens.
 
@@ -177,7 +182,10 @@ class StageBackend:
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
             root = _scalar(forward._outputs, gradient_BTD)
-            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at, spare=spare)
+            return self._collect(
+                forward, root, wire_gradient, accumulate=accumulate, input_gradient=input_gradient, only_at=only_at,
+                spare=spare,
+            )  # fmt: skip
         finally:
             self.release(forward)
 
@@ -188,6 +196,7 @@ class StageBackend:
         wire_inputs: Mapping[str, torch.Tensor],
         *,
         accumulate: bool,
+        input_gradient: bool = True,
         only_at: int | None = None,
         spare: bool = False,
     ) -> tuple[float, Download | None, Accumulated | None]:
@@ -211,7 +220,7 @@ class StageBackend:
             loss_on_cpu = loss.detach().cpu()
             require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(
-                forward, loss, None, accumulate=accumulate, only_at=only_at, spare=spare
+                forward, loss, None, accumulate=accumulate, input_gradient=input_gradient, only_at=only_at, spare=spare
             )
             return float(loss_on_cpu), gradient, accumulated
         finally:
@@ -317,16 +326,16 @@ class StageBackend:
 
     def _collect(
         self, forward: Forward, root: torch.Tensor, wire_gradient: torch.Tensor | None, *, accumulate: bool,
-        only_at: int | None, spare: bool,
+        input_gradient: bool, only_at: int | None, spare: bool,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
-        inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
+        inputs = [] if self._is_first or forward._inputs is None or not input_gradient else [forward._inputs]
         if not inputs and not parameters:
             return None, None
         gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)
-        input_gradient = self._boundary.encode(gradients[0], self.staging) if inputs else None
+        answer = self._boundary.encode(gradients[0], self.staging) if inputs else None
         if not accumulate:
-            return input_gradient, None
+            return answer, None
         # Waits for the device: what is in the sum cannot be taken out again if it is not finite.
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
@@ -342,7 +351,7 @@ class StageBackend:
             microbatch=forward.microbatch, num_samples=num_samples, wire_inputs=forward.wire_inputs,
             wire_gradient=wire_gradient, version=forward.version, bucket=bucket,
         )  # fmt: skip
-        return input_gradient, accumulated
+        return answer, accumulated
 
     def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:
         # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.

@@ -42,17 +42,19 @@ class Computation(HopListener):
 
     Args:
         accumulate: whether the gradient joins this stage's sum.
+        answers_gradient: whether the stage before wants the gradient of its output.
         adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands
             or falls with this one's acknowledgement.
     """
 
     def __init__(
-        self, *, microbatch: Microbatch, wire_inputs: Mapping[str, torch.Tensor], accumulate: bool, age: int,
-        hints: Mapping[int, PeerId], backend: StageBackend, runtime: Runtime, hop: Hop | None,
-        adopts: "Computation | None" = None, on_accumulated: Callable[[], None] = lambda: None,
+        self, *, microbatch: Microbatch, wire_inputs: Mapping[str, torch.Tensor], accumulate: bool,
+        answers_gradient: bool, age: int, hints: Mapping[int, PeerId], backend: StageBackend, runtime: Runtime,
+        hop: Hop | None, adopts: "Computation | None" = None, on_accumulated: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.microbatch = microbatch
         self.accumulate = accumulate
+        self.answers_gradient = answers_gradient
         self.adopts = adopts
         self.waiting_stage = backend.stage
         self.no_peer = False
@@ -85,6 +87,11 @@ class Computation(HopListener):
         if task.cancelled():
             self._error = NotReady("the computation was given up")
         self._news.set()
+
+    @property
+    def _has_backward(self) -> bool:
+        """Whether anybody needs a gradient from here; of a replay for a later stage nobody does."""
+        return self.accumulate or self.answers_gradient
 
     @property
     def done(self) -> bool:
@@ -190,13 +197,15 @@ class Computation(HopListener):
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
                 self.microbatch.index, self.microbatch.round, self._wire_inputs, accumulate=self.accumulate,
-                only_at=self.microbatch.accumulate_only_at, spare=self.microbatch.spare,
+                input_gradient=self.answers_gradient, only_at=self.microbatch.accumulate_only_at,
+                spare=self.microbatch.spare,
             )  # fmt: skip
             return loss, gradient
 
         (loss, download), seconds = await self._compute(work, Priority.FORWARD)
         gradient = None if download is None else await download.arrived()
-        self._on_accumulated()
+        if self._has_backward:
+            self._on_accumulated()
         tokens = self._wire_inputs[TOKENS]
         return Result(
             loss=loss, num_tokens=tokens.shape[0] * (tokens.shape[1] - 1), gradient=gradient, route={},
@@ -205,16 +214,20 @@ class Computation(HopListener):
 
     async def _run_through(self) -> Result:
         def forward() -> Download:
-            self._forward = self._backend.forward(self.microbatch.index, self.microbatch.round, self._wire_inputs)
-            assert self._forward.wire_hidden is not None
-            return self._forward.wire_hidden
+            forward = self._backend.forward(
+                self.microbatch.index, self.microbatch.round, self._wire_inputs, has_backward=self._has_backward
+            )
+            if self._has_backward:
+                self._forward = forward
+            assert forward.wire_hidden is not None
+            return forward.wire_hidden
 
         def backward(wire_gradient: torch.Tensor) -> Download | None:
             assert self._forward is not None
             pending, self._forward = self._forward, None
             gradient, self._accumulated = self._backend.backward(
-                pending, wire_gradient, accumulate=self.accumulate, only_at=self.microbatch.accumulate_only_at,
-                spare=self.microbatch.spare,
+                pending, wire_gradient, accumulate=self.accumulate, input_gradient=self.answers_gradient,
+                only_at=self.microbatch.accumulate_only_at, spare=self.microbatch.spare,
             )  # fmt: skip
             return gradient
 
@@ -228,12 +241,16 @@ class Computation(HopListener):
             # It was computed here, from inputs that were fine: another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.no_peer = self._backend.stage, False
-        try:
-            answer, backward_seconds = await self._compute(lambda: backward(reply.tensors[GRADIENT]), Priority.BACKWARD)
-        except MalformedMessage as error:
-            raise PeerUnavailable(f"of no use is what the next stage answered: {error}") from None
-        gradient = None if answer is None else await answer.arrived()
-        self._on_accumulated()
+        gradient, backward_seconds = None, 0.0
+        if self._has_backward:
+            try:
+                answer, backward_seconds = await self._compute(
+                    lambda: backward(reply.tensors[GRADIENT]), Priority.BACKWARD
+                )
+            except MalformedMessage as error:
+                raise PeerUnavailable(f"of no use is what the next stage answered: {error}") from None
+            gradient = None if answer is None else await answer.arrived()
+            self._on_accumulated()
         return Result(
             loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,
             num_reroutes=reply.num_reroutes, busy_seconds=forward_seconds + backward_seconds,

@@ -131,7 +131,7 @@ class StageServicer(StageServiceServicer):
             try:
                 await self._stream_news(context, computation)
                 self._stage.counters.rerouted_backwards += opening.rerouted_backward
-                await self._answer(context, computation)
+                await self._answer(context, computation, microbatch)
             except BaseException:
                 self._stage.abandon(computation, context)
                 raise
@@ -155,9 +155,10 @@ class StageServicer(StageServiceServicer):
         if computation.subscriber is not context:
             raise StaleMicrobatch("another call took this microbatch over")
 
-    async def _answer(self, context: Context, computation: Computation) -> None:
+    async def _answer(self, context: Context, computation: Computation, microbatch: Microbatch) -> None:
         result = computation.result()
-        if result.gradient is not None:
+        # A replay may have joined a computation that was begun before it.
+        if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
             self._stage.num_answering += 1
             try:
                 for chunk in chunks(GRADIENT, result.gradient):

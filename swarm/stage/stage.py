@@ -6,6 +6,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,8 +215,9 @@ class Stage:
     ) -> Computation:  # fmt: skip
         """The computation that answers a microbatch, new or known; `subscriber` gets the answer.
 
-        Where replicas are equal (synchronous) a known microbatch is joined. Where they differ, the new
-        activations get a gradient of their own, which is accumulated only if none has been yet.
+        Where replicas are equal (synchronous) a known microbatch is joined, unless it was a replay and will not answer
+        the gradient that is wanted now. Where they differ, the new activations get a gradient of their own, which is
+        accumulated only if none has been yet.
 
         Raises:
             StaleMicrobatch, NotReady.
@@ -225,25 +227,29 @@ class Stage:
                 await self.reach_round(microbatch.round, self._limits.round_wait_seconds)
         except TimeoutError:
             raise NotReady(f"round {self.round} does not commit") from None
+        answers_gradient = microbatch.answers_gradient(self.number)
+        start = functools.partial(
+            self._start, tensors=tensors, hints=hints, subscriber=subscriber, answers_gradient=answers_gradient
+        )
         is_past = self.config.rounds.synchronous and microbatch.round < self.round
         contributes = microbatch.accumulate_only_at in (None, self.number) and not is_past
         entry = self.ledger.find(microbatch.index) if contributes else None
         if entry is None:
-            return self._start(microbatch, tensors, hints, subscriber, accumulate=contributes)
+            return start(microbatch, accumulate=contributes)
         self.counters.repeated += 1
         self._events.write(Repeat(microbatch=microbatch.index, state=entry.state))
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
             if self.config.rounds.synchronous:
                 microbatch = self._already_counted(microbatch)
-            return self._start(microbatch, tensors, hints, subscriber, accumulate=False)
+            return start(microbatch, accumulate=False)
         if entry.state is EntryState.TENTATIVE and not self.config.rounds.synchronous:
-            return self._start(microbatch, tensors, hints, subscriber, accumulate=False, adopts=known)
+            return start(microbatch, accumulate=False, adopts=known)
         known.subscribe(subscriber)
-        if self.config.rounds.synchronous and not known.failed:
+        if self.config.rounds.synchronous and not known.failed and known.answers_gradient >= answers_gradient:
             return known
         self._discard(known)
-        return self._start(microbatch, tensors, hints, subscriber, accumulate=True)
+        return start(microbatch, accumulate=True)
 
     def _already_counted(self, microbatch: Microbatch) -> Microbatch:
         """What of a microbatch is still to be done, though it counts here.
@@ -256,8 +262,8 @@ class Stage:
         return dataclasses.replace(microbatch, accumulate_only_at=self.number)
 
     def _start(
-        self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
-        subscriber: object, *, accumulate: bool, adopts: Computation | None = None,
+        self, microbatch: Microbatch, *, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
+        subscriber: object, answers_gradient: bool, accumulate: bool, adopts: Computation | None = None,
     ) -> Computation:  # fmt: skip
         if accumulate and self.is_changing_state:
             raise NotReady("this peer takes over another state")
@@ -266,8 +272,9 @@ class Stage:
         # not wait for this one to open again: this one may be waiting for that.
         accumulate = accumulate and not (self.config.rounds.synchronous and self.backend.weights.round.closed)
         computation = Computation(
-            microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, age=next(self._ages), hints=hints,
-            backend=self.backend, runtime=self.runtime, hop=self._hop, adopts=adopts,
+            microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
+            age=next(self._ages), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
+            adopts=adopts,
             # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )  # fmt: skip
@@ -300,7 +307,8 @@ class Stage:
             self.ledger.commit(computation.microbatch.index, counts_for, keep_computation=synchronous)
             self.counters.committed += 1
             self._events.write(Ack(microbatch=computation.microbatch.index))
-            self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
+            if not computation.microbatch.is_replay:  # It takes less.
+                self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
             self._pass_on(self._settle(holder))
         if computation.adopts is not None:
             computation.adopts.close_downstream()

@@ -18,7 +18,7 @@ from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory, MemoryStore
-from swarm.events import Event
+from swarm.events import Event, Leave
 from swarm.identity import generate
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -102,6 +102,12 @@ class LocalPeer:
         """Wait until the next stage is served."""
         async with asyncio.timeout(30.0):
             return await self.served.get()
+
+    async def has_left(self) -> None:
+        """Wait until it has left the run."""
+        async with asyncio.timeout(10.0):
+            while Leave() not in self.log.events:  # noqa: ASYNC110 - nothing says when
+                await asyncio.sleep(0.05)
 
     async def record(self, stage: int) -> PeerRecord | None:
         """What this peer announces at a stage."""

@@ -1,7 +1,8 @@
 """A peer that moves: with real servers and real weights, in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
 from swarm.errors import NotReady
 from swarm.events import Install, Join, Leave, Move
+from swarm.hop import Hop, HopListener, Microbatch
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.stage.backend import TOKENS
 from swarm.types import ClaimState, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
@@ -195,3 +200,59 @@ async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(
         assert left is not None
         assert left.state is PeerState.LEAVING
         assert await peer.record(1) is None
+
+
+async def _train(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Sequence[int]) -> None:
+    """As a trainer does, through one of these peers each."""
+    clock = SystemClock()
+    router = Router(clock, random.Random(0))
+    router.update(0, [record for peer in peers if (record := await peer.record(0)) is not None])
+    channels = ChannelPool(insecure=True)
+    hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+    tokens_BT1 = torch.zeros(config.data.microbatch_size, config.data.sequence_length + 1, dtype=torch.int32)
+
+    async def train(index: int) -> None:
+        microbatch = Microbatch(index=index, round=ROUND, num_samples=config.data.microbatch_size)
+        reply = await hop.train(microbatch, {TOKENS: tokens_BT1}, HopListener(), {})
+        await reply.ack()
+
+    async with asyncio.timeout(30.0):
+        await asyncio.gather(*map(train, microbatches))
+    await channels.close()
+
+
+async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 30.0)
+    first = ROUND * config.microbatches_per_round
+    async with (
+        LocalPeer(config, store, resume=trained).running(0) as mate,
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        server = peer.server
+        assert server is not None
+        await _train(config, [peer], range(first, first + 4))
+        peer.stop.set()
+        await asyncio.sleep(0.5)
+        record = await peer.record(0)
+        assert record is not None
+        assert record.state is PeerState.SERVING
+        await _train(config, [peer, mate], range(first + 4, first + config.microbatches_per_round))
+        await peer.has_left()
+        assert server._stage.round == ROUND + 1
+
+
+async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for_its_round(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        await _train(config, [peer], [ROUND * config.microbatches_per_round])
+        peer.stop.set()
+        await peer.has_left()

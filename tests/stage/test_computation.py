@@ -24,8 +24,9 @@ class Backend:
 async def test_one_that_is_given_up_before_it_began_says_so() -> None:
     """Else whoever waits for the answer is told for ever that it is under way."""
     computation = Computation(
-        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={}, accumulate=True, age=0, hints={},
-        backend=cast(StageBackend, Backend()), runtime=cast(Runtime, None), hop=None,
+        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={}, accumulate=True,
+        answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, Backend()), runtime=cast(Runtime, None),
+        hop=None,
     )  # fmt: skip
     async with asyncio.TaskGroup() as tasks:
         computation.start(tasks)
@@ -51,7 +52,8 @@ async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(m
     runtime, backend, other_work = Runtime(queue_capacity=4), LastBackend(), threading.Event()
     computation = Computation(
         microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
-        accumulate=True, age=0, hints={}, backend=cast(StageBackend, backend), runtime=runtime, hop=None,
+        accumulate=True, answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, backend), runtime=runtime,
+        hop=None,
     )  # fmt: skip
     runtime.start()
     try:

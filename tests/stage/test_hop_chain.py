@@ -105,11 +105,34 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1], accumulate_only_at=1)
         assert chain.num_samples() == [0, 4, 0]
+        assert chain.counts("backwards") == [0, 2, 2], "the stage before the one that lacks it gets no gradient"
         assert [sorted(peer.stage.ledger.committed(0)) for peer in chain.peers] == [[], [0, 1], []]
         await chain.train_all([0, 1], accumulate_only_at=2)
+        assert chain.counts("backwards") == [0, 2, 4]
         await chain.train_all([0, 1], accumulate_only_at=0)
+        assert chain.counts("backwards") == [2, 4, 6]
         chain.assert_accumulated([0, 1])
         chain.assert_idle()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_replay_joins_what_answers_a_gradient_which_it_is_not_sent(stage: int) -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        first = await chain.train(0)
+        await chain.ack(await chain.train(0, accumulate_only_at=stage))
+        first.close()
+        await eventually(lambda: chain.num_samples()[stage] == 2)
+        assert chain.counts("repeated") == [int(other == stage) for other in range(3)]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_whoever_wants_a_gradient_that_a_replay_has_left_out_gets_it(stage: int) -> None:
+    """The replay's own is taken out of the sum; there is one of them in the end."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train(0, accumulate_only_at=stage)
+        await chain.train_all([0])
+        await eventually(lambda: chain.num_samples() == [2, 2, 2])
+        chain.assert_accumulated([0])
 
 
 async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round() -> None:

@@ -161,7 +161,9 @@ class Open(_message.Message):
     """Round that the microbatch was admitted to."""
     num_samples: _builtins.int
     accumulate_only_at: _builtins.int
-    """Only this stage adds the gradient to its sum: a replay of a microbatch that the stage lost."""
+    """Only this stage adds the gradient to its sum: a replay of a microbatch that the stage lost. It, and the stages
+    before it, answer no gradient.
+    """
     rerouted_backward: _builtins.bool
     """An earlier peer had already passed the forward on when it dropped: only the backward is still wanted."""
     eager: _builtins.bool
