@@ -108,7 +108,7 @@ class LeaseServicer(LeaseServiceServicer):
         is_first, is_older = self._stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
             view, request.trainer_id, 0 if too_new else min(MAX_COUNT, request.count),
-            holding=set(request.holding), released=set(request.released), acknowledged=request.acknowledged,
+            holding=set(request.holding), released=set(request.released), acknowledged=set(request.acknowledged),
             all_granted=is_first or is_older or request.newest_is_granted,
             all_committed=is_first or is_older or request.newest_is_complete,
         )  # fmt: skip
@@ -166,7 +166,7 @@ class LeaseClient:
         """Ask the leader of a stage; None if none could be reached. Renews `holding` in any case.
 
         Args:
-            acknowledged: asked of a later stage: what stage 0 was told of late that it counts.
+            acknowledged: what stage 0 was told of late that it counts, or is about to be told.
             newest: likewise, the last answer of stage 0: nothing of a later round is taken, which it has not begun.
         """
         request = pb.AcquireRequest(

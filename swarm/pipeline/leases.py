@@ -76,6 +76,8 @@ class Grant:
 class _Lease:
     trainer_id: str
     expires_at: float
+    has_arrived: bool
+    """Whether the trainer knows of it, as far as one can tell: the answer that grants it may be lost."""
 
 
 class LeaseTable:
@@ -107,14 +109,14 @@ class LeaseTable:
         Args:
             holding: microbatches of the current round that the trainer still works on.
             released: microbatches that it gives back without having run them.
-            acknowledged: at a later stage, what it has acknowledged to stage 0.
+            acknowledged: what it has acknowledged to stage 0, or is about to.
             all_granted: at a later stage, whether stage 0 has granted the whole round: else there is better to do than
                 what a member may come back with.
             all_committed: likewise, whether it has committed it: else what lacks here may simply not have come yet.
         """
         self._note_lead()
         self._note_committed(view)
-        self._renew(trainer_id, holding, released)
+        self._renew(trainer_id, holding, released, acknowledged)
         if self._config.rounds.synchronous:
             self._note_round(view.round, acknowledged)
             count = 0 if self._gathers(view) else count
@@ -147,19 +149,23 @@ class LeaseTable:
             del self._leases[microbatch]
             self._finished[microbatch] = self._clock.monotonic()
 
-    def _renew(self, trainer_id: str, holding: Collection[int], released: Collection[int]) -> None:
+    def _renew(
+        self, trainer_id: str, holding: Collection[int], released: Collection[int], acknowledged: Collection[int]
+    ) -> None:
         now = self._clock.monotonic()
-        for microbatch in [m for m, lease in self._leases.items() if lease.trainer_id == trainer_id]:
+        for microbatch, lease in [(m, lease) for m, lease in self._leases.items() if lease.trainer_id == trainer_id]:
             if microbatch in released:
                 del self._leases[microbatch]
             elif microbatch not in holding:
                 del self._leases[microbatch]
-                self._finished[microbatch] = now
+                # One that never arrived is still to be run, at all stages.
+                if lease.has_arrived or microbatch in acknowledged:
+                    self._finished[microbatch] = now
         for microbatch in holding:
             # After a change of leader this is how the new one learns who holds what.
-            lease = self._leases.setdefault(microbatch, _Lease(trainer_id, 0.0))
+            lease = self._leases.setdefault(microbatch, _Lease(trainer_id, 0.0, has_arrived=True))
             if lease.trainer_id == trainer_id:
-                lease.expires_at = now + LEASE_SECONDS
+                lease.expires_at, lease.has_arrived = now + LEASE_SECONDS, True
         for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
             del self._leases[microbatch]
 
@@ -239,7 +245,9 @@ class LeaseTable:
             return Grant(microbatches=(), all_granted=all_granted)
         expires_at = self._clock.monotonic() + LEASE_SECONDS
         for microbatch in microbatches:
-            self._leases[microbatch] = _Lease(trainer_id, expires_at)
+            # A replay is done sooner than it is heard of.
+            is_replay = accumulate_only_at is not None
+            self._leases[microbatch] = _Lease(trainer_id, expires_at, has_arrived=is_replay)
         return Grant(
             microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare, all_granted=all_granted
         )  # fmt: skip

@@ -212,9 +212,9 @@ class TrainLoop(HopListener):
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
             self._answered(work.microbatch, reply)
             self._events.write(Ack(microbatch=index))
-            await reply.ack()
             if not work.microbatch.is_replay:
                 self._acknowledged.append((self._clock.monotonic(), index))
+            await reply.ack()
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
         except Fatal as error:
@@ -311,8 +311,7 @@ class TrainLoop(HopListener):
             self._acknowledged.popleft()
         leased = await self._leases.acquire(
             stage, count, holding=holding, released=released, wait_seconds=wait_seconds,
-            acknowledged=[microbatch for _, microbatch in self._acknowledged] if stage else (),
-            newest=stage_0,
+            acknowledged=[microbatch for _, microbatch in self._acknowledged], newest=stage_0,
         )  # fmt: skip
         if leased is None:
             self._released[stage] += released

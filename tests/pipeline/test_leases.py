@@ -149,6 +149,16 @@ def test_nobody_can_release_anothers_lease(config: RunConfig) -> None:
     assert not set(leader.give("b", 2)) & {0, 1}
 
 
+def test_a_grant_that_did_not_arrive_is_made_again_as_new() -> None:
+    """As a replay for stage 0 alone it would be run at all stages all the same, one by one, and its loss by none."""
+    leader = _Leader(_SYNCHRONOUS)
+    assert leader.give("a", 3) == [0, 1, 2]
+    grant = leader.ask("a", 9, acknowledged=[1])
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([0, 2, 3, 4, 5], None)
+    assert leader.give("a", 9, holding=[0, 2]) == [3, 4, 5]
+    assert leader.give("a", 9, holding=[3, 4, 5]) == [], "it is done with those that it has held"
+
+
 # -- synchronous: what a stage has lost --------------------------------------------------------------------------------
 
 
@@ -156,7 +166,7 @@ def test_what_was_finished_but_is_counted_by_nobody_is_replayed_at_this_stage_on
     leader = _Leader(_SYNCHRONOUS)
     leader.give("a", _SIZE)
     leader.committed = {0, 1, 2, 4}
-    assert leader.give("a", 9) == []
+    assert leader.give("a", 9, acknowledged=range(_SIZE)) == []
     leader.clock.advance(SETTLE_SECONDS)
     assert leader.give("a", 9, quiet_seconds=SETTLE_SECONDS / 2) == [], "acks may still be under way"
     grant = leader.ask("a", 9, quiet_seconds=SETTLE_SECONDS)
@@ -167,7 +177,7 @@ def test_what_finished_just_now_is_not_missing_yet() -> None:
     leader = _Leader(_SYNCHRONOUS)
     leader.give("a", _SIZE)
     leader.clock.advance(LEASE_SECONDS - 1.0)
-    leader.ask("a", 0)
+    leader.ask("a", 0, acknowledged=range(_SIZE))
     assert leader.give("a", 9, quiet_seconds=10.0) == []
 
 
@@ -216,6 +226,7 @@ def test_what_a_later_stage_does_not_have_long_after_stage_0_is_replayed_while_t
 def test_the_same_at_stage_0_which_knows_itself_who_is_done_with_what() -> None:
     leader = _Leader(_SYNCHRONOUS)
     leader.give("a", 2)
+    leader.ask("a", 0, holding=[0, 1])
     leader.ask("a", 0, holding=[1])
     leader.clock.advance(LOST_SECONDS)
     leader.ask("a", 0, holding=[1])

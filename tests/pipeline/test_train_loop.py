@@ -58,8 +58,8 @@ class World:
         """What another trainer ran meanwhile."""
         self.num_asked = 0
         """Times that a later stage was asked."""
-        self.told: list[int] = []
-        """What a later stage was told last that stage 0 has."""
+        self.told: dict[int, list[int]] = {}
+        """By stage, what it was told last that stage 0 has."""
         self.trained: list[Microbatch] = []
         self.round = 0
         self.steps: list[Step] = []
@@ -70,9 +70,9 @@ class World:
     ) -> Leased | None:  # fmt: skip
         if not self.reachable:
             return None
+        self.told[stage] = list(acknowledged)
         if stage:
             self.num_asked += 1
-            self.told = list(acknowledged)
             self.released_later += released
             lost, self.lost = self.lost, []
             return Leased(
@@ -189,13 +189,14 @@ async def test_only_what_is_certainly_lost_comes_before_all_else(spare: bool, or
         assert [m.index for m in world.trained[6:]] == order
 
 
-async def test_a_later_stage_is_told_for_a_while_what_stage_0_has() -> None:
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_is_told_for_a_while_what_stage_0_has(stage: int) -> None:
     async with running(SYNCHRONOUS) as world:
         world.answer.set()
-        await eventually(lambda: world.told == [0], meanwhile=lambda: pass_time(world))
+        await eventually(lambda: world.told.get(stage) == [0], meanwhile=lambda: pass_time(world))
         world.lost = [5]
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
-        await eventually(lambda: not world.told, meanwhile=lambda: pass_time(world))
+        await eventually(lambda: not world.told[stage], meanwhile=lambda: pass_time(world))
         assert world.clock.monotonic() > LEASE_SECONDS, "no replay counts at stage 0"
 
 

@@ -55,8 +55,8 @@ class AcquireRequest(_message.Message):
 
     @_builtins.property
     def acknowledged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Asked of another stage than 0: what this trainer has acknowledged to stage 0 of late. What lacks here long after
-        that has been lost on the way.
+        """What this trainer has acknowledged to stage 0 of late, or is about to. What another stage lacks long after that has
+        been lost on the way; and what stage 0 granted and finds neither here nor among `holding` never arrived.
         """
 
     def __init__(
