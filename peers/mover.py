@@ -26,8 +26,8 @@ ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
 is lost."""
 DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
 """How long it then waits for its microbatches; one that moves stays if they take longer."""
-QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 3.0
-"""A round in which nothing has happened for this long is not waited for: nobody trains."""
+QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
+"""A round of which nothing has been under way for this long is not waited for: nobody trains."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
 """Wait after a stage could not be entered, doubled each time."""
 
@@ -148,6 +148,7 @@ class Mover:
                 logger.info(
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
+                server.will_leave()
                 await server.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS)
                 logger.info("leaving: finishing what is in flight")
                 await server.drain(LAST_DRAIN_SECONDS)
@@ -157,6 +158,7 @@ class Mover:
             logger.info("moving to stage %d after this round", target)
             await self._first_of(server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS), self._stop.wait())
             if self._stop.is_set():
+                await self._rebalancer.gave_up(target)
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
             is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())

@@ -106,6 +106,7 @@ class StageServer:
         self._checkpoints = options.checkpoints
         self._events = options.events
         self._state = PeerState.JOINING
+        self._leaves = False
         self._endpoint = ""
         self._dht_address = ""
         self._held_at = 0
@@ -219,26 +220,32 @@ class StageServer:
         """What this peer manages here; 0 before the first microbatch."""
         return self._stage.samples_per_second
 
+    def will_leave(self) -> None:
+        """Say that this peer leaves to whoever asks, though it serves on: others are not to leave because of it."""
+        self._leaves = True
+
     async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
-        """Serve on until the present round is committed, so that nothing of this peer's is lost to it.
+        """Serve until the present round is closed, and wait for its commit; to be followed by `drain`.
 
-        Returns sooner after so many seconds, where there is nothing to lose, or if the round will not end: a stage is
-        empty, or nobody trains.
-
-        Args:
-            quiet_seconds: for how long nothing has come from anybody when nobody trains; more if microbatches take
-                longer.
+        Returns sooner after so many seconds, where no other peer would take this one's samples or there are none, where
+        another stage is empty, or once nothing has been under way here for `quiet_seconds`: nobody trains.
         """
-        number, deadline = self._stage.round, self._clock.monotonic() + seconds
-        rate = self._stage.samples_per_second
-        quiet_seconds = max(quiet_seconds, 3 * self._config.data.microbatch_size / rate if rate else 0.0)
+        number = self._stage.round
+        busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
         while (
             self._stage.round == number
-            and self._clock.monotonic() < deadline
             and self._member.progress().num_samples > 0
-            and (self._stage.backend.weights.round.closed or self._averager.view().quiet_seconds < quiet_seconds)
             and all(self._known.others(stage) for stage in range(self._config.stages.num_stages))
         ):
+            closed = self._stage.backend.weights.round.closed
+            # What comes between the close and the commit is the next round's, and would go with this peer.
+            self._stage.serving = not closed
+            now = self._clock.monotonic()
+            if closed or self._stage.num_admitted:
+                busy_at = now
+            quiet = min(now - busy_at, self._averager.view().quiet_seconds)
+            if now >= deadline or quiet >= quiet_seconds:
+                return
             await self._clock.sleep(0.05)
 
     async def drain(self, seconds: float) -> bool:
@@ -369,7 +376,8 @@ class StageServer:
         device = self._options.device
         return pb.DescribeReply(
             peer_id=self._identity.peer_id, name=self._options.name, protocol_version=PROTOCOL_VERSION,
-            software_version=swarm.__version__, run_id=self._config.run_id, stage=self._number, state=self._state,
+            software_version=swarm.__version__, run_id=self._config.run_id, stage=self._number,
+            state=PeerState.LEAVING if self._leaves else self._state,
             round=progress.round, run_samples=progress.run_samples, round_samples=progress.num_samples,
             lineage=progress.lineage, samples_per_second=self._stage.samples_per_second,
             queue_length=self._runtime.queue_length,

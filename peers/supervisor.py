@@ -52,7 +52,7 @@ class Supervisor:
     Use it from the main thread: a child is killed when the thread that started it ends.
     """
 
-    def __init__(self, log_folder: Path, *, grace_seconds: float = 10.0) -> None:
+    def __init__(self, log_folder: Path, *, grace_seconds: float = 15.0) -> None:
         """Logs go to `log_folder`; on leaving, a child that SIGTERM has not ended gets SIGKILL after the grace."""
         self._log_folder = log_folder
         self._grace_seconds = grace_seconds

@@ -91,7 +91,8 @@ class Microbatch:
         return self.accumulate_only_at is not None
 
     def answers_gradient(self, stage: int) -> bool:
-        """Whether the answer of a stage has the gradient of its input: behind the stage that lacks it, nobody does."""
+        """Whether the answer of a stage has the gradient of its input: of a replay only those after the stage that
+        lacks it."""
         return self.accumulate_only_at is None or self.accumulate_only_at < stage
 
 

@@ -212,16 +212,20 @@ class TrainLoop(HopListener):
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
             self._answered(work.microbatch, reply)
             self._events.write(Ack(microbatch=index))
-            if not work.microbatch.is_replay:
-                self._acknowledged.append((self._clock.monotonic(), index))
+            self._note_acknowledged(work.microbatch)
             await reply.ack()
         except StaleMicrobatch as error:
             logger.debug("microbatch %d: %s", index, error)
+            self._note_acknowledged(work.microbatch)  # By whoever ran it.
         except Fatal as error:
             self._failed(work, error)
         else:
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
+
+    def _note_acknowledged(self, microbatch: Microbatch) -> None:
+        if not microbatch.is_replay:
+            self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 
     def _ended(self, work: _Work, task: asyncio.Task[None]) -> None:
         # Not in `_train`: a task that is cancelled before its first step never gets there.

@@ -239,6 +239,7 @@ async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed
         record = await peer.record(0)
         assert record is not None
         assert record.state is PeerState.SERVING
+        assert server._describe().state == PeerState.LEAVING, "nobody moves away because this one serves"
         await _train(config, [peer, mate], range(first + 4, first + config.microbatches_per_round))
         await peer.has_left()
         assert server._stage.round == ROUND + 1

@@ -56,7 +56,7 @@ class AcquireRequest(_message.Message):
     @_builtins.property
     def acknowledged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """What this trainer has acknowledged to stage 0 of late, or is about to. What another stage lacks long after that has
-        been lost on the way; and what stage 0 granted and finds neither here nor among `holding` never arrived.
+        been lost on the way; and what stage 0 granted and never finds here or among `holding` did not arrive.
         """
 
     def __init__(
