@@ -257,3 +257,21 @@ async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for
         await _train(config, [peer], [ROUND * config.microbatches_per_round])
         peer.stop.set()
         await peer.has_left()
+
+
+async def test_a_peer_that_is_told_to_stop_before_it_moves_gives_up_its_claim(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would believe for a while that it comes to their stage."""
+    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        await _train(config, [peer], [ROUND * config.microbatches_per_round])
+        peer.rebalancer.orders.put_nowait(1)
+        await asyncio.sleep(0.5)
+        peer.stop.set()
+        await peer.has_left()
+        assert [c.state for c in await peer.directory.claims() if c.peer_id == peer.peer_id] == [ClaimState.WITHDRAWN]
