@@ -45,7 +45,7 @@ class Options(BenchOptions):
     """Peers that serve each stage."""
     steps: int = 40
     """Optimizer steps to train; something fails in every second one."""
-    round_microbatches: int = 96
+    round_microbatches: int = 144
     """Microbatches of a step. It should last as long as a peer takes to join, half at least."""
     seed: int = 0
     """Of the choice of victims and moments."""
