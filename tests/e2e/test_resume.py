@@ -4,6 +4,7 @@ Every swarm here trains the same synchronous run of four layers, whose states ar
 interrupted.
 """
 
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -179,9 +180,15 @@ def test_diloco_enters_at_the_others_round_and_writes_on_leaving(folder: Path, c
     swarm.wait_for_round(5, 2)
     swarm.kill(victim)
     (joiner,) = swarm.start_peers([1], *swarm.options, "--resume", str(swarm.checkpoints))
-    assert "it enters at round 7 as it was at round 5" in joiner.child.log.read_text()
+    enters = re.search(r"it enters at round (\d+) as it was at round 5", joiner.child.log.read_text())
+    assert enters is not None
+    # What was still under way when the trainer ended may have made another round.
+    assert int(enters[1]) in (7, 8)
     swarm.train("second", 2)
     joiner.child.process.send_signal(signal.SIGTERM)
-    left = swarm.checkpoints / "stage-1-of-2.round-9.safetensors"
-    wait_until(left.exists, SECONDS, "a checkpoint on leaving")
+
+    def newest() -> int:
+        return max(name.round for name in file.names(swarm.checkpoints) if name.stage == 1)
+
+    wait_until(lambda: newest() >= int(enters[1]) + 2, SECONDS, "a checkpoint on leaving")
     swarm.kill_all()
