@@ -224,7 +224,8 @@ class TrainLoop(HopListener):
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
 
     def _note_acknowledged(self, microbatch: Microbatch) -> None:
-        if not microbatch.is_replay:
+        # With DiLoCo nobody asks: each microbatch is granted once.
+        if self._config.rounds.synchronous and not microbatch.is_replay:
             self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 
     def _ended(self, work: _Work, task: asyncio.Task[None]) -> None:

@@ -245,33 +245,33 @@ async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed
         assert server._stage.round == ROUND + 1
 
 
+@pytest.fixture
+async def idle_peer(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[LocalPeer]:
+    """It has something of a round that nobody trains on; one more peer is at its stage, and one at the other."""
+    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        await _train(config, [peer], [ROUND * config.microbatches_per_round])
+        yield peer
+
+
 async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for_its_round(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+    idle_peer: LocalPeer,
 ) -> None:
-    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as peer,
-    ):
-        await _train(config, [peer], [ROUND * config.microbatches_per_round])
-        peer.stop.set()
-        await peer.has_left()
+    idle_peer.stop.set()
+    await idle_peer.has_left()
 
 
-async def test_a_peer_that_is_told_to_stop_before_it_moves_gives_up_its_claim(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_peer_that_is_told_to_stop_before_it_moves_gives_up_its_claim(idle_peer: LocalPeer) -> None:
     """Others would believe for a while that it comes to their stage."""
-    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as peer,
-    ):
-        await _train(config, [peer], [ROUND * config.microbatches_per_round])
-        peer.rebalancer.orders.put_nowait(1)
-        await asyncio.sleep(0.5)
-        peer.stop.set()
-        await peer.has_left()
-        assert [c.state for c in await peer.directory.claims() if c.peer_id == peer.peer_id] == [ClaimState.WITHDRAWN]
+    idle_peer.rebalancer.orders.put_nowait(1)
+    await asyncio.sleep(0.5)
+    idle_peer.stop.set()
+    await idle_peer.has_left()
+    claims = [claim for claim in await idle_peer.directory.claims() if claim.peer_id == idle_peer.peer_id]
+    assert [claim.state for claim in claims] == [ClaimState.WITHDRAWN]
