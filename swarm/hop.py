@@ -233,6 +233,7 @@ class Hop:
     ) -> _Answer:
         try:
             while True:
+                _raise_if_cancelled()
                 record = self._choose(num_samples, attempt)
                 if record is None:
                     await self._wait_for_somebody(listener, attempt)
@@ -452,6 +453,13 @@ class Hop:
                 require_in_range(name, tensor)
             except MalformedMessage as error:
                 raise PeerUnavailable(f"a malformed reply: {error}") from None
+
+
+def _raise_if_cancelled() -> None:
+    """For what calls in a loop: gRPC may answer a cancellation that comes as a connection breaks with why it broke."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _status(call: Call) -> SwarmError:

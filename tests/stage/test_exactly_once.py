@@ -3,13 +3,15 @@
 import asyncio
 import dataclasses
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
-from swarm.errors import StaleMicrobatch
+from swarm.errors import PeerUnavailable, StaleMicrobatch
+from swarm.hop import Hop
 from swarm.rounds import Contribution
 from swarm.stage import servicer
 from swarm.stage.backend import StageBackend
@@ -200,6 +202,35 @@ async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunC
         await eventually(lambda: _is_idle(chain))
         chain.assert_accumulated([])
         await eventually(lambda: _is_idle(chain))
+
+
+@_BOTH
+async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still_one(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC answers so if the connection breaks at that very moment."""
+    read = Hop._read
+
+    async def read_what_broke(*args: Any) -> Any:
+        try:
+            return await read(*args)
+        except asyncio.CancelledError:
+            raise PeerUnavailable("Stream removed") from None
+
+    monkeypatch.setattr(Hop, "_read", read_what_broke)
+    clock = ManualClock()
+    async with running_chain(config, num_peers=(1, 2, 1), clock=clock) as chain:
+        last = chain.at(2)[0]
+        async with last.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(last.stage.ledger) == 1)
+            training.cancel()
+            await asyncio.wait([training])
+            assert training.cancelled()
+        await eventually(lambda: _states(chain, 0) == [None] * 4, meanwhile=lambda: clock.advance(0.5))
+        await eventually(lambda: _is_idle(chain))
+        assert sum(chain.counts("forwards")[:3]) == 2, "nobody else is asked"
+        chain.assert_accumulated([])
 
 
 @_BOTH
