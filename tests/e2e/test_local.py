@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,31 +44,42 @@ def _assert_nothing_left(folder: Path, seconds: float) -> None:
     wait_until(lambda: not _marked(folder), seconds, "every process to end")
 
 
+def _has_trained(folder: Path) -> bool:
+    metrics = folder / "out" / "metrics.jsonl"
+    return metrics.exists() and "train/loss" in metrics.read_text()
+
+
 def test_a_whole_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
-    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "40", "--kill-at", "5", "--join-at", "10")
+    launcher = _start(tmp_path, "--peers-per-stage", "2", "--steps", "25", "--kill-at", "4", "--join-at", "6")
     output, _ = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, output
     assert "Traceback" not in output
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["peers_killed"] == 1
     assert summary["peers_joined"] == 1
-    assert summary["steps"] == 40
+    assert summary["steps"] == 25
     assert summary["validation_loss"] < summary["first_loss"] - 0.5
     assert "the swarm goes on" in output
     assert (tmp_path / "out" / "loss.png").stat().st_size > 0
     _assert_nothing_left(tmp_path, 5.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill-9"])
-def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    launcher = _start(tmp_path, "--peers-per-stage", "1", "--steps", "10000")
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and "train/loss" in metrics.read_text(), 90.0, "the first step")
-    assert len(_marked(tmp_path)) > 3
-    launcher.send_signal(number)
+def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path) -> None:
+    """By Ctrl-C and by kill -9: two of them, beside each other."""
+    folders = {number: tmp_path / number.name for number in (signal.SIGINT, signal.SIGKILL)}
+    launchers = {}
+    for number, folder in folders.items():
+        folder.mkdir()
+        launchers[number] = _start(folder, "--peers-per-stage", "1", "--steps", "10000")
+    for folder in folders.values():
+        wait_until(partial(_has_trained, folder), 90.0, "the first step")
+        assert len(_marked(folder)) > 3
     started_at = time.monotonic()
-    output, _ = launcher.communicate(timeout=30)
-    assert "Traceback" not in output
-    if number is signal.SIGINT:
-        assert launcher.returncode == 130
-    _assert_nothing_left(tmp_path, 25.0 - (time.monotonic() - started_at))
+    for number, launcher in launchers.items():
+        launcher.send_signal(number)
+    for launcher in launchers.values():
+        output, _ = launcher.communicate(timeout=30)
+        assert "Traceback" not in output
+    assert launchers[signal.SIGINT].returncode == 130
+    for folder in folders.values():
+        _assert_nothing_left(folder, 25.0 - (time.monotonic() - started_at))

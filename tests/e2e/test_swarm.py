@@ -3,7 +3,9 @@
 import os
 import signal
 import statistics
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -66,18 +68,17 @@ def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
     assert (swarm.folder / "first" / "loss.png").stat().st_size > 0
 
 
-@pytest.mark.parametrize("stage", [1, 0])
-def test_a_killed_peer_stalls_nobody(swarm: RealSwarm, stage: int) -> None:
-    name = f"kill-{stage}"
-    trainer = swarm.start_trainer(name, steps=25)
-    swarm.wait_for_steps(name, 4)
-    victim = [peer for peer in swarm.peers if peer.stage == stage and peer is not swarm.peers[0]][-1]
-    swarm.kill(victim)
+def test_a_killed_peer_stalls_nobody(swarm: RealSwarm) -> None:
+    """One of each stage, one after the other."""
+    trainer = swarm.start_trainer("kill", steps=30)
+    for stage, num_steps in ((1, 4), (0, 15)):
+        swarm.wait_for_steps("kill", num_steps)
+        swarm.kill([peer for peer in swarm.peers if peer.stage == stage][-1])
     assert swarm.wait_for_end(trainer) == 0
-    steps = swarm.steps(name)
-    assert len(steps) == 25
+    steps = swarm.steps("kill")
+    assert len(steps) == 30
     assert max(row["train/step_time"] for row in steps[3:]) < STALL_SECONDS
-    swarm.start_peers([stage])
+    swarm.start_peers([1, 0])
 
 
 def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
@@ -88,7 +89,7 @@ def test_a_late_joiner_takes_over_the_state(swarm: RealSwarm) -> None:
 
 
 def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> None:
-    trainer = swarm.start_trainer("frozen", steps=40)
+    trainer = swarm.start_trainer("frozen", steps=25)
     swarm.wait_for_steps("frozen", 4)
     victim = [peer for peer in swarm.peers if peer.stage == 1][-1]
     os.kill(victim.child.pid, signal.SIGSTOP)
@@ -104,13 +105,13 @@ def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> N
 
 def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
     doomed = swarm.start_trainer("doomed", steps=1000)
-    survivor = swarm.start_trainer("survivor", steps=30)
+    survivor = swarm.start_trainer("survivor", steps=20)
     swarm.wait_for_steps("survivor", 3)
     swarm.wait_for_steps("doomed", 3)
     swarm.children.kill9(doomed)
     assert swarm.wait_for_end(survivor) == 0
     steps = swarm.steps("survivor")
-    assert len(steps) == 30
+    assert len(steps) == 20
     assert max(row["train/step_time"] for row in steps) < TRAINER_STALL_SECONDS
 
 
@@ -134,15 +135,20 @@ def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path
     port = swarm.peers[0].ready["endpoint"].rsplit(":", 1)[1]
     other_text = tmp_path / "other.txt"
     other_text.write_text("something else entirely\n" * 500, encoding="utf-8")
-    own = ["--host", "127.0.0.1", "--identity", str(tmp_path / "peer.pem")]
     cases = {
-        "the stages 0 to 1": ("peer", "--stage", "7", *joined, *own),
-        "run is 'tiny' here and 'test' in the run": ("peer", "--preset", "tiny", *joined, *own),
-        f"cannot listen on 127.0.0.1:{port}": ("peer", "--stage", "1", "--port", port, *joined, *own),
+        "the stages 0 to 1": ("peer", "--stage", "7", *joined),
+        "run is 'tiny' here and 'test' in the run": ("peer", "--preset", "tiny", *joined),
+        f"cannot listen on 127.0.0.1:{port}": ("peer", "--stage", "1", "--port", port, *joined),
         "is different text here": ("trainer", "--dataset", str(other_text), "--output", str(tmp_path / "out"), *joined),
     }
-    for expected, (program, *arguments) in cases.items():
-        result = run(program, *arguments)
+
+    def attempt(number: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        own = ["--host", "127.0.0.1", "--identity", str(tmp_path / f"{number}.pem")] if program == "peer" else []
+        return run(program, *arguments, *own)
+
+    with ThreadPoolExecutor() as pool:
+        attempts = [pool.submit(attempt, number, *arguments) for number, arguments in enumerate(cases.values())]
+    for expected, result in zip(cases, (attempt.result() for attempt in attempts), strict=True):
         assert result.returncode in (1, 2), expected
         assert expected in result.stderr
         assert len(result.stderr.splitlines()) == 1, result.stderr
@@ -153,7 +159,7 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
     report = swarm.audit()
     assert report["violations"] == []
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
-    assert report["rounds_committed"] > 100
+    assert report["rounds_committed"] > 75
     assert report["digests_compared"] > report["rounds_committed"]
     # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had.
     assert 0 < report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
