@@ -106,6 +106,8 @@ class Cast:
 
     usage: list[Usage] = field(default_factory=list)
     """Of all living processes, every few seconds."""
+    cores: list[tuple[float, float, float]] = field(default_factory=list)
+    """As often: the time, and what this machine's cores have been idle so far, and in all, in ticks."""
     _looked_at: float = 0.0
 
     def add(self, stages: int, peers_per_stage: int, trainers: int) -> None:
@@ -167,6 +169,7 @@ class Cast:
         if now - self._looked_at > USAGE_SECONDS:
             self._looked_at = now
             self.usage += [used for role in self.roles if role.alive and (used := _usage(role, now))]
+            self.cores.append((now, *_idle_and_all()))
         self.capacity.append((now, min(shares)))
         self.alive_share.append((now, sum(shares) / len(shares)))
 
@@ -257,6 +260,12 @@ def children_of(pid: int) -> dict[int, str]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     numbers = path.read_text().split() if path.exists() else []
     return {int(number): Path(f"/proc/{number}/comm").read_text().strip() for number in numbers}
+
+
+def _idle_and_all() -> tuple[float, float]:
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    ticks = [float(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def _usage(role: Role, now: float) -> Usage | None:

@@ -89,11 +89,21 @@ def of(
         "round_seconds": quantiles(seconds),
         "kill_to_commit_seconds": quantiles(to_commit),
         "kill_to_back_seconds": quantiles(to_return),
+        "idle_share": {"undisturbed": idle_share(cast.cores, calm), "storm": idle_share(cast.cores, storm)},
         "growth": growth(cast.usage, storm),
         "faults": dict(Counter(one.kind for one in struck if one.names)),
         "rounds": len(in_storm),
         **_audit_figures(audited, setting),
     }
+
+
+def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float:
+    """How idle this machine's cores were: with none to spare, more peers alive would not have done more."""
+    inside = [reading for reading in cores if _within(reading[0], window)]
+    if len(inside) < 2:
+        return 0.0
+    (_, idle_before, all_before), (_, idle_after, all_after) = inside[0], inside[-1]
+    return (idle_after - idle_before) / (all_after - all_before)
 
 
 def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
