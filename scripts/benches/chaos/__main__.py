@@ -46,8 +46,8 @@ from swarm.config import (
 LINE_BYTES_PER_SECOND = 1e9
 DISK_MIB = 64
 SECONDS_PER_SAMPLE = 0.15
-"""Of a peer's compute. At 0.1 two cores of a slow hour were busy for 0.65 of the time before anything had gone wrong, and
-for all of it while peers started."""
+"""Of a peer's compute. At 0.1 two slow cores were busy for 0.65 of the time before anything had gone wrong, and for all
+of it while peers started."""
 
 
 @dataclass(frozen=True, kw_only=True)
