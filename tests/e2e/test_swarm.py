@@ -4,7 +4,7 @@ import os
 import signal
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -105,13 +105,13 @@ def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> N
 
 def test_one_of_two_trainers_dies_for_good(swarm: RealSwarm) -> None:
     doomed = swarm.start_trainer("doomed", steps=1000)
-    survivor = swarm.start_trainer("survivor", steps=20)
+    survivor = swarm.start_trainer("survivor", steps=30)
     swarm.wait_for_steps("survivor", 3)
     swarm.wait_for_steps("doomed", 3)
     swarm.children.kill9(doomed)
     assert swarm.wait_for_end(survivor) == 0
     steps = swarm.steps("survivor")
-    assert len(steps) == 20
+    assert len(steps) == 30
     assert max(row["train/step_time"] for row in steps) < TRAINER_STALL_SECONDS
 
 
@@ -142,13 +142,13 @@ def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path
         "is different text here": ("trainer", "--dataset", str(other_text), "--output", str(tmp_path / "out"), *joined),
     }
 
-    def attempt(number: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        own = ["--host", "127.0.0.1", "--identity", str(tmp_path / f"{number}.pem")] if program == "peer" else []
-        return run(program, *arguments, *own)
+    def attempt(number: int, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        own = ["--host", "127.0.0.1", "--identity", str(tmp_path / f"{number}.pem")] if arguments[0] == "peer" else []
+        return run(*arguments, *own)
 
     with ThreadPoolExecutor() as pool:
-        attempts = [pool.submit(attempt, number, *arguments) for number, arguments in enumerate(cases.values())]
-    for expected, result in zip(cases, (attempt.result() for attempt in attempts), strict=True):
+        results = list(pool.map(attempt, range(len(cases)), cases.values()))
+    for expected, result in zip(cases, results, strict=True):
         assert result.returncode in (1, 2), expected
         assert expected in result.stderr
         assert len(result.stderr.splitlines()) == 1, result.stderr
@@ -159,7 +159,7 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
     report = swarm.audit()
     assert report["violations"] == []
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
-    assert report["rounds_committed"] > 75
+    assert report["rounds_committed"] > 100
     assert report["digests_compared"] > report["rounds_committed"]
     # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had.
     assert 0 < report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
