@@ -45,9 +45,9 @@ from swarm.config import (
 
 LINE_BYTES_PER_SECOND = 1e9
 DISK_MIB = 64
-SECONDS_PER_SAMPLE = 0.15
-"""Of a peer's compute. At 0.1 two slow cores were busy for two thirds of the time before anything had gone wrong, and
-for all of it while peers started."""
+SECONDS_PER_SAMPLE = 0.2
+"""Of a peer's compute. At 0.1 and at 0.15 two slow cores were busy for two thirds of the time before anything had gone
+wrong, and for all of it while peers started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class Options(BenchOptions):
     settling_seconds: float = 30.0
     """After the storm, until everything is ended."""
     round_samples: int = 0
-    """Samples of a round; 0 for 384 in the synchronous setting, where each round ends with the replays of what was lost
-    in it, and 96 with DiLoCo, where a dead peer's work of the round is gone."""
+    """Samples of a round; 0 for 256 in the synchronous setting, where each round ends with the replays of what was lost
+    in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
     bound_seconds: float = 60.0
     """A round that is not committed by all of its stages after so long counts as not committed."""
     keep: Path | None = None
@@ -143,7 +143,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _config(options: Options) -> RunConfig:
     synchronous = options.setting == "synchronous"
-    round_samples = options.round_samples or (384 if synchronous else 96)
+    round_samples = options.round_samples or (256 if synchronous else 64)
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(
