@@ -71,13 +71,13 @@ class Options(BenchOptions):
     trainers: int = 2
     """Trainers that feed them."""
     calibration_seconds: float = 60.0
-    """Undisturbed training before the storm, whose rate is the yardstick."""
+    """Undisturbed training before the storm, and as long after it: the mean rate of both is the yardstick."""
     warm_up_seconds: float = 30.0
     """Training before that."""
     settling_seconds: float = 30.0
-    """After the storm, until everything is ended."""
+    """After the storm, until everybody is back."""
     round_samples: int = 0
-    """Samples of a round; 0 for 256 in the synchronous setting, where each round ends with the replays of what was lost
+    """Samples of a round; 0 for 192 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
     bound_seconds: float = 60.0
     """A round that is not committed by all of its stages after so long counts as not committed."""
@@ -119,13 +119,14 @@ def run(options: Options) -> dict[str, Any]:
         say(f"{options.stages} x {options.peers_per_stage} peers and {options.trainers} trainers start")
         cast.begin()
         _wait(cast, options.warm_up_seconds)
-        calm = _wait(cast, options.calibration_seconds)
+        calm = [_wait(cast, options.calibration_seconds)]
         say("the storm begins")
         began_at = time.monotonic()
         struck = _storm(cast, options, kinds)
         storm = (began_at, time.monotonic())
         say("the storm is over")
         _wait(cast, options.settling_seconds)
+        calm.append(_wait(cast, options.calibration_seconds))
         unexpected = [dataclasses.asdict(end) for end in cast.unexpected]
         children.terminate_all(20.0)
         return {
@@ -143,7 +144,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _config(options: Options) -> RunConfig:
     synchronous = options.setting == "synchronous"
-    round_samples = options.round_samples or (256 if synchronous else 64)
+    round_samples = options.round_samples or (192 if synchronous else 64)
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(

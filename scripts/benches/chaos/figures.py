@@ -51,12 +51,12 @@ class Committed:
 
 
 def of(
-    cast: Cast, setting: str, *, calm: Window, storm: Window, struck: Sequence[Struck], bound: float
+    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Window, struck: Sequence[Struck], bound: float
 ) -> dict[str, Any]:
     """All figures.
 
     Args:
-        calm: undisturbed training.
+        calm: undisturbed training, before and after: a machine is slower at one time than at another.
         storm: faults.
         bound: seconds in which a round has to commit.
     """
@@ -65,7 +65,8 @@ def of(
     chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
     in_storm = [committed for rounds in chains.values() for committed in rounds if _within(committed.at, storm)]
     seconds = [d for rounds in chains.values() for d in durations(rounds, storm)]
-    calm_rate, rate = (min(throughput(rounds, window) for rounds in chains.values()) for window in (calm, storm))
+    rates = [min(throughput(rounds, window) for rounds in chains.values()) for window in (*calm, storm)]
+    calm_rate, rate = statistics.fmean(rates[:-1]), rates[-1]
     capacity = _mean(cast.capacity, storm)
     per_stage = {stage: len(cast.peers(stage)) for stage in stages}
     taking_part = [
@@ -83,13 +84,17 @@ def of(
         "throughput_of_live_capacity": rate / (calm_rate * capacity) if calm_rate * capacity else 0.0,
         "samples_per_second": rate,
         "fault_free_samples_per_second": calm_rate,
+        "fault_free_rates": rates[:-1],
         "live_capacity_mean": capacity,
         "alive_mean": _mean(cast.alive_share, storm),
         "taking_part_mean": statistics.fmean(taking_part) if taking_part else 0.0,
         "round_seconds": quantiles(seconds),
         "kill_to_commit_seconds": quantiles(to_commit),
         "kill_to_back_seconds": quantiles(to_return),
-        "idle_share": {"undisturbed": idle_share(cast.cores, calm), "storm": idle_share(cast.cores, storm)},
+        "idle_share": {
+            "undisturbed": [idle_share(cast.cores, window) for window in calm],
+            "storm": idle_share(cast.cores, storm),
+        },
         "growth": growth(cast.usage, storm),
         "faults": dict(Counter(one.kind for one in struck if one.names)),
         "rounds": len(in_storm),
@@ -97,11 +102,14 @@ def of(
     }
 
 
-def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float:
-    """How idle this machine's cores were: with none to spare, more peers alive would not have done more."""
+def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float | None:
+    """How idle this machine's cores were: with none to spare, more peers alive would not have done more.
+
+    None where they were read less than twice.
+    """
     inside = [reading for reading in cores if _within(reading[0], window)]
     if len(inside) < 2:
-        return 0.0
+        return None
     (_, idle_before, all_before), (_, idle_after, all_after) = inside[0], inside[-1]
     return (idle_after - idle_before) / (all_after - all_before)
 
