@@ -97,6 +97,7 @@ async def test_a_client_has_no_address(first: DhtNode, client: DhtNode) -> None:
         ("forged.2", OWNER.peer_id, "another key", 30),
         ("forged.3", OWNER.peer_id, "forged.3", MAX_LIFETIME_SECONDS + 60),
     ],
+    ids=["another's subkey", "for another key", "for too long"],
 )
 async def test_storage_nodes_refuse_what_its_owner_did_not_seal(
     first: DhtNode, second: DhtNode, careless: DhtNode, key: str, subkey: str, signed_key: str, lifetime_seconds: float
