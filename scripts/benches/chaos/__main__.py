@@ -2,10 +2,11 @@
 
     scripts/chaos --setting synchronous --minutes 15 --faults-per-hour 400 --seed 0 --json
 
-Starts a swarm of real processes whose calls go through a proxy (../throttle.py), lets it train undisturbed for a
-while, and then has faults of all kinds (faults.py) come as a Poisson process, each to somebody drawn by the seed. What
-died is started again after seconds, with the same command line. At the end the audit goes through everybody's event
-log, and figures.py says how much was committed, how fast and how soon again.
+Starts a swarm of real processes whose calls go through a proxy (../throttle.py) and has faults of all kinds (faults.py)
+come as a Poisson process, each to somebody drawn by the seed. What died is started again after seconds, with the same
+command line. The storm comes in parts; before each and after the last the swarm trains undisturbed for a while. At the
+end the audit goes through everybody's event log, and figures.py says how much was committed, how fast and how soon
+again.
 
 Computing is mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
 """
@@ -43,6 +44,8 @@ from swarm.config import (
     StagesConfig,
 )
 
+PARTS = 3
+"""Of a storm."""
 LINE_BYTES_PER_SECOND = 1e9
 DISK_MIB = 64
 SECONDS_PER_SAMPLE = 0.2
@@ -57,7 +60,7 @@ class Options(BenchOptions):
     setting: Literal["synchronous", "diloco"] = "synchronous"
     """Which of the two ways to train."""
     minutes: float = 15.0
-    """Length of the storm."""
+    """Length of the storm, its parts together."""
     faults_per_hour: float = 400.0
     """Mean rate of faults, all kinds together."""
     seed: int = 0
@@ -71,11 +74,11 @@ class Options(BenchOptions):
     trainers: int = 2
     """Trainers that feed them."""
     calibration_seconds: float = 60.0
-    """Undisturbed training before the storm, and as long after it: the mean rate of both is the yardstick."""
+    """Undisturbed training before each part of the storm and after the last: its rate is the yardstick."""
     warm_up_seconds: float = 30.0
-    """Training before that."""
+    """Training before all that."""
     settling_seconds: float = 30.0
-    """After the storm, until everybody is back."""
+    """After each part of the storm, until everybody is back."""
     round_samples: int = 0
     """Samples of a round; 0 for 192 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
@@ -120,13 +123,17 @@ def run(options: Options) -> dict[str, Any]:
         cast.begin()
         _wait(cast, options.warm_up_seconds)
         calm = [_wait(cast, options.calibration_seconds)]
-        say("the storm begins")
-        began_at = time.monotonic()
-        struck = _storm(cast, options, kinds)
-        storm = (began_at, time.monotonic())
-        say("the storm is over")
-        _wait(cast, options.settling_seconds)
-        calm.append(_wait(cast, options.calibration_seconds))
+        storm: list[figures.Window] = []
+        struck: list[Struck] = []
+        draws = random.Random(options.seed)
+        for part in range(PARTS):
+            say(f"the storm's part {part + 1} of {PARTS} begins")
+            began_at = time.monotonic()
+            struck += _storm(cast, options, kinds, draws)
+            storm.append((began_at, time.monotonic()))
+            say("all is quiet")
+            _wait(cast, options.settling_seconds)
+            calm.append(_wait(cast, options.calibration_seconds))
         unexpected = [dataclasses.asdict(end) for end in cast.unexpected]
         children.terminate_all(20.0)
         return {
@@ -169,15 +176,14 @@ def _wait(cast: Cast, seconds: float) -> tuple[float, float]:
     return began_at, time.monotonic()
 
 
-def _storm(cast: Cast, options: Options, kinds: list[str]) -> list[Struck]:
-    """Faults, until the time is over; all of them have ended then."""
-    draws = random.Random(options.seed)
+def _storm(cast: Cast, options: Options, kinds: list[str], draws: random.Random) -> list[Struck]:
+    """One part of it: faults, until the time is over; all of them have ended then."""
     weights = [KINDS[name].weight for name in kinds]
     struck: list[Struck] = []
     lasting: list[tuple[float, ExitStack]] = []
     mean_gap = 3600.0 / options.faults_per_hour
     now = time.monotonic()
-    end, next_at = now + 60.0 * options.minutes, now + draws.expovariate(1.0 / mean_gap)
+    end, next_at = now + 60.0 * options.minutes / PARTS, now + draws.expovariate(1.0 / mean_gap)
     while now < end:
         if now >= next_at:
             next_at += draws.expovariate(1.0 / mean_gap)

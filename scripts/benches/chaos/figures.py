@@ -51,53 +51,58 @@ class Committed:
 
 
 def of(
-    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Window, struck: Sequence[Struck], bound: float
-) -> dict[str, Any]:
+    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Sequence[Window], struck: Sequence[Struck],
+    bound: float,
+) -> dict[str, Any]:  # fmt: skip
     """All figures.
 
     Args:
-        calm: undisturbed training, before and after: a machine is slower at one time than at another.
-        storm: faults.
+        calm: undisturbed training, before each part of the storm and after the last one. Each part is held against
+            what was before and after it, since a machine is slower at one time than at another.
+        storm: the parts of it, all as long.
         bound: seconds in which a round has to commit.
     """
     events = {role.name: _read(role) for role in cast.peers()}
     stages = sorted({role.stage for role in cast.peers() if role.stage is not None})
     chains = {stage: chain([events[role.name] for role in cast.peers(stage)]) for stage in stages}
-    in_storm = [committed for rounds in chains.values() for committed in rounds if _within(committed.at, storm)]
-    seconds = [d for rounds in chains.values() for d in durations(rounds, storm)]
-    rates = [min(throughput(rounds, window) for rounds in chains.values()) for window in (*calm, storm)]
-    calm_rate, rate = statistics.fmean(rates[:-1]), rates[-1]
-    capacity = _mean(cast.capacity, storm)
-    per_stage = {stage: len(cast.peers(stage)) for stage in stages}
-    taking_part = [
-        committed.num_members / per_stage[stage]
+    in_storm = {
+        stage: [committed for committed in rounds if any(_within(committed.at, part) for part in storm)]
         for stage, rounds in chains.items()
-        for committed in rounds
-        if _within(committed.at, storm)
+    }
+    attempts = [committed.attempts for rounds in in_storm.values() for committed in rounds]
+    seconds = [d for rounds in chains.values() for part in storm for d in durations(rounds, part)]
+    calm_rates, rates = (
+        [min(throughput(rounds, window) for rounds in chains.values()) for window in windows]
+        for windows in (calm, storm)
+    )
+    capacities = [_mean(cast.capacity, part) for part in storm]
+    possible = [
+        capacity * statistics.fmean(around) for capacity, around in zip(capacities, pairwise(calm_rates), strict=True)
+    ]
+    taking_part = [
+        committed.num_members / len(cast.peers(stage)) for stage, rounds in in_storm.items() for committed in rounds
     ]
     to_commit, to_return = _recoveries(cast, events, chains, struck)
     audited = audit([role.events for role in cast.roles if role.events.exists()])
     return {
         "rounds_committed_share": sum(second <= bound for second in seconds) / max(1, len(seconds)),
-        "first_attempt_share": sum(one.attempts <= 1 for one in in_storm) / max(1, len(in_storm)),
-        "faults_per_round": len(struck) * len(stages) / max(1, len(in_storm)),
-        "throughput_of_live_capacity": rate / (calm_rate * capacity) if calm_rate * capacity else 0.0,
-        "samples_per_second": rate,
-        "fault_free_samples_per_second": calm_rate,
-        "fault_free_rates": rates[:-1],
-        "live_capacity_mean": capacity,
-        "alive_mean": _mean(cast.alive_share, storm),
+        "first_attempt_share": sum(number <= 1 for number in attempts) / max(1, len(attempts)),
+        "faults_per_round": len(struck) * len(stages) / max(1, len(attempts)),
+        "throughput_of_live_capacity": sum(rates) / sum(possible) if any(possible) else 0.0,
+        "samples_per_second": {"storm": rates, "undisturbed": calm_rates},
+        "live_capacity_mean": statistics.fmean(capacities),
+        "alive_mean": statistics.fmean(_mean(cast.alive_share, part) for part in storm),
         "taking_part_mean": statistics.fmean(taking_part) if taking_part else 0.0,
         "round_seconds": quantiles(seconds),
         "kill_to_commit_seconds": quantiles(to_commit),
         "kill_to_back_seconds": quantiles(to_return),
         "idle_share": {
+            "storm": [idle_share(cast.cores, part) for part in storm],
             "undisturbed": [idle_share(cast.cores, window) for window in calm],
-            "storm": idle_share(cast.cores, storm),
         },
-        "growth": growth(cast.usage, storm),
+        "growth": growth(cast.usage, (storm[0][0], storm[-1][1])),
         "faults": dict(Counter(one.kind for one in struck if one.names)),
-        "rounds": len(in_storm),
+        "rounds": len(attempts),
         **_audit_figures(audited, setting),
     }
 
