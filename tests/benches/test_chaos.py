@@ -55,6 +55,12 @@ def test_throughput_counts_from_commit_to_commit() -> None:
     assert figures.throughput(chain, (26.0, 29.0)) == figures.throughput([], (0.0, 40.0)) == 0.0
 
 
+def test_each_part_of_a_storm_is_held_against_what_was_before_and_after_it() -> None:
+    slower_and_slower = [20.0, 12.0, 4.0]
+    assert figures.share_of_possible([8.0, 4.0], slower_and_slower, [0.5, 1.0]) == 12.0 / (16.0 * 0.5 + 8.0 * 1.0)
+    assert figures.share_of_possible([8.0], [0.0, 0.0], [1.0]) == 0.0
+
+
 def test_quantiles() -> None:
     assert figures.quantiles([]) == {}
     assert figures.quantiles(range(1, 101)) == {"count": 100.0, "p50": 51, "p90": 91, "p99": 100, "max": 100}

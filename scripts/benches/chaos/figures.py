@@ -76,9 +76,6 @@ def of(
         for windows in (calm, storm)
     )
     capacities = [_mean(cast.capacity, part) for part in storm]
-    possible = [
-        capacity * statistics.fmean(around) for capacity, around in zip(capacities, pairwise(calm_rates), strict=True)
-    ]
     taking_part = [
         committed.num_members / len(cast.peers(stage)) for stage, rounds in in_storm.items() for committed in rounds
     ]
@@ -88,7 +85,7 @@ def of(
         "rounds_committed_share": sum(second <= bound for second in seconds) / max(1, len(seconds)),
         "first_attempt_share": sum(number <= 1 for number in attempts) / max(1, len(attempts)),
         "faults_per_round": len(struck) * len(stages) / max(1, len(attempts)),
-        "throughput_of_live_capacity": sum(rates) / sum(possible) if any(possible) else 0.0,
+        "throughput_of_live_capacity": share_of_possible(rates, calm_rates, capacities),
         "samples_per_second": {"storm": rates, "undisturbed": calm_rates},
         "live_capacity_mean": statistics.fmean(capacities),
         "alive_mean": statistics.fmean(_mean(cast.alive_share, part) for part in storm),
@@ -105,6 +102,19 @@ def of(
         "rounds": len(attempts),
         **_audit_figures(audited, setting),
     }
+
+
+def share_of_possible(rates: Sequence[float], calm_rates: Sequence[float], capacities: Sequence[float]) -> float:
+    """What a storm left of what its live capacity could have done.
+
+    Args:
+        rates: of its parts.
+        calm_rates: undisturbed, before each part and after the last one; one more than `rates`.
+        capacities: the shares alive, one a part.
+    """
+    around = [statistics.fmean(pair) for pair in pairwise(calm_rates)]
+    possible = sum(calm * capacity for calm, capacity in zip(around, capacities, strict=True))
+    return sum(rates) / possible if possible else 0.0
 
 
 def idle_share(cores: Sequence[tuple[float, float, float]], window: Window) -> float | None:
