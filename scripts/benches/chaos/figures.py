@@ -71,10 +71,7 @@ def of(
     }
     attempts = [committed.attempts for rounds in in_storm.values() for committed in rounds]
     seconds = [d for rounds in chains.values() for part in storm for d in durations(rounds, part)]
-    calm_rates, rates = (
-        [min(throughput(rounds, window) for rounds in chains.values()) for window in windows]
-        for windows in (calm, storm)
-    )
+    rates, calm_rates = _slowest(chains, storm), _slowest(chains, calm)
     capacities = [_mean(cast.capacity, part) for part in storm]
     taking_part = [
         committed.num_members / len(cast.peers(stage)) for stage, rounds in in_storm.items() for committed in rounds
@@ -241,6 +238,11 @@ def throughput(rounds: Sequence[Committed], window: Window) -> float:
     before = [one for one in rounds if one.at <= window[0]][-1:]
     ends = [*before, *(one for one in rounds if _within(one.at, window))]
     return sum(one.samples for one in ends[1:]) / (ends[-1].at - ends[0].at) if len(ends) > 1 else 0.0
+
+
+def _slowest(chains: Mapping[int, Sequence[Committed]], windows: Sequence[Window]) -> list[float]:
+    """Samples per second in each window, of the stage that committed the fewest."""
+    return [min(throughput(rounds, window) for rounds in chains.values()) for window in windows]
 
 
 def _recoveries(
