@@ -30,6 +30,7 @@ from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.connections import watch_connections
 from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.errors import NotReady, PeerUnavailable
@@ -40,7 +41,6 @@ from swarm.lookup import DirectoryServicer
 from swarm.model.stages import build_stage
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
-from swarm.probe import probe_unreachable
 from swarm.rounds import Snapshot
 from swarm.routing.router import Router
 from swarm.rpc import tls
@@ -178,7 +178,7 @@ class StageServer:
                 self._stage.serving = True
                 self._state = PeerState.SERVING
                 self._events.write(Join())
-                background = [tasks.create_task(work) for work in (self._keep_announced(), self._probe())]
+                background = [tasks.create_task(work) for work in (self._keep_announced(), self._watch_connections())]
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
                 yield self._endpoint
                 for task in (averaging, *background):
@@ -188,10 +188,10 @@ class StageServer:
             await self._channels.close()
             self._runtime.stop(timeout_seconds=2.0)
 
-    async def _probe(self) -> None:
+    async def _watch_connections(self) -> None:
         """The peers of the next stage, if there is one."""
         if self._hop is not None:
-            await probe_unreachable(
+            await watch_connections(
                 stage=self._hop.stage, router=self._router, channels=self._channels, clock=self._clock
             )  # fmt: skip
 

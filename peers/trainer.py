@@ -28,6 +28,7 @@ from peers.token_option import admitted, find_token, stop_or_expiry
 from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.connections import watch_connections
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.dht import node as dht_node
@@ -45,7 +46,6 @@ from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
-from swarm.probe import probe_unreachable
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import TRAINER_STAGE, TrainerRecord
@@ -166,7 +166,7 @@ async def run(
             background = [
                 tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
                 tasks.create_task(session.keep_announced(clock)),
-                tasks.create_task(probe_unreachable(stage=0, router=router, channels=channels, clock=clock)),
+                tasks.create_task(watch_connections(stage=0, router=router, channels=channels, clock=clock)),
             ]
             training = tasks.create_task(session.train())
             stopped = tasks.create_task(stop_or_expiry(stop, identity, clock))

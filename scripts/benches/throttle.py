@@ -105,8 +105,8 @@ class Throttle:
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
     _serving: dict[str, Machine] = field(default_factory=dict)
-    _obstacles: dict[tuple[Machine, Machine], float] = field(default_factory=dict)
-    """From whom to whom, and how many bytes per second still pass."""
+    _obstacles: dict[tuple[Machine, Machine], tuple[float, ...]] = field(default_factory=dict)
+    """From whom to whom, and how many bytes per second each of them lets pass."""
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
     _ends: dict[asyncio.StreamWriter, tuple[Machine, str]] = field(default_factory=dict)
     """Both ends of each connection: who made it, and to which endpoint."""
@@ -131,11 +131,14 @@ class Throttle:
 
     def hinder(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
         """From now on let no more than this pass from one machine to another; what has to wait is not lost."""
-        self._obstacles[source, target] = bytes_per_second
+        self._obstacles[source, target] = (*self._obstacles.get((source, target), ()), bytes_per_second)
 
-    def clear(self, source: Machine, target: Machine) -> None:
-        """Let everything pass again, and first what has waited."""
-        self._obstacles.pop((source, target), None)
+    def clear(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
+        """Take one such obstacle away; after the last, let everything pass again, and first what has waited."""
+        rest = list(self._obstacles.pop((source, target)))
+        rest.remove(bytes_per_second)
+        if rest:
+            self._obstacles[source, target] = tuple(rest)
         self.loop.loop.call_soon_threadsafe(self._wake)
 
     @property
@@ -213,7 +216,8 @@ class Throttle:
         writer.write_eof()
 
     async def _pass_obstacle(self, source: Machine, target: Machine, num_bytes: int) -> None:
-        while (bytes_per_second := self._obstacles.get((source, target))) is not None:
+        while obstacles := self._obstacles.get((source, target)):
+            bytes_per_second = min(obstacles)
             with suppress(TimeoutError):
                 async with asyncio.timeout(num_bytes / bytes_per_second if bytes_per_second else None):
                     await self._removed.wait()

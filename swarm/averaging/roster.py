@@ -141,7 +141,7 @@ class Roster:
     def exclude(self, peer_id: PeerId) -> None:
         """Leave a peer out of this round for a while, though it is alive; each time for twice as long, to a limit."""
         previous = self._exclusions.get(peer_id)
-        doubled = 2 * previous.seconds if previous else self._timing.probe_seconds
+        doubled = 2 * previous.seconds if previous else self._timing.exclusion_seconds
         seconds = min(doubled, self._timing.max_exclusion_seconds)
         self._exclusions[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
 

@@ -15,10 +15,12 @@ class Timing:
     """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
-    probe_seconds: float = 5.0
+    probe_seconds: float = 1.0
     """Time between two calls to a suspected peer."""
+    exclusion_seconds: float = 5.0
+    """For how long a member that made an exchange fail is left out, the first time."""
     max_exclusion_seconds: float = 60.0
-    """Longest time for which a member that made exchanges fail is left out; the first one is `probe_seconds`."""
+    """Longest time for that."""
     begin_seconds: float = 3.0
     """Least deadline for closing a contribution."""
     drop_seconds: float = 2.0

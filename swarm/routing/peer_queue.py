@@ -99,6 +99,10 @@ class PeerQueue:
         member = self._members.get(peer_id)
         return None if member is None else member.record
 
+    def records(self) -> list[PeerRecord]:
+        """The newest announcements of all members. O(peers)."""
+        return [member.record for member in self._members.values()]
+
     def update(self, records: Sequence[PeerRecord], now: float) -> list[PeerId]:
         """Make `records` the members; returns those that are members no longer. O(peers)."""
         present = {record.peer_id for record in records}

@@ -61,6 +61,11 @@ class Router:
         queue = self._queue_of(peer_id)
         return None if queue is None else queue.record(peer_id)
 
+    def records(self, stage: int) -> list[PeerRecord]:
+        """The newest announcements of all peers that serve a stage, banned and busy ones too."""
+        queue = self._queues.get(stage)
+        return [] if queue is None else queue.records()
+
     def succeeded(
         self, peer_id: PeerId, *, num_samples: int, busy_seconds: float | None, link_seconds: float | None,
         queue_length: int,

@@ -28,7 +28,10 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 
 
 def _client_options(silence_ms: int, answer_ms: int) -> Options:
-    """Options of a channel that sends a ping after so long a silence, and is broken if it has no answer by then."""
+    """Options of a channel that sends a ping after so long a silence, and is broken if it has no answer by then.
+
+    To connect may take as long. A frozen peer's machine takes connections all the same, and says nothing.
+    """
     return (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", silence_ms),
@@ -36,6 +39,8 @@ def _client_options(silence_ms: int, answer_ms: int) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         # A minute unless told otherwise, which overrides the keepalive timeout.
         ("grpc.http2.ping_timeout_ms", answer_ms),
+        # The time for one attempt to connect, 20 s unless told otherwise, whatever its name says.
+        ("grpc.min_reconnect_backoff_ms", silence_ms + answer_ms),
         # A peer that restarts is reached again in a second, not in minutes; who calls has pauses of his own.
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -79,7 +84,8 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.NotAllowed: grpc.StatusCode.PERMISSION_DENIED,
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
-_TIMED_OUT = re.compile("timed? ?-?out|deadline", re.IGNORECASE)
+_TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing", re.IGNORECASE)
+"""What gRPC says of an attempt to connect that took too long; of a TLS handshake, that it closed the socket itself."""
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
@@ -121,6 +127,11 @@ class ChannelPool:
         if key not in self._channels:
             self._channels[key] = self._open(record, BULK_OPTIONS if bulk else CLIENT_OPTIONS)
         return self._channels[key]
+
+    def is_connected(self, record: PeerRecord) -> bool:
+        """Whether the channel to a peer, the one for short calls, has a connection now."""
+        channel = self._channels.get((record.endpoint, record.certificate_pem, False))
+        return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def retain(self, records: Iterable[PeerRecord], *, grace_seconds: float) -> None:
         """Close the channels to all other peers, once their calls have ended or the grace is over."""

@@ -68,8 +68,8 @@ class StageMember:
         if self._closed is not None and dropped == self._closed[0]:
             return self._closed[1]
         if self._stage.config.rounds.synchronous:
-            # Closed first: what arrives from now on must not be accumulated behind our back.
-            await self._stage.runtime.control(self._weights.close)
+            # What arrives from now on must not be accumulated behind our back.
+            self._weights.seal()
             await self._stage.settle_round(round_number, dropped)
         committed = self._committed()
         closing = await self._stage.runtime.control(lambda: self._close(committed))

@@ -235,6 +235,13 @@ class StageWeights:
             return self.backlog_samples
         return self.round.stepped_samples
 
+    def seal(self) -> None:
+        """Synchronous: let nothing begin that would join the sum, until the round commits or is reopened.
+
+        From any thread: a compute thread in the middle of a long microbatch would be waited for.
+        """
+        self.round.closed = True
+
     def close(self) -> Closing:
         """Freeze this round's contribution.
 

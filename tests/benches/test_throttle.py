@@ -137,6 +137,24 @@ async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[s
     assert time.monotonic() - began_at > 0.4
 
 
+async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
+    throttle: Throttle, echo: tuple[str, list[bytes]]
+) -> None:
+    endpoint, arrived = echo
+    caller, callee = throttle.machine(), throttle.machine()
+    throttle.serve(endpoint, callee)
+    client = await _Echo.connect(caller, endpoint)
+    throttle.hinder(caller, callee, bytes_per_second=1e6)
+    throttle.hinder(caller, callee)
+    throttle.clear(caller, callee, bytes_per_second=1e6)
+    assert throttle.num_obstacles == 1
+    assert await client.call(b"one", 0.3) is None
+    assert not arrived
+    throttle.clear(caller, callee)
+    assert throttle.num_obstacles == 0
+    assert await client.answer(5.0) == b"one"
+
+
 async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
     """A chunk at a time, it would take 13 round trips of 0.2 s if each had to arrive before the next."""
     throttle.round_trip_seconds = 0.2

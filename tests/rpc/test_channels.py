@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +13,7 @@ import grpc
 import pytest
 
 from swarm import errors, identity
-from swarm.rpc import tls
+from swarm.rpc import channels, tls
 from swarm.rpc.channels import (
     MAX_MESSAGE_BYTES,
     SERVER_OPTIONS,
@@ -23,6 +24,7 @@ from swarm.rpc.channels import (
     translate,
 )
 from swarm.types import PeerRecord, PeerState
+from tests.support.chain import eventually
 from tests.support.proxy import Direction, Proxy
 
 SERVER, OTHER = identity.generate(), identity.generate()
@@ -108,6 +110,34 @@ async def test_tls_is_for_all_or_none(pool: ChannelPool, insecure_pool: ChannelP
         pool.channel(_record(1))
     with pytest.raises(errors.PeerUnavailable, match=r"^127.0.0.1:1 uses TLS and this peer does not: use --insecure"):
         insecure_pool.channel(_record(1, SERVER.certificate_pem))
+
+
+@pytest.mark.parametrize("secure", [False, True])
+async def test_who_accepts_a_connection_and_says_nothing_is_out_of_reach_and_not_gone(
+    monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """As a frozen peer's machine does."""
+    monkeypatch.setattr(channels, "CLIENT_OPTIONS", channels._client_options(100, 200))
+    pool = ChannelPool(insecure=not secure)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        record = _record(silent.getsockname()[1], SERVER.certificate_pem if secure else "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _call(pool.channel(record))
+    error = translate(caught.value)
+    assert isinstance(error, errors.PeerUnavailable)
+    assert (error.is_unreachable, error.is_gone) == (True, False)
+    await pool.close()
+
+
+async def test_a_channel_is_connected_from_the_first_call_until_the_peer_goes(
+    serve: Serve, insecure_pool: ChannelPool
+) -> None:
+    async with Proxy("127.0.0.1", await serve(_echo)) as proxy:
+        record = _record(proxy.port)
+        assert not insecure_pool.is_connected(record)
+        await _call(insecure_pool.channel(record))
+        assert insecure_pool.is_connected(record)
+    await eventually(lambda: not insecure_pool.is_connected(record))
 
 
 async def test_bulk_transfers_have_a_connection_of_their_own(serve: Serve, insecure_pool: ChannelPool) -> None:

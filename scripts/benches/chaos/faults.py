@@ -112,7 +112,7 @@ def _hinder(
         for target in targets:
             if source is not target:
                 cast.throttle.hinder(source.machine, target.machine, bytes_per_second)
-                undo.callback(cast.throttle.clear, source.machine, target.machine)
+                undo.callback(cast.throttle.clear, source.machine, target.machine, bytes_per_second)
 
 
 def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:

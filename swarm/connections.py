@@ -1,7 +1,8 @@
-"""Asks peers that could not be reached whether they are back, so that a ban lasts as long as the fault that it was for.
+"""Watches the connections to a stage's peers, so that a ban begins and ends with the fault that it is for.
 
-Run beside each hop, by trainers and stage peers. Decides nothing: the router does with an answer, or with none, what it
-likes.
+Run beside each hop, by trainers and stage peers. A connection that broke tells that its peer is out of reach, though no
+microbatch was under way; then the peer is asked whether it is back. Decides nothing: the router does with an answer, or
+with none, what it likes.
 """
 
 import asyncio
@@ -26,12 +27,13 @@ PATIENCE_SECONDS = 10.0
 """A probe waits so long for a connection and an answer, and finds at once what comes back meanwhile."""
 
 
-async def probe_unreachable(*, stage: int, router: Router, channels: ChannelPool, clock: Clock) -> Never:
-    """Have the router hear of a stage's peers that serve again, and of those that do not. Runs until it is cancelled.
+async def watch_connections(*, stage: int, router: Router, channels: ChannelPool, clock: Clock) -> Never:
+    """Have the router hear of a stage's peers whose connections break, and of those that serve again, or do not.
 
-    One call at a time to each peer that the router takes for unreachable, none where there is no such peer: gRPC's
-    own health check, which is answered once a peer serves.
+    Runs until it is cancelled. One call at a time to each peer that the router takes for unreachable, none where there
+    is no such peer: gRPC's own health check, which is answered once a peer serves.
     """
+    connected: set[str] = set()
     under_way: set[str] = set()
 
     async def probe(record: PeerRecord) -> None:
@@ -48,6 +50,12 @@ async def probe_unreachable(*, stage: int, router: Router, channels: ChannelPool
 
     async with asyncio.TaskGroup() as tasks:
         while True:
+            records = router.records(stage)
+            connected, previously = {r.endpoint for r in records if channels.is_connected(r)}, connected
+            for record in records:
+                if record.endpoint in previously - connected:
+                    # Whatever call it was that broke it: a hop would wait for the next connection.
+                    router.failed(PeerId(record.peer_id), is_unreachable=True)
             for record in router.unreachable(stage):
                 if record.endpoint in under_way:
                     # Over the end of this probe, and the next look.

@@ -1,4 +1,4 @@
-"""A peer that could not be reached, and what it takes until it is asked again."""
+"""A peer that cannot be reached: when the router hears of it, and what it takes until the peer is asked again."""
 
 import asyncio
 import random
@@ -11,11 +11,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
-from swarm import probe
+from swarm import connections
 from swarm.clock import ManualClock, SystemClock
-from swarm.probe import GAP_SECONDS, probe_unreachable
+from swarm.connections import GAP_SECONDS, watch_connections
 from swarm.routing.peer_queue import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.router import Router
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -38,7 +38,8 @@ class _Health(HealthServicer):
 class _Peer:
     """One that a router knows by a port, and that may listen there."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: ChannelPool) -> None:
+        self.channels = channels
         self.clock = ManualClock()
         self.router = Router(self.clock, random.Random(0))
         self.health = _Health()
@@ -49,11 +50,19 @@ class _Peer:
             self.port = free.getsockname()[1]
         endpoint = f"127.0.0.1:{self.port}"
         record = PeerRecord(peer_id=_ID, stage=0, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0)
+        self.record = record
         self.router.update(0, [record])
 
     async def come_back(self) -> None:
         bind_server(self.server, "127.0.0.1", self.port, None)
         await self.server.start()
+
+    async def serve_and_be_called(self) -> None:
+        """By somebody else in this process, for long enough to be seen."""
+        await self.come_back()
+        health: Any = HealthStub(self.channels.channel(self.record))
+        await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        await asyncio.sleep(2 * GAP_SECONDS)
 
     async def says(self, status: int) -> None:
         await self.health.set("", status)
@@ -65,10 +74,11 @@ class _Peer:
 
 @asynccontextmanager
 async def probed() -> AsyncIterator[_Peer]:
-    """A peer at whose port nobody listens, which is probed if it is banned."""
-    peer, channels = _Peer(), ChannelPool(insecure=True)
+    """A peer at whose port nobody listens yet, watched."""
+    channels = ChannelPool(insecure=True)
+    peer = _Peer(channels)
     probing = asyncio.create_task(
-        probe_unreachable(stage=0, router=peer.router, channels=channels, clock=SystemClock())
+        watch_connections(stage=0, router=peer.router, channels=channels, clock=SystemClock())
     )  # fmt: skip
     try:
         yield peer
@@ -95,7 +105,7 @@ async def test_a_peer_is_asked_again_as_soon_as_it_serves() -> None:
 
 
 async def test_a_frozen_peer_stays_banned_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PATIENCE_SECONDS", 1.2 * GAP_SECONDS)  # One probe ends, and another one begins.
+    monkeypatch.setattr(connections, "PATIENCE_SECONDS", 1.2 * GAP_SECONDS)  # One probe ends, and another one begins.
     async with probed() as peer:
         # Its machine takes connections; nobody there says anything.
         with socket.create_server(("127.0.0.1", peer.port)):
@@ -121,3 +131,21 @@ async def test_nobody_else_is_asked(failure: str) -> None:
         peer.clock.advance(LEAST_BAN_SHARE * BASE_BAN_SECONDS)
         await asyncio.sleep(1.0)
         assert (peer.health.num_asked, peer.is_banned) == (0, failure == "its own answer")
+
+
+async def test_a_peer_whose_connection_breaks_is_banned_though_nothing_was_handed_to_it() -> None:
+    async with probed() as peer:
+        await peer.serve_and_be_called()
+        assert not peer.is_banned
+        await peer.server.stop(None)
+        await eventually(lambda: peer.is_banned)
+
+
+async def test_a_peer_that_is_announced_elsewhere_is_not_banned() -> None:
+    async with probed() as peer:
+        await peer.serve_and_be_called()
+        moved = peer.record.model_copy(update={"endpoint": "127.0.0.1:1", "announced_at": 1.0})
+        peer.router.update(0, [moved])
+        await peer.server.stop(None)
+        await asyncio.sleep(2 * GAP_SECONDS)
+        assert not peer.is_banned
