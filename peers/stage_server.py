@@ -234,7 +234,7 @@ class StageServer:
         busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
         while (
             self._stage.round == number
-            and self._member.progress().num_samples > 0
+            and (self._member.progress().num_samples > 0 or self._is_busy())
             and all(self._known.others(stage) for stage in range(self._config.stages.num_stages))
         ):
             closed = self._stage.backend.weights.round.closed

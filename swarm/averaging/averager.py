@@ -223,12 +223,13 @@ class Averager:
         number = max(self._attempts[standing.round], promised.attempt if promised else 0) + 1
         self._attempts = Counter({standing.round: number})
         self._num_attempts += 1
-        records = {peer: self._roster.record(peer) for peer in self.view().progress if peer != self._own_id}
+        progress = self.view().progress
+        records = {peer: self._roster.record(peer) for peer in progress if peer != self._own_id}
         members = {peer: record for peer, record in records.items() if record is not None}
         if not self._roster.excludes_self:
             members[self._own_id] = self._own
         try:
-            await self._leader.attempt(members, standing, number)
+            await self._leader.attempt(members, standing, number, progress)
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self._aborted[str(failed)] += 1

@@ -10,7 +10,7 @@ has prepared it; from then on it is never aborted, by no leader. Never touches t
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
+from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId
@@ -105,8 +106,10 @@ class Leader:
     def __post_init__(self) -> None:
         self.codec = contribution_codec(self.config.averaging)
 
-    async def attempt(self, members: Members, standing: Standing, number: int) -> None:
-        """Try to commit the round among `members`.
+    async def attempt(
+        self, members: Members, standing: Standing, number: int, progress: Mapping[PeerId, Progress]
+    ) -> None:
+        """Try to commit the round among `members`, who have told their `progress`.
 
         Returns when a result is decided and its commit was sent. Cancellation leaves the members in doubt.
 
@@ -115,7 +118,7 @@ class Leader:
         """
         self.active = Ballot(number, self.own_id)
         try:
-            begun = await self._begin(members, standing, self.active)
+            begun = await self._begin(members, standing, self.active, _spare_doubles(progress))
             prepared = _unfinished(begun)
             if prepared is None:
                 prepared = await self._average(members, begun, standing, self.active)
@@ -133,7 +136,9 @@ class Leader:
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
-    async def _begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
+    async def _begin(
+        self, members: Members, standing: Standing, ballot: Ballot, spare_doubles: Mapping[PeerId, Set[int]]
+    ) -> Begun:
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
             return pb.BeginRequest(
                 address=self.address, peer_id=self.own_id, ballot=messages.pack_ballot(ballot),
@@ -142,7 +147,8 @@ class Leader:
 
         started_at = self.clock.monotonic()
         timeout_seconds = self._deadline(self.timing.begin_seconds, self.times.begin_seconds)
-        replies = await self.broadcast(members, BEGIN, {peer: request() for peer in members}, timeout_seconds)
+        first = {peer: request(spare_doubles.get(peer, ())) for peer in members}
+        replies = await self.broadcast(members, BEGIN, first, timeout_seconds)
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
@@ -340,6 +346,20 @@ def _is_prepared(reply: Any) -> bool:
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
     return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
+
+
+def _spare_doubles(progress: Mapping[PeerId, Progress]) -> dict[PeerId, Set[int]]:
+    """By member, its spare replays, if others have told that they have all of them.
+
+    Taken out at once and together they cost nothing, with those among them that nobody has acknowledged yet; each of
+    these, taken out by itself before the others, a forward and a backward.
+    """
+    found: dict[PeerId, Set[int]] = {}
+    for peer, own in progress.items():
+        others = (theirs.committed - theirs.spare for other, theirs in progress.items() if other != peer)
+        if own.spare and own.spare <= frozenset[int]().union(*others):
+            found[peer] = own.spare
+    return found
 
 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:

@@ -168,8 +168,8 @@ class Reporter:
             is_stale = messages.unpack_standing(request.standing) != self._participant.standing
             if error.is_gone or is_stale or self._participant.is_catching_up:
                 raise
-            # A connection broke: whether there is still somebody shows when another one is made.
-            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
+            # A connection broke: whether there is still somebody shows when another one is made, at once or not.
+            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds / 3)
 
     async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
         theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)

@@ -111,7 +111,8 @@ class FakeStage:
         assert round_number == self.round
         self.closed = True
         self.dropped |= set(drop)
-        kept = sorted(self.indices - set(drop))
+        self.indices -= set(drop)
+        kept = sorted(self.indices)
         num_microbatches = len(kept) + self.surplus
         total = sum((gradient(i) for i in kept), torch.zeros(17))
         mean = total / max(1, len(kept))

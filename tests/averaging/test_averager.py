@@ -178,6 +178,7 @@ async def test_who_comes_back_in_time_keeps_what_it_has_and_spare_replays_go() -
         other.learn(4, 5)
         await until(lambda: all(stage.round == 1 for stage in (leader, returned, other)))
         assert [stage.dropped | stage.given_up for stage in (leader, returned, other)] == [{1}, set(), {2}]
+        assert [to for name, _, to in network.calls if name == "Begin"] == [2, 3], "nobody has to close twice"
         np.testing.assert_allclose(result_vector(other), expected_mean(*range(6)), rtol=1e-5, atol=1e-6)
 
 

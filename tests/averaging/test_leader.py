@@ -1,9 +1,10 @@
 """What a leader decides from its members' answers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from swarm.averaging import messages
-from swarm.averaging.leader import _duplicates
+from swarm.averaging.leader import _duplicates, _spare_doubles
+from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
@@ -49,3 +50,24 @@ def test_spare_replays_of_which_one_is_needed_are_as_any_others() -> None:
 
 def test_who_has_no_doubles_drops_nothing() -> None:
     assert _drops(one={0, 1}, other={2}, third=set()) == {}
+
+
+def _known(spare: Mapping[str, set[int]], **committed: set[int]) -> dict[PeerId, Set[int]]:
+    return _spare_doubles(
+        {
+            PeerId(peer): Progress(
+                round=0, lineage="", run_samples=0, num_samples=len(ids), committed=frozenset(ids),
+                highest_microbatch=-1, spare=frozenset(spare.get(peer, ())),
+            )
+            for peer, ids in committed.items()
+        }
+    )  # fmt: skip
+
+
+def test_spare_replays_of_what_a_member_has_told_of_are_known_to_be_needless() -> None:
+    assert _known({"one": {0}, "other": {2}}, returned={0, 1, 2}, one={0, 3}, other={2}) == {"one": {0}, "other": {2}}
+
+
+def test_spare_replays_of_which_one_may_be_needed_are_kept() -> None:
+    assert _known({"one": {0, 1}}, returned={0, 2}, one={0, 1, 3}) == {}
+    assert _known({"one": {0}, "other": {0}}, one={0, 1}, other={0, 2}) == {}, "one of the two is"

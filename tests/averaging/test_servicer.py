@@ -1,6 +1,7 @@
 """Averaging over real gRPC on loopback."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
@@ -21,6 +22,12 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, make_config, record, until
 
+PATIENT = dataclasses.replace(
+    QUICK, report_seconds=3.0, fresh_seconds=4.0, begin_seconds=5.0, average_seconds=10.0, commit_seconds=10.0,
+    grace_seconds=0.5, silence_seconds=5.0,
+)  # fmt: skip
+"""A machine that stands still for a second changes nothing: whoever dies here breaks its connections."""
+
 
 class Node:
     """One peer with a server of its own."""
@@ -33,7 +40,7 @@ class Node:
         self.stage = FakeStage()
         self.averager = Averager(
             config=config, own=self.record, member=self.stage, peers=lambda stage: directory,
-            transport=GrpcTransport(self.channels), clock=SystemClock(), timing=QUICK,
+            transport=GrpcTransport(self.channels), clock=SystemClock(), timing=PATIENT,
         )  # fmt: skip
         self.stage.averager = self.averager
         add_AveragingServiceServicer_to_server(

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from swarm.stage.backend import TOKENS
 from swarm.types import ClaimState, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
+from tests.support.chain import eventually
 
 ROUND = 3
 
@@ -241,6 +243,31 @@ async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed
         assert record.state is PeerState.SERVING
         assert server._describe().state == PeerState.LEAVING, "nobody moves away because this one serves"
         await _train(config, [peer, mate], range(first + 4, first + config.microbatches_per_round))
+        await peer.has_left()
+        assert server._stage.round == ROUND + 1
+
+
+async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_serves_until_that_is_committed(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 30.0)
+    first = ROUND * config.microbatches_per_round
+    async with (
+        LocalPeer(config, store, resume=trained).running(0) as mate,
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        server = peer.server
+        assert server is not None
+        release = threading.Event()
+        holding = asyncio.create_task(server._stage.runtime.control(lambda: release.wait(10.0)))
+        training = asyncio.create_task(_train(config, [peer], [first]))
+        await eventually(lambda: server._stage.num_admitted == 1)
+        peer.stop.set()
+        await asyncio.sleep(0.3)
+        release.set()
+        await asyncio.gather(holding, training)
+        await _train(config, [peer, mate], range(first + 1, first + config.microbatches_per_round))
         await peer.has_left()
         assert server._stage.round == ROUND + 1
 

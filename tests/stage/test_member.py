@@ -87,6 +87,23 @@ async def test_a_closing_that_was_cut_short_is_reopened(config: RunConfig, held:
         assert 1 in peer.stage.ledger.committed(0)
 
 
+async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_join_the_sum() -> None:
+    """So there is nothing to take out again."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        last = chain.peers[2]
+        member = StageMember(last.stage, num_alive=lambda: 1)
+        await chain.train_all([0])
+        async with last.held():
+            closing = asyncio.create_task(member.close(0, drop=()))
+            training = asyncio.create_task(chain.train(1))
+            await eventually(lambda: last.stage.counters.forwards == 2)
+        contribution = await closing
+        assert contribution.committed == {0}
+        assert contribution.num_samples == SYNCHRONOUS.data.microbatch_size
+        (await training).close()
+        assert last.stage.counters.rolled_back == 0
+
+
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(config: RunConfig) -> None:
     async with running_chain(config) as chain:
