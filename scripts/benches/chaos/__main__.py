@@ -80,7 +80,7 @@ class Options(BenchOptions):
     settling_seconds: float = 30.0
     """After each part of the storm, until everybody is back."""
     round_samples: int = 0
-    """Samples of a round; 0 for 192 in the synchronous setting, where each round ends with the replays of what was lost
+    """Samples of a round; 0 for 128 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
     bound_seconds: float = 60.0
     """A round that is not committed by all of its stages after so long counts as not committed."""
@@ -151,7 +151,7 @@ def run(options: Options) -> dict[str, Any]:
 
 def _config(options: Options) -> RunConfig:
     synchronous = options.setting == "synchronous"
-    round_samples = options.round_samples or (192 if synchronous else 64)
+    round_samples = options.round_samples or (128 if synchronous else 64)
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(
