@@ -27,7 +27,7 @@ from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import BARRIER, Method, Reply, Request, Transport, contact_of, record_of
-from swarm.averaging.view import AveragingStatistics, GroupView
+from swarm.averaging.view import AveragingStatistics, GroupView, committed_elsewhere
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig
@@ -408,10 +408,7 @@ def _has_mostly_doubles(peer_id: PeerId, view: GroupView) -> bool:
     """Whether others have most of what a member has: to replay the rest costs less than to take out a part."""
     if peer_id not in view.progress:
         return False
-    theirs = view.progress[peer_id]
-    elsewhere = frozenset[int]().union(
-        *(p.committed - p.spare for other, p in view.progress.items() if other != peer_id)
-    )
+    theirs, elsewhere = view.progress[peer_id], committed_elsewhere(peer_id, view.progress)
     # Spare replays are given up for nothing when the round closes.
     doubles, rest = (theirs.committed - theirs.spare) & elsewhere, theirs.committed - elsewhere
     return len(doubles) > 2 * len(rest)

@@ -25,6 +25,7 @@ from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, contact_of
+from swarm.averaging.view import committed_elsewhere
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
@@ -354,12 +355,11 @@ def _spare_doubles(progress: Mapping[PeerId, Progress]) -> dict[PeerId, Set[int]
     Taken out at once and together they cost nothing, with those among them that nobody has acknowledged yet; each of
     these, taken out by itself before the others, a forward and a backward.
     """
-    found: dict[PeerId, Set[int]] = {}
-    for peer, own in progress.items():
-        others = (theirs.committed - theirs.spare for other, theirs in progress.items() if other != peer)
-        if own.spare and own.spare <= frozenset[int]().union(*others):
-            found[peer] = own.spare
-    return found
+    return {
+        peer: own.spare
+        for peer, own in progress.items()
+        if own.spare and own.spare <= committed_elsewhere(peer, progress)
+    }
 
 
 def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:

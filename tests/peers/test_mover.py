@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from swarm.stage.backend import TOKENS
 from swarm.types import ClaimState, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
-from tests.support.chain import eventually
+from tests.support.chain import eventually, held
 
 ROUND = 3
 
@@ -223,68 +222,66 @@ async def _train(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Se
     await channels.close()
 
 
-async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed(
+@pytest.fixture
+async def mates(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> AsyncIterator[tuple[LocalPeer, LocalPeer]]:
+    """Two peers of stage 0, which wait long for their round; one more is at the other stage."""
     monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 30.0)
-    first = ROUND * config.microbatches_per_round
     async with (
         LocalPeer(config, store, resume=trained).running(0) as mate,
         LocalPeer(config, store, resume=trained).running(1),
         LocalPeer(config, store, resume=trained).running(0) as peer,
     ):
-        server = peer.server
-        assert server is not None
-        await _train(config, [peer], range(first, first + 4))
-        peer.stop.set()
-        await asyncio.sleep(0.5)
-        record = await peer.record(0)
-        assert record is not None
-        assert record.state is PeerState.SERVING
-        assert server._describe().state == PeerState.LEAVING, "nobody moves away because this one serves"
-        await _train(config, [peer, mate], range(first + 4, first + config.microbatches_per_round))
-        await peer.has_left()
-        assert server._stage.round == ROUND + 1
+        yield mate, peer
+
+
+async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed(
+    config: RunConfig, mates: tuple[LocalPeer, LocalPeer]
+) -> None:
+    first = ROUND * config.microbatches_per_round
+    _, peer = mates
+    server = peer.server
+    assert server is not None
+    await _train(config, [peer], range(first, first + 4))
+    peer.stop.set()
+    await asyncio.sleep(0.5)
+    record = await peer.record(0)
+    assert record is not None
+    assert record.state is PeerState.SERVING
+    assert server._describe().state == PeerState.LEAVING, "nobody moves away because this one serves"
+    await _train(config, mates, range(first + 4, first + config.microbatches_per_round))
+    await peer.has_left()
+    assert server._stage.round == ROUND + 1
 
 
 async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_serves_until_that_is_committed(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, mates: tuple[LocalPeer, LocalPeer]
 ) -> None:
-    monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 30.0)
     first = ROUND * config.microbatches_per_round
-    async with (
-        LocalPeer(config, store, resume=trained).running(0) as mate,
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as peer,
-    ):
-        server = peer.server
-        assert server is not None
-        release = threading.Event()
-        holding = asyncio.create_task(server._stage.runtime.control(lambda: release.wait(10.0)))
+    _, peer = mates
+    server = peer.server
+    assert server is not None
+    async with held(server._stage.runtime):
         training = asyncio.create_task(_train(config, [peer], [first]))
         await eventually(lambda: server._stage.num_admitted == 1)
         peer.stop.set()
         await asyncio.sleep(0.3)
-        release.set()
-        await asyncio.gather(holding, training)
-        await _train(config, [peer, mate], range(first + 1, first + config.microbatches_per_round))
-        await peer.has_left()
-        assert server._stage.round == ROUND + 1
+    await training
+    await _train(config, mates, range(first + 1, first + config.microbatches_per_round))
+    await peer.has_left()
+    assert server._stage.round == ROUND + 1
 
 
 @pytest.fixture
 async def idle_peer(
-    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[LocalPeer]:
+    config: RunConfig, mates: tuple[LocalPeer, LocalPeer], monkeypatch: pytest.MonkeyPatch
+) -> LocalPeer:
     """It has something of a round that nobody trains on; one more peer is at its stage, and one at the other."""
     monkeypatch.setattr(mover, "LAST_QUIET_SECONDS", 0.5)
-    async with (
-        LocalPeer(config, store, resume=trained).running(0),
-        LocalPeer(config, store, resume=trained).running(1),
-        LocalPeer(config, store, resume=trained).running(0) as peer,
-    ):
-        await _train(config, [peer], [ROUND * config.microbatches_per_round])
-        yield peer
+    _, peer = mates
+    await _train(config, [peer], [ROUND * config.microbatches_per_round])
+    return peer
 
 
 async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for_its_round(

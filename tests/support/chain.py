@@ -8,7 +8,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 
 import grpc
 import torch
@@ -85,6 +85,24 @@ async def eventually(condition: Callable[[], bool], *, meanwhile: Callable[[], N
             await asyncio.sleep(0.005)
 
 
+@asynccontextmanager
+async def held(runtime: Runtime) -> AsyncIterator[None]:
+    """A compute thread that does nothing inside."""
+    started, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        assert release.wait(2 * PATIENCE_SECONDS)
+
+    waiting = asyncio.create_task(runtime.control(wait))
+    await eventually(started.is_set)
+    try:
+        yield
+    finally:
+        release.set()
+        await waiting
+
+
 class Peer:
     """One stage peer."""
 
@@ -126,22 +144,9 @@ class Peer:
         await self.server.stop(0)
         await self.channels.close()
 
-    @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
+    def held(self) -> AbstractAsyncContextManager[None]:
         """Its compute thread does nothing inside."""
-        started, release = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            started.set()
-            assert release.wait(2 * PATIENCE_SECONDS)
-
-        waiting = asyncio.create_task(self.runtime.control(wait))
-        await eventually(started.is_set)
-        try:
-            yield
-        finally:
-            release.set()
-            await waiting
+        return held(self.runtime)
 
     @property
     def num_idle(self) -> tuple[int, int, int, int]:
