@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import torch
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
@@ -46,6 +48,8 @@ class Node:
         add_AveragingServiceServicer_to_server(
             AveragingServicer(self.averager, own_id=self.record.peer_id), self.server
         )
+        # Whoever waits for an exchange asks for a sign of life meanwhile.
+        add_HealthServicer_to_server(HealthServicer(), self.server)
         await self.server.start()
         self.task = asyncio.create_task(self.averager.run())
 
