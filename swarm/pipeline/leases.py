@@ -33,6 +33,9 @@ SHOWN_SECONDS = 2.0
 LOST_SECONDS = LEASE_SECONDS
 """What does not show as committed for so long after its Ack is lost, even while the round goes on. Lines stall for some
 seconds, and a member waits as long for a retry."""
+KNOWN_SECONDS = 0.5
+"""A replay is left to the trainer that ran the microbatch, which knows where most of it need not be computed again,
+while that trainer asked for work so lately: trainers that have room ask all the time."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
 """DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone who has not
 reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
@@ -80,6 +83,13 @@ class _Lease:
     """Whether the trainer knows of it, as far as one can tell: the answer that grants it may be lost."""
 
 
+@dataclass(frozen=True)
+class _Finished:
+    trainer_id: str
+    at: float
+    """When the trainer stopped holding a microbatch without giving it back."""
+
+
 class LeaseTable:
     """The leases of one stage, while this peer leads it."""
 
@@ -90,8 +100,9 @@ class LeaseTable:
         self._rng = rng
         self._leads_since = self._asked_at = clock.monotonic()
         self._leases: dict[int, _Lease] = {}
-        self._finished: dict[int, float] = {}
-        """When a trainer stopped holding a microbatch without giving it back."""
+        self._finished: dict[int, _Finished] = {}
+        self._wanted_at: dict[str, float] = {}
+        """When trainers last wanted something; of late."""
         self._next: int | None = None
         self._round = -1
 
@@ -118,7 +129,8 @@ class LeaseTable:
         self._note_committed(view)
         self._renew(trainer_id, holding, released, acknowledged)
         if self._config.rounds.synchronous:
-            self._note_round(view.round, acknowledged)
+            self._note_round(view.round, trainer_id, acknowledged)
+            self._note_wanting(trainer_id, count)
             count = 0 if self._gathers(view) else count
             return self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
         return self._grant_endless(view, trainer_id, count)
@@ -146,8 +158,8 @@ class LeaseTable:
     def _note_committed(self, view: RoundView) -> None:
         # At once: by the time a dead trainer's lease expires, the members may have forgotten what they committed.
         for microbatch in self._leases.keys() & view.committed:
-            del self._leases[microbatch]
-            self._finished[microbatch] = self._clock.monotonic()
+            lease = self._leases.pop(microbatch)
+            self._finished[microbatch] = _Finished(lease.trainer_id, self._clock.monotonic())
 
     def _renew(
         self, trainer_id: str, holding: Collection[int], released: Collection[int], acknowledged: Collection[int]
@@ -160,7 +172,7 @@ class LeaseTable:
                 del self._leases[microbatch]
                 # One that never arrived is still to be run, at all stages.
                 if lease.has_arrived or microbatch in acknowledged:
-                    self._finished[microbatch] = now
+                    self._finished[microbatch] = _Finished(trainer_id, now)
         for microbatch in holding:
             # After a change of leader this is how the new one learns who holds what.
             lease = self._leases.setdefault(microbatch, _Lease(trainer_id, 0.0, has_arrived=True))
@@ -169,7 +181,7 @@ class LeaseTable:
         for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
             del self._leases[microbatch]
 
-    def _note_round(self, round_number: int, acknowledged: Collection[int]) -> None:
+    def _note_round(self, round_number: int, trainer_id: str, acknowledged: Collection[int]) -> None:
         size = self._config.microbatches_per_round
         if round_number != self._round:
             self._round = round_number
@@ -177,7 +189,13 @@ class LeaseTable:
             self._finished.clear()
         for microbatch in acknowledged:
             if microbatch // size == round_number:
-                self._finished.setdefault(microbatch, self._clock.monotonic())
+                self._finished.setdefault(microbatch, _Finished(trainer_id, self._clock.monotonic()))
+
+    def _note_wanting(self, trainer_id: str, count: int) -> None:
+        now = self._clock.monotonic()
+        self._wanted_at = {trainer: at for trainer, at in self._wanted_at.items() if now - at <= KNOWN_SECONDS}
+        if count:
+            self._wanted_at[trainer_id] = now
 
     def _grant_of_round(
         self, view: RoundView, trainer_id: str, count: int, all_granted: bool, all_committed: bool
@@ -191,7 +209,7 @@ class LeaseTable:
         away = view.counted - view.committed - view.lost
         if lost := self._lost(view, wanted, may_be_elsewhere=bool(away) or view.awaits_reports):
             # Replayed at once, they do not hold up the end of the round.
-            return self._lease(trainer_id, lost[:count], accumulate_only_at=self._stage)
+            return self._lease_replays(trainer_id, lost, count)
         if self._stage == 0:
             known = self._finished.keys() | view.counted
             fresh = [microbatch for microbatch in wanted if microbatch not in known]
@@ -205,9 +223,7 @@ class LeaseTable:
         if not missing and all_committed and view.quiet_seconds >= SETTLE_SECONDS:
             # Their trainers are done with them, yet no member counts them: the one that did must have dropped.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
-        return self._lease(
-            trainer_id, missing[:count], accumulate_only_at=self._stage, spare=bool(away), all_granted=True
-        )  # fmt: skip
+        return self._lease_replays(trainer_id, missing, count, spare=bool(away), all_granted=True)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
         """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.
@@ -225,7 +241,22 @@ class LeaseTable:
 
     def _seconds_since(self, microbatch: int) -> float:
         """Since its trainer was done with it; endless if that is not known."""
-        return self._clock.monotonic() - self._finished.get(microbatch, -math.inf)
+        finished = self._finished.get(microbatch)
+        return math.inf if finished is None else self._clock.monotonic() - finished.at
+
+    def _lease_replays(
+        self, trainer_id: str, microbatches: Sequence[int], count: int, *, spare: bool = False,
+        all_granted: bool = False,
+    ) -> Grant:  # fmt: skip
+        own = [microbatch for microbatch in microbatches if self._may_replay(trainer_id, microbatch)]
+        return self._lease(
+            trainer_id, own[:count], accumulate_only_at=self._stage, spare=spare, all_granted=all_granted
+        )  # fmt: skip
+
+    def _may_replay(self, trainer_id: str, microbatch: int) -> bool:
+        """Whether no other trainer ran it that would run it again now."""
+        finished = self._finished.get(microbatch)
+        return finished is None or finished.trainer_id == trainer_id or finished.trainer_id not in self._wanted_at
 
     def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
         """Each is granted once: what is given back, or expires here, another leader may have granted again."""

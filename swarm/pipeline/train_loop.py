@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
 from swarm.pipeline.window import Window
+from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class TrainLoop(HopListener):
         self._totals = StepTotals()
         self._losses: dict[int, dict[int, float]] = {}
         """By round and microbatch: one that is run again, since a peer died with it, has one loss all the same."""
+        self._routes: dict[int, Mapping[int, PeerId]] = {}
+        """Synchronous: who worked on each microbatch of the round, for its replays."""
         self._counted_until = clock.monotonic()
         self._paused = False
         self._num_failures = 0
@@ -158,6 +161,8 @@ class TrainLoop(HopListener):
             # By round, not by time: the next round may be under way already.
             for round_number in [known for known in self._losses if known <= number]:
                 totals.losses += self._losses.pop(round_number).values()
+            first_known = (number + 1) * self._config.microbatches_per_round
+            self._routes = {index: route for index, route in self._routes.items() if index >= first_known}
             report = self._watcher.report(number)
             await on_step(Step(number=number + 1, seconds=now - started_at, totals=totals, report=report))
             started_at = now
@@ -202,7 +207,7 @@ class TrainLoop(HopListener):
         index = work.microbatch.index
         try:
             tokens = torch.from_numpy(self._data.tokens(index))
-            reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, {})
+            reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, self._hints(work.microbatch))
             if self._is_overdue():
                 # As after a SIGSTOP: by now another trainer may have it.
                 reply.close()
@@ -211,6 +216,8 @@ class TrainLoop(HopListener):
             work.answered = True
             # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
             self._answered(work.microbatch, reply)
+            if self._config.rounds.synchronous:
+                self._routes[index] = reply.route
             self._events.write(Ack(microbatch=index))
             self._note_acknowledged(work.microbatch)
             await reply.ack()
@@ -222,6 +229,11 @@ class TrainLoop(HopListener):
         else:
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
+
+    def _hints(self, microbatch: Microbatch) -> dict[int, PeerId]:
+        """Who knows a replay; at the stage that lost it, nobody does."""
+        route = self._routes.get(microbatch.index, {})
+        return {stage: peer for stage, peer in route.items() if stage != microbatch.accumulate_only_at}
 
     def _note_acknowledged(self, microbatch: Microbatch) -> None:
         # With DiLoCo nobody asks: each microbatch is granted once.

@@ -45,12 +45,15 @@ class Computation(HopListener):
         answers_gradient: whether the stage before wants the gradient of its output.
         adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands
             or falls with this one's acknowledgement.
+        earlier: a computation of the same microbatch with the same weights, done here: what it sent and answered
+            is not computed again.
     """
 
     def __init__(
         self, *, microbatch: Microbatch, wire_inputs: Mapping[str, torch.Tensor], accumulate: bool,
         answers_gradient: bool, age: int, hints: Mapping[int, PeerId], backend: StageBackend, runtime: Runtime,
-        hop: Hop | None, adopts: "Computation | None" = None, on_accumulated: Callable[[], None] = lambda: None,
+        hop: Hop | None, adopts: "Computation | None" = None, earlier: "Computation | None" = None,
+        on_accumulated: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.microbatch = microbatch
         self.accumulate = accumulate
@@ -68,6 +71,9 @@ class Computation(HopListener):
         self._backend = backend
         self._runtime = runtime
         self._hop = hop
+        self._earlier = earlier
+        self._wire_hidden: torch.Tensor | None = None
+        """What the next stage got."""
         self._on_accumulated = on_accumulated
         self._forward: Forward | None = None
         self._accumulated: Accumulated | None = None
@@ -92,6 +98,11 @@ class Computation(HopListener):
     def _has_backward(self) -> bool:
         """Whether anybody needs a gradient from here; of a replay for a later stage nobody does."""
         return self.accumulate or self.answers_gradient
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether a forward is computed for it; if not, an earlier one serves."""
+        return self._earlier_answer() is None and self._earlier_hidden() is None
 
     @property
     def done(self) -> bool:
@@ -147,10 +158,14 @@ class Computation(HopListener):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    async def settle(self) -> None:
-        """The gradient stays, here; nothing is said downstream. The answer has arrived, and is kept no longer."""
-        if self._result is not None:
-            self._result = dataclasses.replace(self._result, gradient=None)
+    async def settle(self, *, keep_answer: bool) -> None:
+        """The gradient stays, here; nothing is said downstream.
+
+        Args:
+            keep_answer: for a later computation of the same microbatch, although this one's has arrived.
+        """
+        if self._result is not None and not keep_answer:
+            self._result, self._wire_hidden = dataclasses.replace(self._result, gradient=None), None
         accumulated = self._accumulated
         if accumulated is not None:
             await self._runtime.control(lambda: self._backend.settle(accumulated))
@@ -189,9 +204,25 @@ class Computation(HopListener):
 
     async def _run(self) -> None:
         try:
-            self._result = await (self._run_last() if self._backend.is_last else self._run_through())
+            self._result = self._earlier_answer() or await (
+                self._run_last() if self._backend.is_last else self._run_through()
+            )
         except Exception as error:  # noqa: BLE001 - kept for the caller; one microbatch must not end the peer
             self._error = error
+
+    def _earlier_answer(self) -> Result | None:
+        """What was answered before, unless a stage behind this one lacks the microbatch."""
+        only_at = self.microbatch.accumulate_only_at
+        if self._earlier is None or only_at is None or only_at > self._backend.stage:
+            return None
+        result = self._earlier.result()
+        if self.answers_gradient and result.gradient is None:
+            return None
+        return dataclasses.replace(result, num_reroutes=0, busy_seconds=0.0)
+
+    def _earlier_hidden(self) -> torch.Tensor | None:
+        """What the next stage got before, unless the forward has to be there for its backward."""
+        return None if self._earlier is None or self._has_backward else self._earlier._wire_hidden
 
     async def _run_last(self) -> Result:
         def work() -> tuple[float, Download | None]:
@@ -232,8 +263,13 @@ class Computation(HopListener):
             return gradient
 
         assert self._hop is not None
-        download, forward_seconds = await self._compute(forward, Priority.FORWARD)
-        tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: await download.arrived()}
+        hidden, forward_seconds = self._earlier_hidden(), 0.0
+        if hidden is None:
+            download, forward_seconds = await self._compute(forward, Priority.FORWARD)
+            hidden = await download.arrived()
+        if self.accumulate:
+            self._wire_hidden = hidden
+        tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: hidden}
         self.waiting_stage = self._hop.stage
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)

@@ -233,16 +233,18 @@ class Stage:
         )
         is_past = self.config.rounds.synchronous and microbatch.round < self.round
         contributes = microbatch.accumulate_only_at in (None, self.number) and not is_past
-        entry = self.ledger.find(microbatch.index) if contributes else None
+        entry = self.ledger.find(microbatch.index)
+        if not contributes:
+            return start(microbatch, accumulate=False, earlier=self._earlier(entry))
         if entry is None:
-            return start(microbatch, accumulate=contributes)
+            return start(microbatch, accumulate=True)
         self.counters.repeated += 1
         self._events.write(Repeat(microbatch=microbatch.index, state=entry.state))
         known = entry.computation
         if entry.state is EntryState.COMMITTED or known is None:
-            if self.config.rounds.synchronous:
-                microbatch = self._already_counted(microbatch)
-            return start(microbatch, accumulate=False)
+            if not self.config.rounds.synchronous:
+                return start(microbatch, accumulate=False)
+            return start(self._already_counted(microbatch), accumulate=False, earlier=self._earlier(entry))
         if entry.state is EntryState.TENTATIVE and not self.config.rounds.synchronous:
             return start(microbatch, accumulate=False, adopts=known)
         known.subscribe(subscriber)
@@ -250,6 +252,12 @@ class Stage:
             return known
         self._discard(known)
         return start(microbatch, accumulate=True)
+
+    @staticmethod
+    def _earlier(entry: Entry[Computation] | None) -> Computation | None:
+        """The computation of an entry, if it is done: in a synchronous round the numbers would be the same again."""
+        known = None if entry is None else entry.computation
+        return known if known is not None and known.done and not known.failed else None
 
     def _already_counted(self, microbatch: Microbatch) -> Microbatch:
         """What of a microbatch is still to be done, though it counts here.
@@ -264,6 +272,7 @@ class Stage:
     def _start(
         self, microbatch: Microbatch, *, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
         subscriber: object, answers_gradient: bool, accumulate: bool, adopts: Computation | None = None,
+        earlier: Computation | None = None,
     ) -> Computation:  # fmt: skip
         if accumulate and self.is_changing_state:
             raise NotReady("this peer takes over another state")
@@ -271,10 +280,14 @@ class Stage:
         # still be committed; what then lacks all the same is replayed. And another stage that did lose something must
         # not wait for this one to open again: this one may be waiting for that.
         accumulate = accumulate and not (self.config.rounds.synchronous and self.backend.weights.round.closed)
+        if earlier is not None:
+            hints = {**hints, **earlier.result().route}
+        # Whoever had it there has lost it.
+        hints = {stage: peer for stage, peer in hints.items() if stage != microbatch.accumulate_only_at}
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
             age=next(self._ages), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
-            adopts=adopts,
+            adopts=adopts, earlier=earlier,
             # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )  # fmt: skip
@@ -283,7 +296,7 @@ class Stage:
         if adopts is not None:
             adopts.subscribe(computation)
         computation.subscribe(subscriber)
-        self.counters.forwards += 1
+        self.counters.forwards += computation.has_forward
         computation.start(self._tasks)
         return computation
 
@@ -309,13 +322,13 @@ class Stage:
             self._events.write(Ack(microbatch=computation.microbatch.index))
             if not computation.microbatch.is_replay:  # It takes less.
                 self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
-            self._pass_on(self._settle(holder))
+            self._pass_on(self._settle(holder, keep_answer=synchronous))
         if computation.adopts is not None:
             computation.adopts.close_downstream()
         self._pass_on(computation.acknowledge_downstream())
 
-    async def _settle(self, computation: Computation) -> None:
-        await computation.settle()
+    async def _settle(self, computation: Computation, *, keep_answer: bool) -> None:
+        await computation.settle(keep_answer=keep_answer)
         self.on_change()
 
     def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:

@@ -14,6 +14,7 @@ from swarm.config import RoundsConfig, RunConfig
 from swarm.pipeline.leases import (
     DOUBT_SECONDS,
     GATHER_SECONDS,
+    KNOWN_SECONDS,
     LEASE_SECONDS,
     LEAST_SKIP,
     LONGEST_GATHER_SECONDS,
@@ -205,6 +206,20 @@ def test_what_died_with_its_member_is_replayed_while_the_round_goes_on(stage: in
     assert (list(grant.microbatches), grant.accumulate_only_at) == ([1, 2], stage)
     leader.round, leader.committed, leader.lost = 1, set(), set()
     assert leader.ask("a", 9, all_granted=False).accumulate_only_at is None, "another round, in which nothing is lost"
+
+
+def test_a_replay_is_left_to_the_trainer_that_ran_it_while_that_has_room() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed = {0, 1, 2, 3}
+    leader.ask("a", 0, acknowledged=[0, 1])
+    leader.ask("b", 0, acknowledged=[2, 3])
+    leader.clock.advance(SHOWN_SECONDS)
+    leader.committed, leader.lost = set(), {0, 1, 2, 3}
+    assert leader.give("a", 1, all_granted=False) == [0]
+    assert leader.give("b", 9, all_granted=False) == [2, 3], "one has wanted more just now"
+    leader.clock.advance(KNOWN_SECONDS + 0.1)
+    leader.ask("a", 0, holding=[0])
+    assert leader.give("b", 9, holding=[2, 3], all_granted=False) == [1], "but now it has enough to do"
 
 
 def test_what_a_later_stage_does_not_have_long_after_stage_0_is_replayed_while_the_round_goes_on() -> None:

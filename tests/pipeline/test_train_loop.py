@@ -16,6 +16,7 @@ from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import HOLD_SECONDS, Step, TrainLoop
+from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 
 
@@ -25,6 +26,7 @@ class Reply:
     loss, num_tokens, num_reroutes, num_busy = 1.0, 1, 0, 0
 
     def __init__(self) -> None:
+        self.route = {0: PeerId("a"), 1: PeerId("b"), 2: PeerId("c")}
         self.acked = self.closed = False
 
     async def ack(self) -> None:
@@ -61,6 +63,7 @@ class World:
         self.told: dict[int, list[int]] = {}
         """By stage, what it was told last that stage 0 has."""
         self.trained: list[Microbatch] = []
+        self.hints: list[dict[int, PeerId]] = []
         self.round = 0
         self.steps: list[Step] = []
 
@@ -96,6 +99,7 @@ class World:
     ) -> Reply:
         self.num_runs += 1
         self.trained.append(microbatch)
+        self.hints.append(dict(hints))
         await self.answer.wait()
         return self.reply
 
@@ -174,6 +178,16 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
         runs = [(m.index, m.accumulate_only_at, m.spare) for m in world.trained]
         assert runs == [(0, None, False), (5, 1, True)]
+
+
+async def test_a_replay_goes_to_those_who_know_it_but_where_it_is_lost() -> None:
+    async with running(SYNCHRONOUS) as world:
+        world.answer.set()
+        await eventually(lambda: world.reply.acked)
+        world.lost = [0, 5]
+        await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
+        assert [m.index for m in world.trained] == [0, 0, 5]
+        assert world.hints == [{}, {0: "a", 2: "c"}, {}]
 
 
 @pytest.mark.parametrize(("spare", "order"), [(True, [11, 12, 13]), (False, [13, 11, 12])])

@@ -115,6 +115,45 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
         chain.assert_idle()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(stage: int) -> None:
+    """Whoever knows it sends and answers what it did before, and knows who else does."""
+    microbatches = range(6)
+    async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
+        routes = {}
+        for microbatch in microbatches:
+            reply = await chain.train(microbatch)
+            await chain.ack(reply)
+            routes[microbatch] = dict(reply.route)
+        dead = chain.at(stage)[0]
+        lost = [m for m in microbatches if routes[m].pop(stage) == dead.peer_id]
+        assert lost, "the peers of a stage share its work"
+        await dead.stop()
+        alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
+        alive.update([peer.record for peer in alive.peers])
+        forwards, backwards = alive.counts("forwards"), alive.counts("backwards")
+        for microbatch in lost:
+            # What the peer of stage 0 knows of the rest is not to be told again.
+            hints = {peer: name for peer, name in routes[microbatch].items() if stage == 0 or peer == 0}
+            reply = await chain.train(microbatch, accumulate_only_at=stage, hints=hints)
+            await chain.ack(reply)
+        alive.assert_accumulated(microbatches)
+        more = [len(lost) * (peer.backend.stage == stage) for peer in alive.peers]
+        assert [after - before for before, after in zip(forwards, alive.counts("forwards"), strict=True)] == more
+        assert [after - before for before, after in zip(backwards, alive.counts("backwards"), strict=True)] == more
+        alive.assert_idle()
+
+
+async def test_a_replay_for_a_stage_that_has_it_is_answered_there() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0])
+        for stage in range(3):
+            await chain.train_all([0], accumulate_only_at=stage)
+        assert chain.counts("forwards") == [1, 1, 1]
+        chain.assert_accumulated([0])
+        chain.assert_idle()
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 async def test_a_replay_joins_what_answers_a_gradient_which_it_is_not_sent(stage: int) -> None:
     async with running_chain(SYNCHRONOUS) as chain:

@@ -178,7 +178,7 @@ class Chain:
 
     async def train(
         self, index: int, *, round_number: int = 0, accumulate_only_at: int | None = None, spare: bool = False,
-        hop: Hop | None = None,
+        hop: Hop | None = None, hints: Mapping[int, PeerId] | None = None,
     ) -> HopReply:  # fmt: skip
         """One microbatch, as a trainer hands it over; not acknowledged yet."""
         microbatch = Microbatch(
@@ -187,7 +187,7 @@ class Chain:
         )  # fmt: skip
         async with asyncio.timeout(PATIENCE_SECONDS):
             inputs = {TOKENS: tokens(self.config, index)}
-            return await (hop or self.trainer).train(microbatch, inputs, HopListener(), {})
+            return await (hop or self.trainer).train(microbatch, inputs, HopListener(), hints or {})
 
     async def ack(self, reply: HopReply) -> None:
         """Acknowledge, and wait until that has reached everybody whom it concerns."""
