@@ -301,13 +301,15 @@ class Hop:
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=attempt.forward_passed and attempt.route.get(self.stage) != peer_id,
-            eager=self._credits.take(peer_id), spare=microbatch.spare,
+            # Who worked on it before may need nothing sent.
+            eager=attempt.route.get(self.stage) != peer_id and self._credits.take(peer_id), spare=microbatch.spare,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             opened_at = self._clock.monotonic()
             await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
             if not request.eager:
-                self._admitted(await self._read(call, self._limits.open_seconds))
+                accepted = self._admitted(await self._read(call, self._limits.open_seconds))
+                tensors = {} if accepted.has_tensors else tensors
                 self._set_refused(attempt, False)
             accepted_at = self._clock.monotonic()
             self._num_sending += 1
@@ -431,12 +433,13 @@ class Hop:
             raise await _status(call)
         return reply
 
-    def _admitted(self, reply: pb.TrainReply) -> None:
+    def _admitted(self, reply: pb.TrainReply) -> pb.Accepted:
         kind = reply.WhichOneof("message")
         if kind == "busy":
             raise Overloaded(reply.busy.reason, retry_after_seconds=reply.busy.retry_after_seconds)
         if kind != "accepted":
             raise PeerUnavailable(f"{kind} before accepted")
+        return reply.accepted
 
     @staticmethod
     def _feed(reader: TensorReader, chunk: Any) -> None:

@@ -72,12 +72,12 @@ def in_flight_bytes(config: RunConfig, stage: int, *, is_kept: bool) -> int:
 
 
 def settled_bytes(config: RunConfig, stage: int) -> int:
-    """What is kept of one microbatch that counts, until its round commits: to be able to take it out again."""
+    """What is kept of one microbatch that counts, until its round commits: to take it out again, and for replays."""
     if not config.rounds.synchronous:
         return 0
     wire = wire_bytes(config, stage)
-    # The input, and the gradient that came back.
-    return wire["tokens"] + wire["input"] + wire["output"]
+    # The input and the gradient that came back; the output and the gradient that was answered.
+    return wire["tokens"] + 2 * wire["input"] + 2 * wire["output"]
 
 
 def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:

@@ -65,7 +65,7 @@ class Computation(HopListener):
         self.subscriber: object | None = None
         """The call that gets the answer; a newer one takes its place."""
         self._is_wanted = asyncio.Event()
-        self._wire_inputs = wire_inputs
+        self.wire_inputs = wire_inputs
         self._age = age
         self._hints = hints
         self._backend = backend
@@ -227,7 +227,7 @@ class Computation(HopListener):
     async def _run_last(self) -> Result:
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
-                self.microbatch.index, self.microbatch.round, self._wire_inputs, accumulate=self.accumulate,
+                self.microbatch.index, self.microbatch.round, self.wire_inputs, accumulate=self.accumulate,
                 input_gradient=self.answers_gradient, only_at=self.microbatch.accumulate_only_at,
                 spare=self.microbatch.spare,
             )  # fmt: skip
@@ -237,7 +237,7 @@ class Computation(HopListener):
         gradient = None if download is None else await download.arrived()
         if self._has_backward:
             self._on_accumulated()
-        tokens = self._wire_inputs[TOKENS]
+        tokens = self.wire_inputs[TOKENS]
         return Result(
             loss=loss, num_tokens=tokens.shape[0] * (tokens.shape[1] - 1), gradient=gradient, route={},
             num_reroutes=0, busy_seconds=seconds,
@@ -246,7 +246,7 @@ class Computation(HopListener):
     async def _run_through(self) -> Result:
         def forward() -> Download:
             forward = self._backend.forward(
-                self.microbatch.index, self.microbatch.round, self._wire_inputs, has_backward=self._has_backward
+                self.microbatch.index, self.microbatch.round, self.wire_inputs, has_backward=self._has_backward
             )
             if self._has_backward:
                 self._forward = forward
@@ -269,7 +269,7 @@ class Computation(HopListener):
             hidden = await download.arrived()
         if self.accumulate:
             self._wire_hidden = hidden
-        tensors = {TOKENS: self._wire_inputs[TOKENS], HIDDEN: hidden}
+        tensors = {TOKENS: self.wire_inputs[TOKENS], HIDDEN: hidden}
         self.waiting_stage = self._hop.stage
         try:
             self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)

@@ -123,9 +123,13 @@ class StageServicer(StageServiceServicer):
         """From the admission to Done; the slot is free again when the answer is sent."""
         slot = self._stage.admit(microbatch, incoming.caller)
         try:
-            incoming.expect(self._specs)
-            await _send(context, pb.TrainReply(accepted=pb.Accepted()))
-            tensors = await incoming.tensors()
+            # What follows at once has to be read.
+            tensors = None if opening.eager else self._stage.known_inputs(microbatch)
+            if tensors is None:
+                incoming.expect(self._specs)
+            await _send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
+            if tensors is None:
+                tensors = await incoming.tensors()
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
             computation = await self._stage.begin(microbatch, tensors, hints, context)
             try:

@@ -170,6 +170,12 @@ class Stage:
         admission.take(caller, retry_after_seconds=self._microbatch_seconds(), idle=idle)
         return Slot(place, caller)
 
+    def known_inputs(self, microbatch: Microbatch) -> Mapping[str, torch.Tensor] | None:
+        """What a microbatch brings, if this peer knows it: in the synchronous setting that is always the same."""
+        entry = self.ledger.find(microbatch.index) if self.config.rounds.synchronous else None
+        known = None if entry is None else entry.computation
+        return None if known is None or known.failed else known.wire_inputs
+
     def _microbatch_seconds(self) -> float:
         """How long it is likely to take until a slot is free."""
         seconds = (self._seconds_per_sample.value or 0.0) * self.config.data.microbatch_size

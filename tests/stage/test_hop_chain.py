@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage.backend import TOKENS, logits_spec
+from swarm.stage.incoming import Incoming
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
     DILOCO,
@@ -116,9 +118,16 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(stage: int) -> None:
-    """Whoever knows it sends and answers what it did before, and knows who else does."""
-    microbatches = range(6)
+async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knows it is sent nothing, sends and answers what it did before, and knows who else does."""
+    microbatches, receive, received = range(6), Incoming.tensors, []
+
+    async def note(incoming: Incoming) -> Mapping[str, torch.Tensor]:
+        received.append(incoming)
+        return await receive(incoming)
+
     async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
         routes = {}
         for microbatch in microbatches:
@@ -132,12 +141,14 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(stage: int)
         alive = dataclasses.replace(chain, peers=[peer for peer in chain.peers if peer is not dead])
         alive.update([peer.record for peer in alive.peers])
         forwards, backwards = alive.counts("forwards"), alive.counts("backwards")
+        monkeypatch.setattr(Incoming, "tensors", note)
         for microbatch in lost:
             # What the peer of stage 0 knows of the rest is not to be told again.
             hints = {peer: name for peer, name in routes[microbatch].items() if stage == 0 or peer == 0}
             reply = await chain.train(microbatch, accumulate_only_at=stage, hints=hints)
             await chain.ack(reply)
         alive.assert_accumulated(microbatches)
+        assert len(received) == len(lost)
         more = [len(lost) * (peer.backend.stage == stage) for peer in alive.peers]
         assert [after - before for before, after in zip(forwards, alive.counts("forwards"), strict=True)] == more
         assert [after - before for before, after in zip(backwards, alive.counts("backwards"), strict=True)] == more

@@ -207,12 +207,17 @@ class Accepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HAS_TENSORS_FIELD_NUMBER: _builtins.int
+    has_tensors: _builtins.bool
+    """Or rather do not: the peer has them, since it computed this microbatch before."""
     def __init__(
         self,
+        *,
+        has_tensors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tensors", b"has_tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
