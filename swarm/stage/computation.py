@@ -216,9 +216,7 @@ class Computation(HopListener):
         if self._earlier is None or only_at is None or only_at > self._backend.stage:
             return None
         result = self._earlier.result()
-        if self.answers_gradient and result.gradient is None:
-            return None
-        return dataclasses.replace(result, num_reroutes=0, busy_seconds=0.0)
+        return None if self.answers_gradient and result.gradient is None else result
 
     def _earlier_hidden(self) -> torch.Tensor | None:
         """What the next stage got before, unless the forward has to be there for its backward."""
