@@ -28,6 +28,8 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW, Slots
 from swarm.types import PeerId
 
+REPLAY_GAP_SECONDS = 1.0
+"""After which a replay that counts at a peer is offered to it again: it may have been told to give it up meanwhile."""
 _ACKNOWLEDGED = object()
 """Subscriber of a computation that nobody will ask for again."""
 
@@ -158,6 +160,7 @@ class Stage:
             raise NotReady("the peer is joining or leaving")
         if self.config.rounds.synchronous:
             self._check_round(microbatch)
+            self._check_replay(microbatch)
         elif self._averages_too_long():
             raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
         place = self._place(microbatch.round)
@@ -205,6 +208,12 @@ class Stage:
         counts_here = microbatch.accumulate_only_at in (None, self.number)
         if self.number == 0 and counts_here and self.backend.weights.round.closed:
             raise Overloaded(f"round {self.round} is being averaged", retry_after_seconds=0.05)
+
+    def _check_replay(self, microbatch: Microbatch) -> None:
+        """Refuse what counts here already: its stage's leader does not hear of this peer, and wants it from another."""
+        entry = self.ledger.find(microbatch.index) if microbatch.accumulate_only_at == self.number else None
+        if entry is not None and entry.state is EntryState.COMMITTED:
+            raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
 
     async def reach_round(self, number: int, seconds: float) -> None:
         """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
