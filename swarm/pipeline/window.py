@@ -4,18 +4,20 @@ Grows while the swarm takes everything at once, shrinks when peers answer Busy: 
 trainer needs no knowledge of the swarm's size or of the links. Pure.
 """
 
-_GROWTH = 1.0
+_LEAST_GROWTH = 1.0
+"""In the round trip after a Busy; twice as much in each one without: another trainer may have left."""
 _DECREASE = 0.93
 """Little: Busy from one of many peers says that this one has enough, not that all have."""
 
 
 class Window:
-    """A window that doubles until the first Busy, and then grows by addition and shrinks by multiplication."""
+    """A window that doubles in a round trip until somebody is busy; then it shrinks, and growth begins anew."""
 
     def __init__(self, *, start: int, largest: int) -> None:
         self._size = float(start)
         self._largest = largest
-        self._was_busy = False
+        self._growth = self._size
+        """In a round trip."""
         self._num_older = 0
         """Microbatches to come that were in flight at the last decrease already."""
 
@@ -33,12 +35,13 @@ class Window:
         is_older = self._num_older > 0
         self._num_older = max(0, self._num_older - 1)
         if num_busy:
-            self._was_busy = True
+            self._growth = _LEAST_GROWTH
             # Those that were refused together are one sign, not many.
             if not is_older:
                 self._size = max(1.0, self._size * _DECREASE)
                 self._num_older = in_flight - 1
         elif in_flight >= self.size:
             # Only a full window has shown that it is not too large.
-            growth = _GROWTH / self._size if self._was_busy else _GROWTH
-            self._size = min(float(self._largest), self._size + growth)
+            share = 1.0 / self._size
+            self._size = min(float(self._largest), self._size + self._growth * share)
+            self._growth = min(self._size, self._growth * 2**share)

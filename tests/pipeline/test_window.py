@@ -5,20 +5,31 @@ import pytest
 from swarm.pipeline.window import Window
 
 
-def test_a_full_window_doubles_in_a_round_trip_until_somebody_is_busy() -> None:
-    window = Window(start=4, largest=64)
-    for _ in range(4):
+def test_a_full_window_nearly_doubles_in_a_round_trip_until_somebody_is_busy() -> None:
+    window = Window(start=16, largest=64)
+    for _ in range(16):
         window.finished(num_busy=0, in_flight=window.size)
-    assert window.size == 8
+    assert window.size == 30
 
 
-def test_then_it_grows_by_about_one_a_round_trip() -> None:
-    window = Window(start=4, largest=64)
+def test_then_it_grows_by_about_one_in_the_next_round_trip() -> None:
+    window = Window(start=20, largest=64)
     window.finished(num_busy=1, in_flight=1)
-    assert window.size == 3
-    for _ in range(5):
+    assert window.size == 18
+    for _ in range(18):
         window.finished(num_busy=0, in_flight=window.size)
-    assert window.size == 4
+    assert window.size == 19
+
+
+def test_it_soon_finds_the_room_that_another_trainer_has_left() -> None:
+    window, capacity = Window(start=6, largest=256), 10
+    for _ in range(500):
+        window.finished(num_busy=int(window.size > capacity), in_flight=window.size)
+    capacity, num_answers = 40, 0
+    while window.size < capacity:
+        window.finished(num_busy=int(window.size > capacity), in_flight=window.size)
+        num_answers += 1
+    assert num_answers < 100, "not the hundreds that one more in each round trip would take"
 
 
 def test_those_that_were_refused_together_shrink_it_once() -> None:
