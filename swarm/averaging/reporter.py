@@ -142,9 +142,11 @@ class Reporter:
             prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
             spare_gaps=messages.pack_indices(progress.spare), unanswered=self._roster.is_suspected(peer_id),
         )  # fmt: skip
+        is_leader = peer_id == self._target()
+        timeout_seconds = self._timing.report_seconds if is_leader else self._timing.call_seconds
         self._under_way.add(peer_id)
         try:
-            reply = await self._tell(peer, request)
+            reply = await self._tell(peer, request, timeout_seconds)
             await self._act_on(peer_id, standing, active, reply)
             if request.unanswered:
                 # Now it is answered: the next report counts.
@@ -161,15 +163,15 @@ class Reporter:
             if version != self._version:
                 self._progressed.set()
 
-    async def _tell(self, peer: PeerRecord, request: pb.ReportRequest) -> pb.ReportReply:
+    async def _tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
         try:
-            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds)
+            return await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
         except PeerUnavailable as error:
             is_stale = messages.unpack_standing(request.standing) != self._participant.standing
             if error.is_gone or is_stale or self._participant.is_catching_up:
                 raise
             # A connection broke: whether there is still somebody shows when another one is made, at once or not.
-            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.report_seconds / 3)
+            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.call_seconds / 2)
 
     async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
         theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
