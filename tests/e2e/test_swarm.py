@@ -18,8 +18,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 STALL_SECONDS = 5.0
 DELAY_SECONDS = 2.5
 """A round takes half a second, and three seconds at least if somebody is waited for."""
-FROZEN_STALL_SECONDS = 10.0
-"""Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence."""
+FROZEN_STALL_SECONDS = 14.0
+"""Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence; it is
+3 to 6 s in most runs, and was 10.1 s once, where all took twice as long as usual."""
 TRAINER_STALL_SECONDS = 10.0
 """After a trainer's death each stage in turn waits for a retry before it takes back what nobody acknowledged."""
 
@@ -97,7 +98,7 @@ def test_a_frozen_peer_delays_one_round_and_is_taken_back(swarm: RealSwarm) -> N
     os.kill(victim.child.pid, signal.SIGCONT)
     assert swarm.wait_for_end(trainer) == 0
     durations = [row["train/step_time"] for row in swarm.steps("frozen")]
-    assert max(durations) < FROZEN_STALL_SECONDS
+    assert max(durations) < FROZEN_STALL_SECONDS, durations
     assert statistics.median(durations[4:12]) < DELAY_SECONDS, "a round or two are delayed, not one after another"
 
     wait_until(lambda: _rounds_of_stages(swarm), 20.0, "the peer that woke to catch up")
