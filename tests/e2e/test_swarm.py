@@ -19,8 +19,8 @@ STALL_SECONDS = 5.0
 DELAY_SECONDS = 2.5
 """A round takes half a second, and three seconds at least if somebody is waited for."""
 FROZEN_STALL_SECONDS = 14.0
-"""Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence. It is
-3 to 6 s in most runs, and was 10.1 s once, where all took twice as long as usual."""
+"""Pings notice a frozen neighbour after about 4 s, and its group leaves it out of the round after 3.5 s of silence.
+That makes 3 to 6 s in most runs; it was 10.1 s once, where all took twice as long as usual."""
 TRAINER_STALL_SECONDS = 10.0
 """After a trainer's death each stage in turn waits for a retry before it takes back what nobody acknowledged."""
 
