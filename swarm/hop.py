@@ -90,6 +90,10 @@ class Microbatch:
         """Whether all stages but one have it."""
         return self.accumulate_only_at is not None
 
+    def known_by(self, route: Mapping[int, PeerId]) -> dict[int, PeerId]:
+        """Of those who worked on it before, whoever knows it: of a replay, nobody at the stage that lost it."""
+        return {stage: peer for stage, peer in route.items() if stage != self.accumulate_only_at}
+
     def answers_gradient(self, stage: int) -> bool:
         """Whether the answer of a stage has the gradient of its input: of a replay only those after the stage that
         lacks it."""
@@ -296,13 +300,14 @@ class Hop:
     ) -> HopReply:
         peer_id = PeerId(record.peer_id)
         reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
+        is_new_to_it = attempt.route.get(self.stage) != peer_id
         request = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
             accumulate_only_at=microbatch.accumulate_only_at,
-            rerouted_backward=attempt.forward_passed and attempt.route.get(self.stage) != peer_id,
+            rerouted_backward=attempt.forward_passed and is_new_to_it,
             # Who worked on it before may need nothing sent.
-            eager=attempt.route.get(self.stage) != peer_id and self._credits.take(peer_id), spare=microbatch.spare,
+            eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             opened_at = self._clock.monotonic()

@@ -207,7 +207,8 @@ class TrainLoop(HopListener):
         index = work.microbatch.index
         try:
             tokens = torch.from_numpy(self._data.tokens(index))
-            reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, self._hints(work.microbatch))
+            hints = work.microbatch.known_by(self._routes.get(index, {}))
+            reply = await self._hop.train(work.microbatch, {"tokens": tokens}, self, hints)
             if self._is_overdue():
                 # As after a SIGSTOP: by now another trainer may have it.
                 reply.close()
@@ -229,11 +230,6 @@ class TrainLoop(HopListener):
         else:
             self._num_failures = 0
             self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
-
-    def _hints(self, microbatch: Microbatch) -> dict[int, PeerId]:
-        """Who knows a replay; at the stage that lost it, nobody does."""
-        route = self._routes.get(microbatch.index, {})
-        return {stage: peer for stage, peer in route.items() if stage != microbatch.accumulate_only_at}
 
     def _note_acknowledged(self, microbatch: Microbatch) -> None:
         # With DiLoCo nobody asks: each microbatch is granted once.

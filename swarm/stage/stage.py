@@ -174,10 +174,15 @@ class Stage:
         return Slot(place, caller)
 
     def known_inputs(self, microbatch: Microbatch) -> Mapping[str, torch.Tensor] | None:
-        """What a microbatch brings, if this peer knows it: in the synchronous setting that is always the same."""
+        """What a microbatch brings, if this peer has it already."""
+        known = self._known(microbatch)
+        return None if known is None else known.wire_inputs
+
+    def _known(self, microbatch: Microbatch) -> Computation | None:
+        """Synchronous: the computation of a microbatch that this peer accumulates; another one has the same numbers."""
         entry = self.ledger.find(microbatch.index) if self.config.rounds.synchronous else None
         known = None if entry is None else entry.computation
-        return None if known is None or known.failed else known.wire_inputs
+        return None if known is None or known.failed else known
 
     def _microbatch_seconds(self) -> float:
         """How long it is likely to take until a slot is free."""
@@ -248,9 +253,10 @@ class Stage:
         )
         is_past = self.config.rounds.synchronous and microbatch.round < self.round
         contributes = microbatch.accumulate_only_at in (None, self.number) and not is_past
-        entry = self.ledger.find(microbatch.index)
         if not contributes:
-            return start(microbatch, accumulate=False, earlier=self._earlier(entry))
+            known = self._known(microbatch)
+            return start(microbatch, accumulate=False, earlier=known if known is not None and known.done else None)
+        entry = self.ledger.find(microbatch.index)
         if entry is None:
             return start(microbatch, accumulate=True)
         self.counters.repeated += 1
@@ -259,7 +265,7 @@ class Stage:
         if entry.state is EntryState.COMMITTED or known is None:
             if not self.config.rounds.synchronous:
                 return start(microbatch, accumulate=False)
-            return start(self._already_counted(microbatch), accumulate=False, earlier=self._earlier(entry))
+            return start(self._already_counted(microbatch), accumulate=False, earlier=known)
         if entry.state is EntryState.TENTATIVE and not self.config.rounds.synchronous:
             return start(microbatch, accumulate=False, adopts=known)
         known.subscribe(subscriber)
@@ -267,12 +273,6 @@ class Stage:
             return known
         self._discard(known)
         return start(microbatch, accumulate=True)
-
-    @staticmethod
-    def _earlier(entry: Entry[Computation] | None) -> Computation | None:
-        """The computation of an entry, if it is done: in a synchronous round the numbers would be the same again."""
-        known = None if entry is None else entry.computation
-        return known if known is not None and known.done and not known.failed else None
 
     def _already_counted(self, microbatch: Microbatch) -> Microbatch:
         """What of a microbatch is still to be done, though it counts here.
@@ -296,9 +296,7 @@ class Stage:
         # not wait for this one to open again: this one may be waiting for that.
         accumulate = accumulate and not (self.config.rounds.synchronous and self.backend.weights.round.closed)
         if earlier is not None:
-            hints = {**hints, **earlier.result().route}
-        # Whoever had it there has lost it.
-        hints = {stage: peer for stage, peer in hints.items() if stage != microbatch.accumulate_only_at}
+            hints = microbatch.known_by({**hints, **earlier.result().route})
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
             age=next(self._ages), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
@@ -337,13 +335,13 @@ class Stage:
             self._events.write(Ack(microbatch=computation.microbatch.index))
             if not computation.microbatch.is_replay:  # It takes less.
                 self._seconds_per_sample.observe(computation.result().busy_seconds / computation.microbatch.num_samples)
-            self._pass_on(self._settle(holder, keep_answer=synchronous))
+            self._pass_on(self._settle(holder))
         if computation.adopts is not None:
             computation.adopts.close_downstream()
         self._pass_on(computation.acknowledge_downstream())
 
-    async def _settle(self, computation: Computation, *, keep_answer: bool) -> None:
-        await computation.settle(keep_answer=keep_answer)
+    async def _settle(self, computation: Computation) -> None:
+        await computation.settle(keep_answer=self.config.rounds.synchronous)
         self.on_change()
 
     def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:
