@@ -185,8 +185,8 @@ class TrainLoop(HopListener):
 
     async def _dispatch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            while self._queue and not self._paused and self._has_room(self._queue[0].microbatch.round):
-                work = self._queue.popleft()
+            while (work := self._next()) is not None:
+                self._queue.remove(work)
                 task = tasks.create_task(self._train(work))
                 self._count_busy()
                 self._in_flight[work.microbatch.index] = (work, task)
@@ -195,6 +195,16 @@ class TrainLoop(HopListener):
                 self._wanted.set()
             self._arrived.clear()
             await self._arrived.wait()
+
+    def _next(self) -> _Work | None:
+        """What begins now, if anything does.
+
+        What two stages have lost is run for one after the other: the second time, most of it is known.
+        """
+        if self._paused:
+            return None
+        work = next((work for work in self._queue if work.microbatch.index not in self._in_flight), None)
+        return work if work is not None and self._has_room(work.microbatch.round) else None
 
     def _has_room(self, round_number: int) -> bool:
         """Whether one more of that round may be under way.
@@ -341,7 +351,7 @@ class TrainLoop(HopListener):
         if self._config.rounds.synchronous and leased.round > last_round:
             self._released[leased.stage] += leased.microbatches
             return
-        known = {work.microbatch.index for work in self._work()}
+        known = {work.microbatch.index for work in self._work() if work.granted_by == leased.stage}
         new = [
             _Work(
                 Microbatch(

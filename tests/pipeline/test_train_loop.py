@@ -51,7 +51,8 @@ class World:
         self.num_runs = 0
         self.granted = False
         self.lost: list[int] = []
-        """What stage 1 has lost."""
+        """What a later stage has lost."""
+        self.losing_stage = 1
         self.later_round = 0
         """Where stage 1 is."""
         self.spare = True
@@ -77,7 +78,9 @@ class World:
         if stage:
             self.num_asked += 1
             self.released_later += released
-            lost, self.lost = self.lost, []
+            lost: list[int] = []
+            if stage == self.losing_stage:
+                lost, self.lost = self.lost, []
             return Leased(
                 stage=stage,
                 round=self.later_round,
@@ -188,6 +191,18 @@ async def test_a_replay_goes_to_those_who_know_it_but_where_it_is_lost() -> None
         await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
         assert [m.index for m in world.trained] == [0, 0, 5]
         assert world.hints == [{}, {0: "a", 2: "c"}, {}]
+
+
+async def test_what_two_stages_have_lost_is_replayed_for_one_and_then_at_once_for_the_other() -> None:
+    async with running(SYNCHRONOUS, max_in_flight=4) as world:
+        world.lost = [5]
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
+        world.lost, world.losing_stage = [5, 6], 2
+        await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
+        assert [(m.index, m.accumulate_only_at) for m in world.trained[1:]] == [(5, 1), (6, 2)]
+        world.answer.set()
+        await eventually(lambda: world.num_runs == 4, meanwhile=lambda: pass_time(world))
+        assert (world.trained[3].index, world.trained[3].accumulate_only_at, world.hints[3]) == (5, 2, {0: "a", 1: "b"})
 
 
 @pytest.mark.parametrize(("spare", "order"), [(True, [11, 12, 13]), (False, [13, 11, 12])])
