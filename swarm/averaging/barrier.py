@@ -68,18 +68,24 @@ class Barrier:
         )  # fmt: skip
         hint: PeerRecord | None = None
         unreachable: set[str] = set()
+        failed: set[str] = set()
         num_relayed = 0
         while self._current_round() == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
+                # While one that failed before is tried again, another one may be ready.
+                is_trial = target.peer_id in failed
+                wait_seconds = 0.0 if is_trial else self._timing.barrier_seconds
                 request = pb.BarrierRequest(
-                    address=address, peer_id=self._own_id, round=round_number,
-                    wait_seconds=self._timing.barrier_seconds, relay=bool(unreachable),
+                    address=address, peer_id=self._own_id, round=round_number, wait_seconds=wait_seconds,
+                    relay=bool(unreachable),
                 )  # fmt: skip
+                # One that relays waits for another's answer.
+                patience_seconds = wait_seconds + self._timing.report_seconds * (1 + request.relay)
+                timeout_seconds = self._timing.call_seconds if is_trial else patience_seconds
                 try:
-                    # One that relays waits for another's answer.
-                    timeout_seconds = self._timing.barrier_seconds + self._timing.report_seconds * (1 + request.relay)
                     reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+                    failed.discard(target.peer_id)
                     if reply.ready:
                         return reply
                     num_relayed += request.relay
@@ -91,6 +97,7 @@ class Barrier:
                 except SwarmError as error:
                     logger.debug("stage %d: %s", stage, error)
                     unreachable.add(target.peer_id)
+                    failed.add(target.peer_id)
             await self._clock.sleep(self._timing.retry_seconds)
         return None
 
