@@ -1,17 +1,23 @@
 """What chaos makes of event logs, and that its faults come to an end."""
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from grpc.aio import _utils
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from peers.supervisor import Supervisor
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast, Usage
 from scripts.benches.chaos.faults import KINDS, fault
-from scripts.benches.chaos.program import read_clock, set_clock
+from scripts.benches.chaos.program import read_clock, set_clock, wind
 from scripts.benches.throttle import Throttle
 
 
@@ -122,3 +128,24 @@ def test_a_clock_that_jumps_is_right_again_later(cast: Cast) -> None:
     with fault(KINDS["clock-jump"], cast, random.Random(0)) as (victim,):
         assert read_clock(victim.clock) != 0.0
     assert read_clock(victim.clock) == 0.0
+
+
+async def test_calls_have_their_time_though_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine whose clock is set, where gRPC's core and Python read the same one."""
+    monkeypatch.setattr(time, "time", right := time.time)
+    monkeypatch.setattr(_utils, "time", time)
+    set_clock(tmp_path / "clock", -1000.0)
+    wind(tmp_path / "clock")
+    assert right() - time.time() > 900.0
+    server = grpc.aio.server()
+    add_HealthServicer_to_server(HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health: Any = HealthStub(channel)
+            await health.Check(HealthCheckRequest(), timeout=10.0)
+    finally:
+        await server.stop(None)
