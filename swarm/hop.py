@@ -235,9 +235,12 @@ class Hop:
         listener: HopListener,
         attempt: _Attempt,
     ) -> _Answer:
+        num_cancels = _num_cancels()
         try:
             while True:
-                _raise_if_cancelled()
+                if _num_cancels() > num_cancels:
+                    # gRPC may answer a cancellation that comes as a connection breaks with why it broke.
+                    raise asyncio.CancelledError
                 record = self._choose(num_samples, attempt)
                 if record is None:
                     await self._wait_for_somebody(listener, attempt)
@@ -463,11 +466,10 @@ class Hop:
                 raise PeerUnavailable(f"a malformed reply: {error}") from None
 
 
-def _raise_if_cancelled() -> None:
-    """For what calls in a loop: gRPC may answer a cancellation that comes as a connection breaks with why it broke."""
+def _num_cancels() -> int:
+    """How often this task was cancelled and not taken back: a task group that failed before leaves one behind."""
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+    return 0 if task is None else task.cancelling()
 
 
 async def _status(call: Call) -> SwarmError:

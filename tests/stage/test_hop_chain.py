@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,21 @@ async def test_an_int8_replay_is_accumulated_with_the_same_numbers() -> None:
         assert all(torch.equal(value, expected[name]) for name, value in parts.sums().items())
 
 
+async def test_a_task_whose_task_group_has_failed_before_is_not_taken_for_cancelled() -> None:
+    """As where an evaluation was repeated, since the swarm moved on, and then a sample of text is written."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError
+
+    async with running_chain(SYNCHRONOUS) as chain:
+        with suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fail())
+        await chain.ack(await chain.train(0))
+        chain.assert_accumulated([0])
+
+
 async def test_replicas_share_the_work_and_together_hold_the_gradient() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(2, 2, 2)) as chain:
         await chain.train_all(range(8))
@@ -112,7 +128,7 @@ async def test_a_replay_accumulates_only_where_it_is_missing() -> None:
         await chain.train_all([0, 1], accumulate_only_at=2)
         assert chain.counts("backwards") == [0, 2, 4]
         await chain.train_all([0, 1], accumulate_only_at=0)
-        assert chain.counts("backwards") == [2, 4, 6]
+        assert chain.counts("backwards") == [2, 2, 4], "those behind know what they answer"
         chain.assert_accumulated([0, 1])
         chain.assert_idle()
 
@@ -155,6 +171,20 @@ async def test_a_replay_is_computed_at_the_stage_that_lacks_it_alone(
         alive.assert_idle()
 
 
+async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
+    """Not to those whom the peer on its way knows from the first time: they may have lost it since."""
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 2)) as chain:
+        for microbatch in range(4):
+            reply = first = await chain.train(microbatch)
+            await chain.ack(reply)
+            for stage in (2, 1):
+                reply = await chain.train(microbatch, accumulate_only_at=stage, hints=reply.route)
+                await chain.ack(reply)
+            assert reply.route[1] != first.route[1]
+            assert reply.route[2] != first.route[2]
+        assert sum(peer.stage.counters.forwards for peer in chain.at(2)) == 2 * 4, "the last replay needs none there"
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_replay_is_done_by_another_peer_than_the_one_that_has_it(stage: int) -> None:
     """Its leader may not hear of that one, which others still reach."""
@@ -179,8 +209,8 @@ async def test_a_replay_joins_what_answers_a_gradient_which_it_is_not_sent(stage
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-async def test_whoever_wants_a_gradient_that_a_replay_has_left_out_gets_it(stage: int) -> None:
-    """The replay's own is taken out of the sum; there is one of them in the end."""
+async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_have_not_added(stage: int) -> None:
+    """The replay's gradient is taken out of the sum; there is one of them in the end."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train(0, accumulate_only_at=stage)
         await chain.train_all([0])
