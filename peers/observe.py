@@ -17,7 +17,8 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 5.0
+"""The first call to a peer connects as well: four round trips on the line, and TLS on a machine that computes."""
 
 
 async def observe(
