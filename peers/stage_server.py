@@ -364,7 +364,7 @@ class StageServer:
         if not view.is_leader:
             return GroupLead(leader_id=PeerId(view.leader_id), view=None)
         round_view = RoundView(
-            round=view.round, committed=view.committed, counted=view.counted, lost=view.lost,
+            round=view.round, committed=view.shown, counted=view.counted, lost=view.lost,
             highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
             awaits_reports=self._averager.awaits_reports(), complete=view.complete,
         )  # fmt: skip

@@ -81,6 +81,9 @@ class MemoryTransport:
     async def ping(self, peer: PeerRecord, *, timeout_seconds: float) -> None:
         self._network.handlers(peer)
 
+    def is_connected(self, peer: PeerRecord) -> bool:
+        return True
+
     async def download(
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:

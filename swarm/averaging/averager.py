@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence, Set
 from typing import Any
 
 from swarm.averaging import messages
@@ -106,8 +106,8 @@ class Averager:
         )  # fmt: skip
         self._reporter = Reporter(
             own=own, address=self._address, member=member, roster=self._roster, participant=self._participant,
-            catch_up=self._catch_up, call=self._call, clock=clock, timing=timing, spawn=self._spawn,
-            changed=self._progress_changed,
+            catch_up=self._catch_up, call=self._call, is_connected=transport.is_connected, clock=clock, timing=timing,
+            spawn=self._spawn, changed=self._progress_changed,
         )  # fmt: skip
         barrier = Barrier(
             own_id=self._own_id, address=self._address, call=self._call, peers=peers,
@@ -149,17 +149,19 @@ class Averager:
         is_own_round = own.round == standing.round
         progress = {self._own_id: own} if is_own_round and not self._roster.excludes_self else {}
         progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
+        overdue = self._overdue()
         committed = frozenset[int]().union(*(p.committed for p in progress.values()))
+        shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
         num_samples = sum(p.num_samples for p in progress.values())
         decision = self._leader.decision
         is_decided = decision is not None and decision.round == standing.round
         if is_decided and self._config.rounds.synchronous:
             # Whoever has left since: what is decided holds all of the round's microbatches, and none is missing.
             size = self._config.microbatches_per_round
-            committed |= frozenset(range(standing.round * size, (standing.round + 1) * size))
+            committed = shown = committed | frozenset(range(standing.round * size, (standing.round + 1) * size))
         return GroupView(
             round=standing.round, leader_id=leader_id, is_leader=leader_id == self._own_id, progress=progress,
-            committed=committed,
+            committed=committed, shown=shown,
             # Also what this peer has while it is left out: it may be back with that before the round ends.
             counted=self._roster.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self._roster.lost - committed,
@@ -167,6 +169,11 @@ class Averager:
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
         )  # fmt: skip
+
+    def _overdue(self) -> Set[PeerId]:
+        # Who was stopped itself has heard of nobody, and during an attempt nothing can be added to a round.
+        is_of_use = not self._reporter.may_be_behind and self._leader.active is None
+        return self._roster.overdue(self._participant.standing) if is_of_use else frozenset()
 
     def awaits_reports(self) -> bool:
         """Whether a serving peer, alive as far as this one knows, has not told yet what it has of the round."""
@@ -209,7 +216,9 @@ class Averager:
             return False
         members = self._roster.members(self._participant.standing)
         unfinished = group.prepared is not None or any(report.prepared for report in members.values())
-        if not (unfinished or (view.complete and not self._roster.awaits_members(self._participant.standing))):
+        # To begin without a sign of life of some member would hold up the replays of what it has.
+        is_ready = view.complete and not self._overdue() and not self._roster.awaits_members(self._participant.standing)
+        if not (unfinished or is_ready):
             return False
         present = self._has_quorum(view.progress.keys())
         if not present and not self._waits_for_quorum:
@@ -224,8 +233,7 @@ class Averager:
         self._attempts = Counter({standing.round: number})
         self._num_attempts += 1
         progress = self.view().progress
-        records = {peer: self._roster.record(peer) for peer in progress if peer != self._own_id}
-        members = {peer: record for peer, record in records.items() if record is not None}
+        members = self._roster.records(progress)
         if not self._roster.excludes_self:
             members[self._own_id] = self._own
         try:

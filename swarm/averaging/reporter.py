@@ -30,7 +30,8 @@ class Reporter:
 
     def __init__(
         self, *, own: PeerRecord, address: Address, member: RoundMember, roster: Roster, participant: Participant,
-        catch_up: CatchUp, call: Caller, clock: Clock, timing: Timing, spawn: Spawn, changed: Callable[[], None],
+        catch_up: CatchUp, call: Caller, is_connected: Callable[[PeerRecord], bool], clock: Clock, timing: Timing,
+        spawn: Spawn, changed: Callable[[], None],
     ) -> None:  # fmt: skip
         self._own = own
         self._own_id = PeerId(own.peer_id)
@@ -40,6 +41,7 @@ class Reporter:
         self._participant = participant
         self._catch_up = catch_up
         self._call = call
+        self._is_connected = is_connected
         self._clock = clock
         self._timing = timing
         self._spawn = spawn
@@ -48,6 +50,8 @@ class Reporter:
         self._version = 0
         self._under_way: set[PeerId] = set()
         self._nudges: set[PeerId] = set()
+        self._connected: set[PeerId] = set()
+        """As of the last turn."""
         self._branches: set[str] = set()
         self._turn_at = clock.monotonic()
         """The last turn of `run`: nothing else here is as regular."""
@@ -81,7 +85,7 @@ class Reporter:
             if (progress := self._member.progress()) != last_progress:
                 last_progress = progress
                 self._changed()
-            targets, self._nudges = self._nudges | {self._target()}, set()
+            targets, self._nudges = self._nudges | {self._target()} | self._cut_off(), set()
             now = self._clock.monotonic()
             if now - last_heartbeat >= self._timing.heartbeat_seconds:
                 last_heartbeat = now
@@ -122,6 +126,13 @@ class Reporter:
         if self._target() == self._own_id:
             targets.update(self._roster.strangers(self._participant.standing))
         return targets
+
+    def _cut_off(self) -> set[PeerId]:
+        """Members to which the connection broke: whether they are still there shows as soon as they are called."""
+        members = self._roster.members(self._participant.standing)
+        connected = {p for p, record in self._roster.records(members).items() if self._is_connected(record)}
+        cut_off, self._connected = (self._connected & members.keys()) - connected, connected
+        return cut_off
 
     # -- one report --------------------------------------------------------------------------------------------------
 
@@ -164,14 +175,17 @@ class Reporter:
                 self._progressed.set()
 
     async def _tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
+        started_at = self._clock.monotonic()
         try:
             return await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
         except PeerUnavailable as error:
             is_stale = messages.unpack_standing(request.standing) != self._participant.standing
-            if error.is_gone or is_stale or self._participant.is_catching_up:
+            # Who was silent until the connection broke will not answer on another one.
+            was_silent = self._clock.monotonic() - started_at >= self._timing.reconnect_seconds
+            if error.is_gone or is_stale or was_silent or self._participant.is_catching_up:
                 raise
             # A connection broke: whether there is still somebody shows when another one is made, at once or not.
-            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.call_seconds / 2)
+            return await self._call(peer, REPORT, request, timeout_seconds=self._timing.reconnect_seconds)
 
     async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
         theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)

@@ -5,7 +5,7 @@ goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -181,6 +181,11 @@ class Roster:
             if report.heard_at >= oldest and report.standing == own and not self._is_excluded(peer_id)
         }
 
+    def overdue(self, own: Standing) -> Set[PeerId]:
+        """Members that have missed a heartbeat: they may just have been frozen or cut off."""
+        oldest = self._clock.monotonic() - 2 * self._timing.heartbeat_seconds
+        return {peer_id for peer_id, report in self.members(own).items() if report.heard_at < oldest}
+
     @property
     def counted(self) -> frozenset[int]:
         """What any other peer has committed in this round, though it may be gone with it."""
@@ -217,6 +222,11 @@ class Roster:
     def record(self, peer_id: PeerId) -> PeerRecord | None:
         """How a peer is reached."""
         return self._peers(serving=False).get(peer_id)
+
+    def records(self, peer_ids: Iterable[PeerId]) -> dict[PeerId, PeerRecord]:
+        """How other peers are reached, those of them that are known."""
+        known = self._peers(serving=False)
+        return {peer_id: known[peer_id] for peer_id in peer_ids if peer_id in known}
 
     def donors(self, own: Standing) -> list[PeerRecord]:
         """Peers that may be ahead: first those that said so, the farthest first, then those one knows nothing of."""

@@ -15,6 +15,8 @@ class Timing:
     """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     call_seconds: float = 2.0
     """Deadline of a leader's call to a peer that has missed a report already, and of one to a suspected peer."""
+    reconnect_seconds: float = 1.0
+    """Deadline of a report on a new connection, where the one before broke sooner than that."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
     probe_seconds: float = 1.0

@@ -80,6 +80,10 @@ class Transport(Protocol):
         """Have a sign of life."""
         ...
 
+    def is_connected(self, peer: PeerRecord) -> bool:
+        """Whether there is a connection to a peer. That one broke shows at once if its process has died."""
+        ...
+
 
 class Caller(Protocol):
     """Calls a peer, or this peer itself without a network."""
@@ -200,6 +204,9 @@ class GrpcTransport:
             await health.Check(HealthCheckRequest(), timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
+
+    def is_connected(self, peer: PeerRecord) -> bool:
+        return self._channels.is_connected(peer)
 
     def _stub(self, peer: PeerRecord, *, bulk: bool) -> AveragingServiceStub:
         return AveragingServiceStub(self._channels.channel(peer, bulk=bulk))

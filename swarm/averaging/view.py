@@ -20,6 +20,7 @@ class GroupView:
     Attributes:
         progress: by member, this peer included.
         committed: microbatches that some member has committed in this round.
+        shown: those, but for the ones of members that have missed a heartbeat.
         counted: those, and the ones that a member had committed who is not there, or left out.
         lost: of the latter, those that have certainly died with it.
         complete: the round has all it needs.
@@ -32,6 +33,7 @@ class GroupView:
     is_leader: bool
     progress: Mapping[PeerId, Progress]
     committed: frozenset[int]
+    shown: frozenset[int]
     counted: frozenset[int]
     lost: frozenset[int]
     complete: bool

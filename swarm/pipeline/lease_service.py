@@ -75,14 +75,6 @@ class LeaseServicer(LeaseServiceServicer):
             self._check(request)
         except SwarmError as error:
             await abort(context, error)
-        try:
-            return await self._grant_or_wait(request)
-        except asyncio.CancelledError:
-            if self._table is not None:
-                self._table.doubt(request.trainer_id)
-            raise
-
-    async def _grant_or_wait(self, request: pb.AcquireRequest) -> pb.AcquireReply:
         deadline = self._clock.monotonic() + min(MAX_WAIT_SECONDS, request.wait_seconds)
         while True:
             lead = self._lead()

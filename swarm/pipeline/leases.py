@@ -19,8 +19,8 @@ LEASE_SECONDS = 8.0
 count all the same, after another trainer ran the microbatch as well, one of the two is taken out, as where two trainers
 hold one lease; with DiLoCo nobody else ever runs it."""
 DOUBT_SECONDS = 2.5
-"""Synchronous: what is left of a trainer's leases when a call of it breaks off. If it lives, it calls again in a
-second."""
+"""Synchronous: a trainer that was not heard of for so long may have died. Another one that has nothing else to do gets
+what it holds, since everybody would wait for that at the end of a round."""
 GATHER_SECONDS = 1.5
 """For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases more often, so
 it knows then what they hold. Trainers have enough to do meanwhile."""
@@ -28,7 +28,7 @@ LONGEST_GATHER_SECONDS = 5.0
 """Likewise, if a peer of the stage has not told yet what it has."""
 SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
-SHOWN_SECONDS = 2.0
+SHOWN_SECONDS = 1.5
 """How long it may take, while a round goes on, until a microbatch that its trainer is done with shows as committed."""
 LOST_SECONDS = LEASE_SECONDS
 """What does not show as committed for so long after its Ack is lost, even while the round goes on. Lines stall for some
@@ -48,9 +48,9 @@ class RoundView:
 
     round: int
     committed: Set[int]
-    """Microbatches that some member has committed."""
+    """Microbatches that some member has committed, and one hears of it."""
     counted: Set[int]
-    """Those, and the ones that a member had committed who is not there, or left out."""
+    """Those, and the ones that a member had committed who is silent, not there, or left out."""
     lost: Set[int]
     """Of the latter, those that have certainly died with it."""
     highest_microbatch: int
@@ -78,7 +78,6 @@ class Grant:
 @dataclass
 class _Lease:
     trainer_id: str
-    expires_at: float
     has_arrived: bool
     """Whether the trainer knows of it, as far as one can tell: the answer that grants it may be lost."""
 
@@ -101,8 +100,10 @@ class LeaseTable:
         self._leads_since = self._asked_at = clock.monotonic()
         self._leases: dict[int, _Lease] = {}
         self._finished: dict[int, _Finished] = {}
+        self._heard_at: dict[str, float] = {}
+        """When trainers were last heard of; then they renewed all that they hold."""
         self._wanted_at: dict[str, float] = {}
-        """When trainers last wanted something; of late."""
+        """When they last wanted something; of late."""
         self._next: int | None = None
         self._round = -1
 
@@ -127,21 +128,18 @@ class LeaseTable:
         """
         self._note_lead()
         self._note_committed(view)
+        self._heard_at[trainer_id] = self._clock.monotonic()
         self._renew(trainer_id, holding, released, acknowledged)
+        self._end_leases(LEASE_SECONDS)
         if self._config.rounds.synchronous:
             self._note_round(view.round, trainer_id, acknowledged)
             self._note_wanting(trainer_id, count)
             count = 0 if self._gathers(view) else count
-            return self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
+            grant = self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
+            if count and not grant.microbatches and self._end_leases(DOUBT_SECONDS):
+                grant = self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
+            return grant
         return self._grant_endless(view, trainer_id, count)
-
-    def doubt(self, trainer_id: str) -> None:
-        """A call of a trainer broke off: it may have died. At the end of a round everybody waits for what it held."""
-        if self._config.rounds.synchronous:
-            latest = self._clock.monotonic() + DOUBT_SECONDS
-            for lease in self._leases.values():
-                if lease.trainer_id == trainer_id:
-                    lease.expires_at = min(lease.expires_at, latest)
 
     def _note_lead(self) -> None:
         """Trainers ask all the time: if nobody has for a while, this peer was away, and others may have led."""
@@ -175,11 +173,19 @@ class LeaseTable:
                     self._finished[microbatch] = _Finished(trainer_id, now)
         for microbatch in holding:
             # After a change of leader this is how the new one learns who holds what.
-            lease = self._leases.setdefault(microbatch, _Lease(trainer_id, 0.0, has_arrived=True))
+            lease = self._leases.setdefault(microbatch, _Lease(trainer_id, has_arrived=True))
             if lease.trainer_id == trainer_id:
-                lease.expires_at, lease.has_arrived = now + LEASE_SECONDS, True
-        for microbatch in [m for m, lease in self._leases.items() if lease.expires_at <= now]:
+                lease.has_arrived = True
+
+    def _end_leases(self, seconds: float) -> bool:
+        """End those of trainers that were not heard of for so long; whether there were any."""
+        latest = self._clock.monotonic() - seconds
+        ended = [m for m, lease in self._leases.items() if self._heard_at[lease.trainer_id] <= latest]
+        for microbatch in ended:
             del self._leases[microbatch]
+        holders = {lease.trainer_id for lease in self._leases.values()}
+        self._heard_at = {t: at for t, at in self._heard_at.items() if at > latest or t in holders}
+        return bool(ended)
 
     def _note_round(self, round_number: int, trainer_id: str, acknowledged: Collection[int]) -> None:
         size = self._config.microbatches_per_round
@@ -187,9 +193,12 @@ class LeaseTable:
             self._round = round_number
             self._leases = {m: lease for m, lease in self._leases.items() if m // size == round_number}
             self._finished.clear()
+        now = self._clock.monotonic()
+        # What a new leader hears of before it grants anything was done before it led, or just after.
+        at = self._leads_since if now - self._leads_since < GATHER_SECONDS else now
         for microbatch in acknowledged:
             if microbatch // size == round_number:
-                self._finished.setdefault(microbatch, _Finished(trainer_id, self._clock.monotonic()))
+                self._finished.setdefault(microbatch, _Finished(trainer_id, at))
 
     def _note_wanting(self, trainer_id: str, count: int) -> None:
         now = self._clock.monotonic()
@@ -214,13 +223,15 @@ class LeaseTable:
             known = self._finished.keys() | view.counted
             fresh = [microbatch for microbatch in wanted if microbatch not in known]
             if fresh:
-                return self._lease(trainer_id, fresh[:count])
-        if view.awaits_reports or not all_granted:
-            return Grant(microbatches=(), all_granted=all_granted)
+                # All at once to the first that asks would be lost with it; the others would have nothing to do.
+                share = math.ceil(len(fresh) / max(1, 2 * len(self._wanted_at) - 1))
+                return self._lease(trainer_id, fresh[: min(count, share)])
+        if not all_granted:
+            return Grant(microbatches=())
         # A member that does not answer is not waited for: whoever asks now has nothing better to do, and if it comes
         # back, the replays cost nothing.
         missing = [m for m in wanted if m in away and self._seconds_since(m) >= SHOWN_SECONDS]
-        if not missing and all_committed and view.quiet_seconds >= SETTLE_SECONDS:
+        if not missing and all_committed and not view.awaits_reports and view.quiet_seconds >= SETTLE_SECONDS:
             # Their trainers are done with them, yet no member counts them: the one that did must have dropped.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
         return self._lease_replays(trainer_id, missing, count, spare=bool(away), all_granted=True)
@@ -274,11 +285,10 @@ class LeaseTable:
     ) -> Grant:  # fmt: skip
         if not microbatches:
             return Grant(microbatches=(), all_granted=all_granted)
-        expires_at = self._clock.monotonic() + LEASE_SECONDS
         for microbatch in microbatches:
             # A replay is done sooner than it is heard of.
             is_replay = accumulate_only_at is not None
-            self._leases[microbatch] = _Lease(trainer_id, expires_at, has_arrived=is_replay)
+            self._leases[microbatch] = _Lease(trainer_id, has_arrived=is_replay)
         return Grant(
             microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare, all_granted=all_granted
         )  # fmt: skip

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -191,7 +192,7 @@ class TrainLoop(HopListener):
                 self._count_busy()
                 self._in_flight[work.microbatch.index] = (work, task)
                 task.add_done_callback(functools.partial(self._ended, work))
-            if len(self._queue) < self._window.size:
+            if self._room() > 0:
                 self._wanted.set()
             self._arrived.clear()
             await self._arrived.wait()
@@ -291,7 +292,7 @@ class TrainLoop(HopListener):
             if await self._acquire(last_round):
                 self._renewed_at = asked_at
             self._wanted.clear()
-            if len(self._queue) < self._window.size:
+            if self._room() > 0:
                 # More is wanted: stage 0 answers as soon as there is some.
                 await self._clock.sleep(0.02)
                 continue
@@ -303,9 +304,8 @@ class TrainLoop(HopListener):
 
     async def _acquire(self, last_round: int) -> bool:
         """Renew what stage 0 granted, and ask it for more. True if it answered."""
-        room = max(0, 2 * self._window.size - len(self._queue))
-        wanting = len(self._queue) < self._window.size
-        leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if wanting else 0.0)
+        room = self._room()
+        leased = await self._ask(0, room, wait_seconds=GRANT_WAIT_SECONDS if room else 0.0)
         if leased is None:
             if not self._queue and not self._in_flight:
                 self._on_waiting(0)
@@ -313,6 +313,16 @@ class TrainLoop(HopListener):
         self._stage_0 = leased
         self._take(leased, last_round)
         return True
+
+    def _room(self) -> int:
+        """How many microbatches are wanted: for the window, and half as many for the time that a question takes.
+
+        That is less than a microbatch's way through the stages. What more waits here, no other trainer could run. Work
+        of a later round than stage 0 is in does not count: it waits for a stage 0 that came back from a checkpoint.
+        """
+        newest = math.inf if self._stage_0 is None else self._stage_0.round
+        num_held = sum(work.microbatch.round <= newest for work in self._work())
+        return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
 
     async def _replay_lost(self, stage: int, last_round: int) -> None:
         """Synchronous: run again what a later stage has lost with a peer that died, while the round goes on."""

@@ -14,7 +14,7 @@ class Window:
     """A window that doubles in a round trip until somebody is busy; then it shrinks, and growth begins anew."""
 
     def __init__(self, *, start: int, largest: int) -> None:
-        self._size = float(start)
+        self._size = float(min(start, largest))
         self._largest = largest
         self._growth = self._size
         """In a round trip."""

@@ -5,6 +5,7 @@ those who hold clearly more, until he has come again or his time is over. So a f
 their share. Never waits: who is refused asks again.
 """
 
+import math
 from collections import Counter
 
 from swarm.clock import Clock
@@ -27,6 +28,8 @@ class Admission:
         self._held: Counter[str] = Counter()
         self._refused: dict[str, float] = {}
         """Callers who were refused, and until when a slot is kept for them."""
+        self._next_at = -math.inf
+        """When the next slot beyond the few is due."""
 
     @property
     def num_held(self) -> int:
@@ -42,6 +45,8 @@ class Admission:
         """Take a slot; `give_back` frees it.
 
         Args:
+            retry_after_seconds: how long a microbatch is likely to keep the peer busy. Of those beyond the few, it
+                takes twice as many as it can do in that time, and no more.
             idle: whether the peer has nothing to do, in spite of those who have slots.
 
         Raises:
@@ -53,12 +58,17 @@ class Admission:
         self._refused = {other: until for other, until in self._refused.items() if until > now}
         own = self._held[caller]
         num_kept = sum(own - self._held[other] >= CLEARLY_MORE for other in self._refused if other != caller)
-        if self.num_free <= num_kept:
+        # Many at once, as where a peer fails that had them, would wait here while another peer has nothing to do.
+        is_beyond, gap_seconds = self.num_held >= self._slots.least, retry_after_seconds / 2
+        is_burst = is_beyond and now < self._next_at - gap_seconds
+        if self.num_free <= num_kept or is_burst:
             self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_after_seconds
             reason = f"{self.num_held} microbatches are in flight"
             raise Overloaded(reason, retry_after_seconds=retry_after_seconds)
         self._refused.pop(caller, None)
         self._held[caller] += 1
+        if is_beyond:
+            self._next_at = max(now, self._next_at) + gap_seconds
 
     def give_back(self, caller: str) -> None:
         """Free a slot that the caller took."""

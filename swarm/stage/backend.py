@@ -160,10 +160,10 @@ class StageBackend:
         return forward
 
     def backward(
-        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, input_gradient: bool = True,
-        only_at: int | None = None, spare: bool = False,
+        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None,
+        spare: bool = False,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
-        """If wanted, the gradient of the stage's input (None at stage 0), and of the weights into the open bucket.
+        """The gradient of the stage's input (None at stage 0); if wanted, that of the weights into the open bucket.
 
         The forward is released, whatever happens.
 
@@ -182,10 +182,7 @@ class StageBackend:
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
             root = _scalar(forward._outputs, gradient_BTD)
-            return self._collect(
-                forward, root, wire_gradient, accumulate=accumulate, input_gradient=input_gradient, only_at=only_at,
-                spare=spare,
-            )  # fmt: skip
+            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at, spare=spare)
         finally:
             self.release(forward)
 
@@ -196,7 +193,6 @@ class StageBackend:
         wire_inputs: Mapping[str, torch.Tensor],
         *,
         accumulate: bool,
-        input_gradient: bool = True,
         only_at: int | None = None,
         spare: bool = False,
     ) -> tuple[float, Download | None, Accumulated | None]:
@@ -220,7 +216,7 @@ class StageBackend:
             loss_on_cpu = loss.detach().cpu()
             require_in_range("loss", loss_on_cpu)
             gradient, accumulated = self._collect(
-                forward, loss, None, accumulate=accumulate, input_gradient=input_gradient, only_at=only_at, spare=spare
+                forward, loss, None, accumulate=accumulate, only_at=only_at, spare=spare
             )
             return float(loss_on_cpu), gradient, accumulated
         finally:
@@ -326,10 +322,10 @@ class StageBackend:
 
     def _collect(
         self, forward: Forward, root: torch.Tensor, wire_gradient: torch.Tensor | None, *, accumulate: bool,
-        input_gradient: bool, only_at: int | None, spare: bool,
+        only_at: int | None, spare: bool,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
-        inputs = [] if self._is_first or forward._inputs is None or not input_gradient else [forward._inputs]
+        inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
         if not inputs and not parameters:
             return None, None
         gradients = torch.autograd.grad(root, [*inputs, *parameters], allow_unused=True, materialize_grads=True)

@@ -42,7 +42,8 @@ class Computation(HopListener):
 
     Args:
         accumulate: whether the gradient joins this stage's sum.
-        answers_gradient: whether the stage before wants the gradient of its output.
+        answers_gradient: whether the stage before wants the gradient of its output. What is accumulated has it in any
+            case: another replay may want it.
         adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands
             or falls with this one's acknowledgement.
         earlier: a computation of the same microbatch with the same weights, done here: what it sent and answered
@@ -57,7 +58,7 @@ class Computation(HopListener):
     ) -> None:  # fmt: skip
         self.microbatch = microbatch
         self.accumulate = accumulate
-        self.answers_gradient = answers_gradient
+        self._answers_gradient = answers_gradient
         self.adopts = adopts
         self.waiting_stage = backend.stage
         self.no_peer = False
@@ -97,7 +98,7 @@ class Computation(HopListener):
     @property
     def _has_backward(self) -> bool:
         """Whether anybody needs a gradient from here; of a replay for a later stage nobody does."""
-        return self.accumulate or self.answers_gradient
+        return self.accumulate or self._answers_gradient
 
     @property
     def has_forward(self) -> bool:
@@ -215,8 +216,7 @@ class Computation(HopListener):
         only_at = self.microbatch.accumulate_only_at
         if self._earlier is None or only_at is None or only_at > self._backend.stage:
             return None
-        result = self._earlier.result()
-        return None if self.answers_gradient and result.gradient is None else result
+        return self._earlier.result()
 
     def _earlier_hidden(self) -> torch.Tensor | None:
         """What the next stage got before, unless the forward has to be there for its backward."""
@@ -226,8 +226,7 @@ class Computation(HopListener):
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
                 self.microbatch.index, self.microbatch.round, self.wire_inputs, accumulate=self.accumulate,
-                input_gradient=self.answers_gradient, only_at=self.microbatch.accumulate_only_at,
-                spare=self.microbatch.spare,
+                only_at=self.microbatch.accumulate_only_at, spare=self.microbatch.spare,
             )  # fmt: skip
             return loss, gradient
 
@@ -255,8 +254,8 @@ class Computation(HopListener):
             assert self._forward is not None
             pending, self._forward = self._forward, None
             gradient, self._accumulated = self._backend.backward(
-                pending, wire_gradient, accumulate=self.accumulate, input_gradient=self.answers_gradient,
-                only_at=self.microbatch.accumulate_only_at, spare=self.microbatch.spare,
+                pending, wire_gradient, accumulate=self.accumulate, only_at=self.microbatch.accumulate_only_at,
+                spare=self.microbatch.spare,
             )  # fmt: skip
             return gradient
 

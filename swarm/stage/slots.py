@@ -25,14 +25,15 @@ class Slots:
 
     def __init__(self, least: int, largest: int, queue_length: Callable[[], int]) -> None:
         self._size = float(least)
-        self._least = least
+        self.least = least
+        """So many there always are."""
         self._largest = max(least, largest)
         self._queue_length = queue_length
 
     @property
     def size(self) -> int:
         """Microbatches that may be in flight here now."""
-        return self._least if self._piles_up() else int(self._size)
+        return self.least if self._piles_up() else int(self._size)
 
     def refused(self, *, idle: bool) -> None:
         """All are taken and somebody wanted one; `idle`: the peer has nothing to do, though it has all these."""
@@ -43,7 +44,7 @@ class Slots:
         """One was given back."""
         if self._piles_up():
             # By about one in the time in which each of them is used once.
-            self._size = max(float(self._least), self._size - 1.0 / self._size)
+            self._size = max(float(self.least), self._size - 1.0 / self._size)
 
     def _piles_up(self) -> bool:
         return self._queue_length() >= PILE

@@ -235,9 +235,9 @@ class Stage:
     ) -> Computation:  # fmt: skip
         """The computation that answers a microbatch, new or known; `subscriber` gets the answer.
 
-        Where replicas are equal (synchronous) a known microbatch is joined, unless it was a replay and will not answer
-        the gradient that is wanted now. Where they differ, the new activations get a gradient of their own, which is
-        accumulated only if none has been yet.
+        Where replicas are equal (synchronous) a known microbatch is joined, unless it was a replay, which other stages
+        have not accumulated. Where they differ, the new activations get a gradient of their own, which is accumulated
+        only if none has been yet.
 
         Raises:
             StaleMicrobatch, NotReady.
@@ -269,7 +269,8 @@ class Stage:
         if entry.state is EntryState.TENTATIVE and not self.config.rounds.synchronous:
             return start(microbatch, accumulate=False, adopts=known)
         known.subscribe(subscriber)
-        if self.config.rounds.synchronous and not known.failed and known.answers_gradient >= answers_gradient:
+        is_enough = known.microbatch.accumulate_only_at in (None, microbatch.accumulate_only_at)
+        if self.config.rounds.synchronous and is_enough and not known.failed:
             return known
         self._discard(known)
         return start(microbatch, accumulate=True)
@@ -296,7 +297,8 @@ class Stage:
         # not wait for this one to open again: this one may be waiting for that.
         accumulate = accumulate and not (self.config.rounds.synchronous and self.backend.weights.round.closed)
         if earlier is not None:
-            hints = microbatch.known_by({**hints, **earlier.result().route})
+            # Who asks may know of a replay since; who asks knowing nothing is helped all the same.
+            hints = microbatch.known_by({**earlier.result().route, **hints})
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
             age=next(self._ages), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,

@@ -117,6 +117,39 @@ async def test_round_waits_for_what_is_missing() -> None:
 
 
 @in_virtual_time
+async def test_what_a_member_has_that_missed_a_heartbeat_does_not_show_and_nothing_is_begun_without_it() -> None:
+    """To begin would close what the others have, and nothing could be replayed until it fails."""
+    async with network_of(make_config(), 1, 2) as network:
+        members = stages(network, 1, 2)
+        members[1].learn(3, 4, 5)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().shown == {3, 4, 5})
+        network.freeze(2)
+        await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
+        members[0].learn(0, 1, 2)
+        await asyncio.sleep(QUICK.heartbeat_seconds)
+        assert view().shown == {0, 1, 2}
+        assert view().complete
+        assert not [name for name, _, _ in network.calls if name == "Begin"]
+        network.thaw(2)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert members[0].results[0].attempts == 1
+
+
+@in_virtual_time
+async def test_a_member_that_is_killed_is_missed_before_its_next_heartbeat_is_due() -> None:
+    async with network_of(make_config(), 1, 2) as network:
+        view, time = network.peers[peer_id(1)].averager.view, asyncio.get_running_loop().time
+        await asyncio.sleep(2 * QUICK.heartbeat_seconds)
+        stages(network, 2)[0].learn(3, 4)
+        await until(lambda: view().committed == {3, 4})
+        network.kill(2)
+        killed_at = time()
+        await until(lambda: not view().committed)
+        assert time() - killed_at < 1.2 * QUICK.heartbeat_seconds
+
+
+@in_virtual_time
 async def test_duplicates_count_once() -> None:
     async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)

@@ -143,9 +143,13 @@ def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:
     group = Group()
     group.clock.advance(TIMING.heartbeat_seconds)
     assert not group.roster.strangers(HERE)
-    group.clock.advance(TIMING.heartbeat_seconds)
+    assert not group.roster.overdue(HERE)
+    group.clock.advance(TIMING.heartbeat_seconds + 0.1)
     assert group.roster.strangers(HERE) == [OTHER]
+    assert group.roster.overdue(HERE) == {OTHER}
     assert OTHER in group.roster.members(HERE)
+    group.report(3, 4)
+    assert not group.roster.overdue(HERE)
 
 
 def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarm.clock import ManualClock
 from swarm.pipeline.lease_service import GAP_SECONDS, GroupLead, LeaseServicer
-from swarm.pipeline.leases import DOUBT_SECONDS, GATHER_SECONDS, RoundView
+from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId
@@ -75,25 +75,6 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
         leader.clock.advance(GAP_SECONDS)
     reply = await waiting
     assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
-
-
-async def test_what_a_trainer_held_whose_call_breaks_off_is_soon_granted_again() -> None:
-    size = SYNCHRONOUS.microbatches_per_round
-    view = RoundView(
-        round=0, committed=set(range(1, size)), counted=set(range(1, size)), lost=set(), highest_microbatch=size - 1,
-        quiet_seconds=0.0, awaits_reports=False, complete=False,
-    )  # fmt: skip
-    leader = Leader(0, view)
-    await leader.gather()
-    assert list((await leader.servicer.Acquire(leader.request(count=1), None)).microbatches) == [0]
-    waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=1, holding=[0], wait_seconds=5.0), None))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait([waiting])
-    for granted in ([], [0]):
-        leader.clock.advance(DOUBT_SECONDS / 2)
-        reply = await leader.servicer.Acquire(leader.request("another", count=1), None)
-        assert list(reply.microbatches) == granted
 
 
 async def test_a_stage_has_what_it_lacks_replayed() -> None:

@@ -85,7 +85,8 @@ def test_a_synchronous_round_is_handed_out_once() -> None:
     leader = _Leader(_SYNCHRONOUS)
     assert _SIZE == 6
     assert leader.give("a", 4) == [0, 1, 2, 3]
-    assert leader.give("b", 4) == [4, 5]
+    assert leader.give("b", 4) == [4]
+    assert leader.give("b", 4, holding=[4]) == [5]
     assert leader.give("b", 4, holding=[4, 5]) == []
     assert leader.give("a", 4, holding=[0, 1, 2, 3]) == []
 
@@ -119,27 +120,52 @@ def test_a_dead_trainers_leases_expire_and_a_living_ones_do_not() -> None:
     assert set(leader.give("third", 4)) >= {0, 1}
 
 
-def test_a_trainer_whose_call_breaks_off_has_little_time_to_call_again() -> None:
+def test_what_a_silent_trainer_holds_goes_to_one_that_has_nothing_else_to_do() -> None:
     leader = _Leader(_SYNCHRONOUS)
     leader.give("dead", 2)
     leader.give("alive", 2)
-    leader.table.doubt("dead")
-    leader.table.doubt("alive")
     leader.clock.advance(DOUBT_SECONDS / 2)
     leader.ask("alive", 0, holding=[2, 3])
-    assert leader.give("other", 9) == [4, 5]
     leader.clock.advance(DOUBT_SECONDS / 2)
+    assert leader.give("other", 9) == [4, 5], "there is something else to do"
     assert leader.give("other", 9, holding=[4, 5]) == [0, 1]
+    assert leader.give("other", 9, holding=[0, 1, 4, 5]) == []
 
 
-def test_with_diloco_a_broken_call_means_nothing() -> None:
-    """Nobody else would run what its trainer holds."""
+def test_so_do_replays_that_it_holds() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.lost = {3, 4}
+    assert leader.give("dead", 9, all_granted=False) == [3, 4]
+    leader.clock.advance(DOUBT_SECONDS)
+    grant = leader.ask("other", 9, all_granted=False)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([3, 4], 1)
+
+
+def test_with_diloco_nobody_gets_what_a_silent_trainer_holds() -> None:
     leader = _Leader(_DILOCO)
     leader.give("a", 2)
-    leader.table.doubt("a")
     leader.clock.advance(DOUBT_SECONDS)
     leader.ask("b", 0)
     assert leader.table.num_leases == 2
+
+
+def test_trainers_that_have_room_share_a_round() -> None:
+    """All of it would be lost with the first that asks, and the other have nothing to do meanwhile."""
+    config = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=256))
+    leader = _Leader(config)
+    assert leader.give("a", 99, committed=set(range(config.microbatches_per_round))) == []
+    held: dict[str, list[int]] = {"b": [], "a": []}
+    for trainer in [*held] * 10:
+        held[trainer] += leader.give(trainer, 99, holding=held[trainer])
+    assert sorted(held["a"] + held["b"]) == [*range(config.microbatches_per_round)]
+    assert {name: len(microbatches) for name, microbatches in held.items()} == {"b": 19, "a": 13}
+
+
+def test_a_trainer_alone_is_given_all_that_it_has_room_for() -> None:
+    leader = _Leader(_SYNCHRONOUS)
+    leader.give("a", 1)
+    leader.clock.advance(1.0)
+    assert leader.give("b", 9) == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("config", [_SYNCHRONOUS, _DILOCO])
@@ -354,6 +380,14 @@ def test_who_has_just_taken_the_lead_learns_first_who_holds_what() -> None:
     assert leader.give("a", 9, holding=[5]) == [0, 1, 4]
 
 
+def test_what_was_done_before_it_led_is_late_as_soon_as_it_grants() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=1.0)
+    leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
+    assert leader.give("a", 9, acknowledged=range(6)) == []
+    leader.clock.advance(GATHER_SECONDS - 1.0)
+    assert leader.give("a", 9, acknowledged=range(6)) == [0, 1]
+
+
 def test_who_was_away_and_leads_again_learns_it_anew() -> None:
     """Meanwhile another peer may have led, and granted what this one has not."""
     leader = _Leader(_SYNCHRONOUS)
@@ -372,6 +406,13 @@ def test_it_waits_for_a_peer_that_has_not_told_what_it_has_but_not_for_ever() ->
     assert leader.give("a", 9, awaits_reports=True) == []
     leader.clock.advance(LONGEST_GATHER_SECONDS)
     assert leader.give("a", 9, awaits_reports=True) == [*range(_SIZE)]
+
+
+def test_what_a_silent_member_had_is_replayed_though_another_has_not_told_what_it_has() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
+    leader.committed, leader.counted = {2, 3, 4, 5}, {0}
+    assert leader.give("a", 9, quiet_seconds=60.0, awaits_reports=True) == [0]
+    assert leader.give("a", 9, quiet_seconds=60.0, awaits_reports=True, holding=[0]) == []
 
 
 def test_while_a_peer_has_not_told_what_it_has_nothing_is_missing() -> None:
@@ -422,8 +463,9 @@ def test_with_diloco_nothing_is_granted_twice() -> None:
 class _Table(RuleBasedStateMachine):
     """Two trainers that die, come back and commit as they like: no live lease is ever in two hands."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, lease_seconds: float) -> None:
         super().__init__()
+        self.lease_seconds = lease_seconds
         self.leader = _Leader(config)
         self.held: dict[str, dict[int, float]] = {"a": {}, "b": {}}
 
@@ -437,7 +479,7 @@ class _Table(RuleBasedStateMachine):
         self.leader.committed |= set(done) if committed else set()
         granted = self.leader.give(trainer, count, holding=holding)
         assert not set(granted) & self.leader.committed
-        self.held[trainer] = dict.fromkeys([*holding, *granted], now + LEASE_SECONDS)
+        self.held[trainer] = dict.fromkeys([*holding, *granted], now + self.lease_seconds)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, LEASE_SECONDS]))
     def wait(self, seconds: float) -> None:
@@ -452,12 +494,12 @@ class _Table(RuleBasedStateMachine):
 
 class _SynchronousTable(_Table):
     def __init__(self) -> None:
-        super().__init__(_SYNCHRONOUS)
+        super().__init__(_SYNCHRONOUS, DOUBT_SECONDS)
 
 
 class _DilocoTable(_Table):
     def __init__(self) -> None:
-        super().__init__(_DILOCO)
+        super().__init__(_DILOCO, LEASE_SECONDS)
 
 
 _SynchronousTable.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -49,7 +49,12 @@ class World:
         self.released_later: list[int] = []
         """To later stages."""
         self.num_runs = 0
-        self.granted = False
+        self.stage_0_round = 0
+        self.num_granted = 0
+        self.wanted: list[int] = []
+        """What stage 0 was asked for, each time."""
+        self.num_there = 1
+        """Microbatches that there are to grant."""
         self.lost: list[int] = []
         """What a later stage has lost."""
         self.losing_stage = 1
@@ -91,11 +96,13 @@ class World:
                 counted=self.counted,
             )
         self.released += released
-        fresh = [] if self.granted or not count else [0]
-        self.granted |= bool(fresh)
+        self.wanted.append(count)
+        fresh = range(self.num_granted, min(self.num_there, self.num_granted + count))
+        self.num_granted = max(self.num_granted, fresh.stop)
         return Leased(
-            stage=0, round=0, microbatches=fresh, accumulate_only_at=None, round_complete=False, counted=frozenset()
-        )
+            stage=0, round=self.stage_0_round, microbatches=fresh, accumulate_only_at=None, round_complete=False,
+            counted=frozenset(),
+        )  # fmt: skip
 
     async def train(
         self, microbatch: Microbatch, tensors: Mapping[str, Any], listener: HopListener, hints: Mapping[int, Any]
@@ -120,7 +127,7 @@ class World:
 
 
 @asynccontextmanager
-async def running(config: RunConfig = DILOCO, max_in_flight: int = 1, first: int = 0) -> AsyncIterator[World]:
+async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int = 0) -> AsyncIterator[World]:
     """A loop that has begun with the microbatch, and ends with round `first`, which the stages are in."""
     world = World()
     world.round = first
@@ -152,12 +159,31 @@ async def test_an_answer_is_acknowledged() -> None:
         assert not world.released
 
 
+async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() -> None:
+    """The rest is left to other trainers."""
+    async with running(max_in_flight=4) as world:
+        world.num_there = 100
+        await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
+        assert world.num_runs == 4
+        assert world.num_granted == 4 + 2
+
+
+async def test_a_stage_0_that_came_back_from_a_checkpoint_is_asked_for_its_round_though_the_window_is_full() -> None:
+    """What fills it belongs to the next round, which waits for this one."""
+    async with running(SYNCHRONOUS, max_in_flight=4, first=1) as world:
+        world.stage_0_round = 1
+        world.num_granted, world.num_there = 1, 100
+        await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
+        world.stage_0_round = 0
+        await eventually(lambda: world.wanted[-1] > 0, meanwhile=lambda: world.clock.advance(0.02))
+
+
 async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
     """As when the only peer that counted it has died."""
     async with running() as world:
         world.answer.set()
         await eventually(lambda: world.reply.acked)
-        world.granted = False
+        world.num_granted = 0
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: world.clock.advance(0.02))
         world.round = 1
         await eventually(lambda: len(world.steps) == 1, meanwhile=lambda: pass_time(world))

@@ -75,3 +75,10 @@ def test_it_settles_near_what_the_swarm_takes(capacity: int) -> None:
     settled = sizes[1000:]
     assert max(settled) <= capacity + 1
     assert sum(settled) / len(settled) > 0.7 * capacity
+
+
+def test_it_never_exceeds_what_the_user_allows() -> None:
+    window = Window(start=6, largest=2)
+    assert window.size == 2
+    window.finished(num_busy=0, in_flight=2)
+    assert window.size == 2

@@ -49,6 +49,23 @@ def test_a_flood_leaves_the_others_their_share() -> None:
     assert _taken(admission, "flood")
 
 
+def test_many_at_once_are_taken_no_faster_than_twice_what_the_peer_can_do() -> None:
+    """Though it has learnt that it needs many slots: another peer may do them sooner."""
+    clock = ManualClock()
+    slots = Slots(2, 20, lambda: 0)
+    for _ in range(18):
+        slots.refused(idle=True)
+    admission = Admission(slots, clock)
+    assert sum(_taken(admission, "a") for _ in range(20)) == 2 + 2
+    clock.advance(RETRY)
+    assert sum(_taken(admission, "a") for _ in range(20)) == 2
+    clock.advance(10 * RETRY)
+    assert sum(_taken(admission, "a") for _ in range(20)) == 2
+    for _ in range(8):
+        admission.give_back("a")
+    assert sum(_taken(admission, "a") for _ in range(20)) == 2, "the few, at any time"
+
+
 def test_a_slot_is_not_kept_for_somebody_who_went_elsewhere() -> None:
     clock = ManualClock()
     admission = Admission(_slots(3), clock)
