@@ -171,7 +171,7 @@ async def run(
             training = tasks.create_task(session.train())
             stopped = tasks.create_task(stop_or_expiry(stop, identity, clock))
             await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
-            interrupted = not training.done()
+            interrupted = not training.done() or training.cancelled()
             for task in [*background, training, stopped]:
                 task.cancel()
         await channels.close()
