@@ -11,10 +11,10 @@ import dataclasses
 import logging
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -257,13 +257,14 @@ class Session:
         written = tokenizer.decode(prompt), tokenizer.decode(tokens)
         return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
 
-    async def at_rest(self, work: Callable[[int], Awaitable[Result]]) -> Result | None:
+    async def at_rest(self, work: Callable[[int], Coroutine[Any, Any, Result]]) -> Result | None:
         """Do `work` on the newest round's anchor while this trainer feeds nothing; again if the swarm moved on."""
         with self.loop.paused():
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
                 try:
-                    return await work(self.watcher.latest_round)
+                    # A task of its own: in older Pythons a failed task group leaves its task half cancelled.
+                    return await asyncio.create_task(work(self.watcher.latest_round))
                 except Fatal as error:
                     logger.info("evaluating again: %s", error)
         logger.warning("no evaluation: the swarm moves on faster than it evaluates")

@@ -107,7 +107,7 @@ class Averager:
         self._reporter = Reporter(
             own=own, address=self._address, member=member, roster=self._roster, participant=self._participant,
             catch_up=self._catch_up, call=self._call, is_connected=transport.is_connected, clock=clock, timing=timing,
-            spawn=self._spawn, changed=self._progress_changed,
+            spawn=self._spawn, changed=self._progress_changed, suspect=self._suspect,
         )  # fmt: skip
         barrier = Barrier(
             own_id=self._own_id, address=self._address, call=self._call, peers=peers,
@@ -243,7 +243,7 @@ class Averager:
             self._aborted[str(failed)] += 1
             self._attempts[standing.round] = max(number, failed.promised_attempt)
             for peer_id in failed.unreachable:
-                self._roster.suspect(peer_id)
+                self._suspect(peer_id)
             for peer_id in failed.excluded:
                 self._roster.exclude(peer_id)
             for peer_id in failed.refused:
@@ -377,9 +377,12 @@ class Averager:
             return await self._transport.call(peer, method, request, timeout_seconds=timeout_seconds)
         except (PeerUnavailable, NotReady) as error:
             if peer.stage == self._own.stage:
-                is_gone = isinstance(error, PeerUnavailable) and error.is_gone
-                self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
+                self._suspect(PeerId(peer.peer_id), is_gone=isinstance(error, PeerUnavailable) and error.is_gone)
             raise
+
+    def _suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
+        self._roster.suspect(peer_id, is_gone=is_gone)
+        self._signal()  # The others may have waited for it.
 
     def _moved(self) -> None:
         self._told_at.clear()

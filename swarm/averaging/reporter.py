@@ -31,7 +31,7 @@ class Reporter:
     def __init__(
         self, *, own: PeerRecord, address: Address, member: RoundMember, roster: Roster, participant: Participant,
         catch_up: CatchUp, call: Caller, is_connected: Callable[[PeerRecord], bool], clock: Clock, timing: Timing,
-        spawn: Spawn, changed: Callable[[], None],
+        spawn: Spawn, changed: Callable[[], None], suspect: Callable[[PeerId], None],
     ) -> None:  # fmt: skip
         self._own = own
         self._own_id = PeerId(own.peer_id)
@@ -46,6 +46,7 @@ class Reporter:
         self._timing = timing
         self._spawn = spawn
         self._changed = changed
+        self._suspect = suspect
         self._progressed = asyncio.Event()
         self._version = 0
         self._under_way: set[PeerId] = set()
@@ -164,7 +165,7 @@ class Reporter:
                 self._progressed.set()
         except SwarmError as error:
             logger.debug("report to %s: %s", peer_id, error)
-            self._roster.suspect(peer_id)
+            self._suspect(peer_id)
             self._progressed.set()
             if active is not None and active == group.active and active.leader_id == peer_id:
                 logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)

@@ -19,6 +19,9 @@ from swarm.rpc.bounds import LONGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
+PROBE_SHARE = 0.1
+"""Of the time for which a peer has not answered: so long it is left alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -32,6 +35,13 @@ class Report:
     def standing(self) -> Standing:
         """Where its sender is."""
         return messages.standing_of(self.progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspicion:
+    since: float
+    called_at: float
+    """The last attempt to reach the peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +71,9 @@ class Roster:
         self._lost: set[int] = set()
         """What has died with a peer."""
         self._standings: dict[PeerId, Standing] = {}
-        self._suspects: dict[PeerId, float] = {}
-        """By the time of the last attempt to reach them."""
+        self._answered_at: dict[PeerId, float] = {}
+        """The last sign of life."""
+        self._suspects: dict[PeerId, _Suspicion] = {}
         self._exclusions: dict[PeerId, _Exclusion] = {}
         self._moved_at = clock.monotonic()
 
@@ -94,6 +105,7 @@ class Roster:
     def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
         """A peer gave a sign of life; `standing` is None while it is about to move."""
         self._suspects.pop(peer_id, None)
+        self._answered_at[peer_id] = self._clock.monotonic()
         if standing is not None:
             self._standings[peer_id] = standing
 
@@ -123,7 +135,8 @@ class Roster:
         Args:
             is_gone: nobody listens where it was: what it had committed in this round is lost.
         """
-        self._suspects[peer_id] = self._clock.monotonic()
+        now, before = self._clock.monotonic(), self._suspects.get(peer_id)
+        self._suspects[peer_id] = _Suspicion(since=before.since if before else now, called_at=now)
         self._reports.pop(peer_id, None)
         if is_gone and (last := self._last_words.pop(peer_id, None)) is not None:
             _add(self._lost, last.progress.committed)
@@ -153,6 +166,16 @@ class Roster:
         self._counted.clear()
         self._lost.clear()
         self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
+        self._forget_the_gone()
+
+    def _forget_the_gone(self) -> None:
+        """Peers that are not announced and were not heard of for long: in weeks they would become many."""
+        oldest = self._clock.monotonic() - self._timing.forget_seconds
+        self._contacts = {p: contact for p, contact in self._contacts.items() if contact[1] >= oldest}
+        known = self._peers(serving=False).keys()
+        for by_peer in (self._reports, self._standings, self._answered_at, self._suspects):
+            for peer_id in by_peer.keys() - known:
+                del by_peer[peer_id]
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +207,7 @@ class Roster:
     def overdue(self, own: Standing) -> Set[PeerId]:
         """Members that have missed a heartbeat: they may just have been frozen or cut off."""
         oldest = self._clock.monotonic() - 2 * self._timing.heartbeat_seconds
-        return {peer_id for peer_id, report in self.members(own).items() if report.heard_at < oldest}
+        return {peer_id for peer_id in self.members(own) if self._answered_at[peer_id] < oldest}
 
     @property
     def counted(self) -> frozenset[int]:
@@ -260,10 +283,14 @@ class Roster:
         return peer_id in self._suspects
 
     def due_suspects(self) -> list[PeerId]:
-        """Suspected peers, still announced or heard of, that should be called again."""
-        latest = self._clock.monotonic() - self._timing.probe_seconds
-        known = self._peers(serving=False)
-        return [peer for peer, called_at in self._suspects.items() if called_at <= latest and peer in known]
+        """Suspected peers, still announced or heard of, that should be called again: the longer gone, the rarer."""
+        now, least, known = self._clock.monotonic(), self._timing.probe_seconds, self._peers(serving=False)
+        return [
+            peer
+            for peer, suspicion in self._suspects.items()
+            if now - suspicion.called_at >= max(least, PROBE_SHARE * (suspicion.called_at - suspicion.since))
+            and peer in known
+        ]
 
     def announced(self) -> Set[PeerId]:
         """Other peers that serve or were heard of lately, whether they can be reached or not."""

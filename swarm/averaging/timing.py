@@ -14,13 +14,15 @@ class Timing:
     report_seconds: float = 3.0
     """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     call_seconds: float = 2.0
-    """Deadline of a leader's call to a peer that has missed a report already, and of one to a suspected peer."""
+    """Deadline of a call to a peer that has missed a report already, is suspected, or was cut off."""
     reconnect_seconds: float = 1.0
     """Deadline of a report on a new connection, where the one before broke sooner than that."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
     probe_seconds: float = 1.0
-    """Time between two calls to a suspected peer."""
+    """Time between two calls to a suspected peer, at first."""
+    forget_seconds: float = 3600.0
+    """A peer that is not announced and was not heard of for so long is forgotten."""
     exclusion_seconds: float = 5.0
     """For how long a member that made an exchange fail is left out, the first time."""
     max_exclusion_seconds: float = 60.0

@@ -21,7 +21,7 @@ class GroupView:
         progress: by member, this peer included.
         committed: microbatches that some member has committed in this round.
         shown: those, but for the ones of members that have missed a heartbeat.
-        counted: those, and the ones that a member had committed who is not there, or left out.
+        counted: what is committed, and the ones that a member had committed who is not there, or left out.
         lost: of the latter, those that have certainly died with it.
         complete: the round has all it needs.
         highest_microbatch: highest index any member has seen; -1 for none.

@@ -216,9 +216,10 @@ class LeaseTable:
             if microbatch not in view.committed and microbatch not in self._leases
         ]
         away = view.counted - view.committed - view.lost
-        if lost := self._lost(view, wanted, may_be_elsewhere=bool(away) or view.awaits_reports):
-            # Replayed at once, they do not hold up the end of the round.
-            return self._lease_replays(trainer_id, lost, count)
+        lost = self._lost(view, wanted, may_be_elsewhere=bool(away) or view.awaits_reports)
+        # Replayed at once, they do not hold up the end of the round.
+        if (grant := self._lease_replays(trainer_id, lost, count)).microbatches:
+            return grant
         if self._stage == 0:
             known = self._finished.keys() | view.counted
             fresh = [microbatch for microbatch in wanted if microbatch not in known]

@@ -170,8 +170,13 @@ class TrainLoop(HopListener):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Hand out no microbatch inside the block; what is in flight goes on."""
+        """Hand out no microbatch inside the block; what is in flight goes on.
+
+        Synchronous: what was leased and has not begun is given back, since the others would wait for it.
+        """
         self._paused = True
+        if self._config.rounds.synchronous:
+            self._give_up_queue()
         try:
             yield
         finally:
@@ -204,8 +209,8 @@ class TrainLoop(HopListener):
         """
         if self._paused:
             return None
-        work = next((work for work in self._queue if work.microbatch.index not in self._in_flight), None)
-        return work if work is not None and self._has_room(work.microbatch.round) else None
+        waiting = (work for work in self._queue if work.microbatch.index not in self._in_flight)
+        return next((work for work in waiting if self._has_room(work.microbatch.round)), None)
 
     def _has_room(self, round_number: int) -> bool:
         """Whether one more of that round may be under way.
@@ -320,6 +325,8 @@ class TrainLoop(HopListener):
         That is less than a microbatch's way through the stages. What more waits here, no other trainer could run. Work
         of a later round than stage 0 is in does not count: it waits for a stage 0 that came back from a checkpoint.
         """
+        if self._paused:
+            return 0
         newest = math.inf if self._stage_0 is None else self._stage_0.round
         num_held = sum(work.microbatch.round <= newest for work in self._work())
         return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
@@ -329,9 +336,8 @@ class TrainLoop(HopListener):
         while True:
             if self._stage_0 is not None:
                 num_held = sum(work.granted_by == stage for work in self._work())
-                lost = await self._ask(
-                    stage, max(0, self._window.size - num_held), wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0
-                )
+                room = 0 if self._paused else max(0, self._window.size - num_held)
+                lost = await self._ask(stage, room, wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0)
                 if lost is not None:
                     self._take(lost, last_round)
             await self._clock.sleep(LOST_GAP_SECONDS)
@@ -386,10 +392,9 @@ class TrainLoop(HopListener):
             if work.microbatch.is_replay and not work.answered and self._is_needless(work, leased):
                 task.cancel()
 
-    @staticmethod
-    def _is_needless(work: _Work, leased: Leased) -> bool:
+    def _is_needless(self, work: _Work, leased: Leased) -> bool:
         """Whether its stage has it: another trainer ran it, or who had it is back, or the round is over."""
-        is_over = work.microbatch.is_replay and work.microbatch.round < leased.round
+        is_over = self._config.rounds.synchronous and work.microbatch.round < leased.round
         return work.granted_by == leased.stage and (is_over or work.microbatch.index in leased.counted)
 
     def _is_overdue(self) -> bool:
@@ -399,11 +404,14 @@ class TrainLoop(HopListener):
         """Leases could not be renewed: by the time another trainer has them, nothing of ours may still count."""
         if self._in_flight:
             logger.warning("the leases were not renewed in time: %d microbatches given up", len(self._in_flight))
+        self._give_up_queue()
+        for _, task in self._in_flight.values():
+            task.cancel()
+
+    def _give_up_queue(self) -> None:
         for work in self._queue:
             self._release(work)
         self._queue.clear()
-        for _, task in self._in_flight.values():
-            task.cancel()
 
     async def _give_back(self) -> None:
         """Release what was leased and not run, so that others need not wait for it to expire."""

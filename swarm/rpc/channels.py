@@ -22,9 +22,15 @@ from swarm.rpc.callers import MAX_CALLS
 from swarm.types import PeerRecord
 
 Options = tuple[tuple[str, int | str], ...]
+_Key = tuple[str, str, bool]
+"""Endpoint, certificate, and whether it is for bulk transfers."""
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Of one message; tensors travel in chunks of about 1 MiB."""
+
+UNUSED_SECONDS = 3600.0
+"""A channel that was not asked for during so long is closed when another one is opened: its peer has left, most likely.
+Calls that it still has may go on for as long."""
 
 
 def _client_options(silence_ms: int, answer_ms: int) -> Options:
@@ -107,7 +113,9 @@ class ChannelPool:
         self._identity = identity
         self._authority = identity.authority if identity is not None else None
         self._clock = clock or SystemClock()
-        self._channels: dict[tuple[str, str, bool], grpc.aio.Channel] = {}
+        self._channels: dict[_Key, grpc.aio.Channel] = {}
+        self._used_at: dict[_Key, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def channel(self, record: PeerRecord, *, bulk: bool = False) -> grpc.aio.Channel:
         """The channel to a peer, opened on first use.
@@ -124,8 +132,11 @@ class ChannelPool:
             raise PeerUnavailable(f"{secure} uses TLS and {insecure} does not: use --insecure on all peers or none")
         self._require_member(record)
         key = (record.endpoint, record.certificate_pem, bulk)
+        now = self._clock.monotonic()
         if key not in self._channels:
+            self._close_unused(now)
             self._channels[key] = self._open(record, BULK_OPTIONS if bulk else CLIENT_OPTIONS)
+        self._used_at[key] = now
         return self._channels[key]
 
     def is_connected(self, record: PeerRecord) -> bool:
@@ -133,17 +144,25 @@ class ChannelPool:
         channel = self._channels.get((record.endpoint, record.certificate_pem, False))
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
-    async def retain(self, records: Iterable[PeerRecord], *, grace_seconds: float) -> None:
-        """Close the channels to all other peers, once their calls have ended or the grace is over."""
-        kept = {(record.endpoint, record.certificate_pem) for record in records}
-        vanished = [key for key in self._channels if key[:2] not in kept]
-        await _close([self._channels.pop(key) for key in vanished], grace_seconds)
-
     async def close(self) -> None:
         """Close all channels, and cancel what calls they have."""
         channels = list(self._channels.values())
         self._channels.clear()
+        self._used_at.clear()
+        for task in self._closing:
+            task.cancel()
         await _close(channels, None)
+
+    def _close_unused(self, now: float) -> None:
+        """Close them once their calls have ended: peers come and go for weeks."""
+        unused = [key for key, used_at in self._used_at.items() if now - used_at >= UNUSED_SECONDS]
+        if unused:
+            channels = [self._channels.pop(key) for key in unused]
+            for key in unused:
+                del self._used_at[key]
+            task = asyncio.get_running_loop().create_task(_close(channels, UNUSED_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     def _require_member(self, record: PeerRecord) -> None:
         if self._authority is None:

@@ -88,7 +88,7 @@ class SimulatedPeer:
         """Take a slot. Raises Overloaded."""
         seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
         idle = self.queue_length <= FEW and not self.num_refused
-        self._admission.take(caller, retry_after_seconds=min(max(seconds, 0.02), 1.0), idle=idle)
+        self._admission.take(caller, busy_seconds=seconds, idle=idle)
 
     def give_back(self, caller: str) -> None:
         """Free a slot."""

@@ -148,15 +148,18 @@ class StageBackend:
             microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
         )
         self._check_inputs(wire_inputs)
-        if has_backward and self.budget.has_room():
-            inputs, outputs = self._graph(forward)
-            forward._inputs, forward._outputs = inputs, outputs
-            self.budget.num_kept += 1
+        keeps_graph = has_backward and self.budget.has_room()
+        if keeps_graph:
+            forward._inputs, outputs = self._graph(forward)
         else:
             with torch.no_grad():
                 outputs = self._apply(forward, self._hidden_or_tokens(wire_inputs))
-        forward.version.users += has_backward
         forward.wire_hidden = self._boundary.encode(outputs, self.staging)
+        # Last: what fails before is not released.
+        if keeps_graph:
+            forward._outputs = outputs
+            self.budget.num_kept += 1
+        forward.version.users += has_backward
         return forward
 
     def backward(

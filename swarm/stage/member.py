@@ -112,6 +112,11 @@ class StageMember:
         synchronous = self._stage.config.rounds.synchronous
         start = time.perf_counter()
         self._closed = None
+        if synchronous:
+            # As in `close`, after which the round may have been reopened: what would arrive behind our back counts in
+            # this round, and would be added to the next one's sum.
+            self._weights.seal()
+            await self._stage.settle_round(self._stage.round, frozenset())
 
         def commit() -> float:
             parent = self._weights.round.lineage

@@ -170,7 +170,7 @@ class Stage:
         admission = self._admissions.setdefault(place, Admission(self._slots, self._clock))
         # One of the next round waits for the end of this one, however little there is to do.
         idle = microbatch.round <= self.round and self._is_idle
-        admission.take(caller, retry_after_seconds=self._microbatch_seconds(), idle=idle)
+        admission.take(caller, busy_seconds=self._busy_seconds(), idle=idle)
         return Slot(place, caller)
 
     def known_inputs(self, microbatch: Microbatch) -> Mapping[str, torch.Tensor] | None:
@@ -184,10 +184,9 @@ class Stage:
         known = None if entry is None else entry.computation
         return None if known is None or known.failed else known
 
-    def _microbatch_seconds(self) -> float:
-        """How long it is likely to take until a slot is free."""
-        seconds = (self._seconds_per_sample.value or 0.0) * self.config.data.microbatch_size
-        return min(max(seconds, 0.02), 1.0)
+    def _busy_seconds(self) -> float:
+        """What a microbatch takes of the compute thread's time, as far as is known."""
+        return (self._seconds_per_sample.value or 0.0) * self.config.data.microbatch_size
 
     def leave(self, slot: Slot) -> None:
         """Give a slot back."""

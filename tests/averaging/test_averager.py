@@ -150,6 +150,22 @@ async def test_a_member_that_is_killed_is_missed_before_its_next_heartbeat_is_du
 
 
 @in_virtual_time
+async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_be_gone() -> None:
+    async with network_of(make_config("diloco"), 1, 2) as network:
+        time = asyncio.get_running_loop().time
+        await asyncio.sleep(2 * QUICK.heartbeat_seconds)
+        network.freeze(2)
+        await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
+        roster = network.peers[peer_id(1)].averager._roster
+        survivor = stages(network, 1)[0]
+        survivor.learn(0, 1, 2, 3, 4, 5)
+        await until(lambda: roster.is_suspected(PeerId(peer_id(2))))
+        gone_at = time()
+        await until(lambda: survivor.round == 1)
+        assert time() - gone_at < 0.5 * QUICK.heartbeat_seconds
+
+
+@in_virtual_time
 async def test_duplicates_count_once() -> None:
     async with network_of(make_config(microbatches=8), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
@@ -721,7 +737,7 @@ async def test_what_is_decided_is_not_missed_when_its_member_goes() -> None:
         await asyncio.sleep(0.3)
         network.kill(2)
         await until(lambda: len(view().progress) == 1)
-        assert view().committed == frozenset(range(6))
+        assert view().committed == view().shown == frozenset(range(6))
         assert view().complete
         second[1].learn(4, 5)
         await until(lambda: all(stage.round == 1 for stage in [first[0], *second]))

@@ -1,6 +1,7 @@
 """What is known of a member that has fallen silent: it may come back with all it has, or it is gone."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -150,6 +151,43 @@ def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:
     assert OTHER in group.roster.members(HERE)
     group.report(3, 4)
     assert not group.roster.overdue(HERE)
+
+
+def test_a_member_that_answers_a_call_is_not_overdue_though_its_reports_do_not_arrive() -> None:
+    group = Group()
+    group.clock.advance(2 * TIMING.heartbeat_seconds + 0.1)
+    group.roster.answered(OTHER, HERE)
+    assert not group.roster.overdue(HERE)
+
+
+def test_the_longer_a_peer_is_gone_the_rarer_it_is_called() -> None:
+    group = Group()
+    calls = []
+    for second in range(300):
+        if second == 0 or OTHER in group.roster.due_suspects():
+            calls.append(second)
+            group.roster.suspect(OTHER)
+        group.clock.advance(TIMING.probe_seconds)
+    gaps = [after - before for before, after in itertools.pairwise(calls)]
+    assert gaps[:10] == [1] * 10
+    assert 20 <= max(gaps) <= 30
+    group.report()
+    group.roster.suspect(OTHER)
+    group.clock.advance(TIMING.probe_seconds)
+    assert group.roster.due_suspects() == [OTHER], "it was back"
+
+
+def test_a_peer_that_left_long_ago_is_forgotten_and_one_that_is_announced_is_not() -> None:
+    group = Group()
+    third = record(3)
+    group.report(5, by=third)
+    group.roster.suspect(PeerId(third.peer_id))
+    group.roster.suspect(OTHER)
+    group.clock.advance(TIMING.forget_seconds + 1.0)
+    assert set(group.roster.due_suspects()) == {OTHER, third.peer_id}
+    group.roster.moved(HERE)
+    assert group.roster.due_suspects() == [OTHER]
+    assert group.roster.record(PeerId(third.peer_id)) is None
 
 
 def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

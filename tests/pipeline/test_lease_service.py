@@ -6,11 +6,13 @@ import random
 from typing import Any
 
 from swarm.clock import ManualClock
-from swarm.pipeline.lease_service import GAP_SECONDS, GroupLead, LeaseServicer
+from swarm.errors import WrongStage
+from swarm.pipeline.lease_service import GAP_SECONDS, GroupLead, LeaseClient, LeaseServicer
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
 
 
@@ -53,6 +55,31 @@ class Leader:
 
     async def _wait(self, seconds: float) -> None:
         await self.changed.wait()
+
+
+async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
+    """Its old announcement is still there, and names the port where it serves the other stage."""
+
+    class Client(LeaseClient):
+        async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
+            if record is moved:
+                raise WrongStage("this is stage 2")
+            return pb.AcquireReply(round=3, microbatches=[7])
+
+    moved, there = (
+        PeerRecord(peer_id=digit * 40, announced_at=0.0, stage=1, endpoint="localhost:1", state=PeerState.SERVING)
+        for digit in "01"
+    )
+    client = Client(
+        config=SYNCHRONOUS,
+        trainer_id="trainer",
+        peers=lambda stage: [moved, there],
+        channels=ChannelPool(),
+        clock=ManualClock(),
+    )
+    leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
+    assert leased is not None
+    assert (leased.round, leased.microbatches) == (3, [7])
 
 
 async def test_who_waits_is_answered_when_something_changes() -> None:

@@ -248,6 +248,17 @@ def test_a_replay_is_left_to_the_trainer_that_ran_it_while_that_has_room() -> No
     assert leader.give("b", 9, holding=[2, 3], all_granted=False) == [1], "but now it has enough to do"
 
 
+def test_who_may_not_replay_what_is_lost_gets_something_new() -> None:
+    """The one that ran it is busy with it, and there is more to do."""
+    leader = _Leader(_SYNCHRONOUS)
+    leader.ask("a", 1, acknowledged=[0, 1])
+    leader.clock.advance(SHOWN_SECONDS)
+    leader.lost = {0, 1}
+    assert leader.give("a", 1) == [0]
+    grant = leader.ask("b", 2)
+    assert (list(grant.microbatches), grant.accumulate_only_at) == ([2, 3], None)
+
+
 def test_what_a_later_stage_does_not_have_long_after_stage_0_is_replayed_while_the_round_goes_on() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=2)
     leader.committed = {0}

@@ -53,6 +53,7 @@ class World:
         self.num_granted = 0
         self.wanted: list[int] = []
         """What stage 0 was asked for, each time."""
+        self.wanted_later: list[int] = []
         self.num_there = 1
         """Microbatches that there are to grant."""
         self.lost: list[int] = []
@@ -82,6 +83,7 @@ class World:
         self.told[stage] = list(acknowledged)
         if stage:
             self.num_asked += 1
+            self.wanted_later.append(count)
             self.released_later += released
             lost: list[int] = []
             if stage == self.losing_stage:
@@ -168,14 +170,44 @@ async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() ->
         assert world.num_granted == 4 + 2
 
 
-async def test_a_stage_0_that_came_back_from_a_checkpoint_is_asked_for_its_round_though_the_window_is_full() -> None:
-    """What fills it belongs to the next round, which waits for this one."""
+async def test_a_stage_0_that_came_back_from_a_checkpoint_gets_its_round_though_the_window_is_full() -> None:
+    """What fills it, and what waits, belongs to the next round, which waits for this one."""
     async with running(SYNCHRONOUS, max_in_flight=4, first=1) as world:
         world.stage_0_round = 1
         world.num_granted, world.num_there = 1, 100
         await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
-        world.stage_0_round = 0
-        await eventually(lambda: world.wanted[-1] > 0, meanwhile=lambda: world.clock.advance(0.02))
+        runs, world.stage_0_round = world.num_runs, 0
+        await eventually(lambda: world.num_runs > runs, meanwhile=lambda: world.clock.advance(0.02))
+        assert world.trained[runs].round == 0
+
+
+async def test_what_waits_of_a_round_that_is_over_is_not_begun() -> None:
+    """Another trainer was given it while this one was frozen, and the round has committed."""
+    async with running(SYNCHRONOUS, max_in_flight=1, first=1) as world:
+        world.num_there = 2
+        await eventually(lambda: world.num_granted == 2, meanwhile=lambda: world.clock.advance(0.02))
+        world.stage_0_round, world.num_there = 1, 3
+        await eventually(lambda: world.num_granted == 3, meanwhile=lambda: world.clock.advance(0.02))
+        world.answer.set()
+        await eventually(lambda: world.num_runs == 2)
+        assert [m.index for m in world.trained] == [0, 2]
+
+
+async def test_a_trainer_that_evaluates_holds_nothing_that_others_would_wait_for() -> None:
+    async with running(SYNCHRONOUS, max_in_flight=4) as world:
+        world.num_there = 100
+        await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
+        with world.loop.paused():
+            await eventually(lambda: world.released == [4, 5], meanwhile=lambda: pass_time(world))
+            asked = len(world.wanted), len(world.wanted_later)
+            world.answer.set()
+            await eventually(lambda: world.loop.num_in_flight == 0)
+            await eventually(
+                lambda: len(world.wanted) > asked[0] + 1 and len(world.wanted_later) > asked[1] + 2,
+                meanwhile=lambda: pass_time(world),
+            )  # fmt: skip
+            assert not any([*world.wanted[asked[0] :], *world.wanted_later[asked[1] + 2 :]])
+        await eventually(lambda: world.num_runs > 4, meanwhile=lambda: pass_time(world))
 
 
 async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
@@ -303,15 +335,17 @@ async def test_what_is_under_way_after_a_freeze_is_given_up_although_leases_are_
 
 
 async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
-    async with running(SYNCHRONOUS) as world:
+    async with running(max_in_flight=1) as world:
+        world.num_there = 2
+        await eventually(lambda: world.num_granted == 2, meanwhile=lambda: world.clock.advance(0.02))
         with world.loop.paused():
-            world.lost = [5]
-            await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
-            asked = world.num_asked
-            await eventually(lambda: world.num_asked > asked, meanwhile=lambda: pass_time(world))
-        # All at once: one more is begun, and before it has had its first turn, the leases are overdue.
-        world.clock.advance(LEASE_SECONDS)
-        await eventually(lambda: 5 in world.released_later, meanwhile=lambda: pass_time(world))
+            world.answer.set()
+            await eventually(lambda: world.loop.num_in_flight == 0)
+        await asyncio.sleep(0)
+        # One more is begun, and before it has had its first turn, the leases are overdue.
+        assert world.loop.num_in_flight == 1
+        world.loop._let_go()
+        await eventually(lambda: 1 in world.released, meanwhile=lambda: pass_time(world))
         assert world.num_runs == 1
         await eventually(lambda: world.loop.num_in_flight == 0)
 

@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from swarm import errors, identity
+from swarm.clock import ManualClock
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import (
     MAX_MESSAGE_BYTES,
@@ -150,7 +151,7 @@ async def test_bulk_transfers_have_a_connection_of_their_own(serve: Serve, insec
     connections = [await _call(channel) for channel in (short, bulk, short, bulk)]
     assert connections == 2 * connections[:2]
     assert len(set(connections)) == 2
-    await insecure_pool.retain([], grace_seconds=1.0)
+    await insecure_pool.close()
     assert {short.get_state(), bulk.get_state()} == {grpc.ChannelConnectivity.SHUTDOWN}
 
 
@@ -167,23 +168,25 @@ async def test_a_short_call_does_not_wait_behind_a_bulk_transfer(serve: Serve, i
         assert len(await transfer) == 1_500_000
 
 
-async def test_channels_of_vanished_peers_are_closed_once_their_calls_are_done(
-    serve: Serve, insecure_pool: ChannelPool
-) -> None:
+async def test_channels_that_nobody_uses_are_closed_once_their_calls_are_done(serve: Serve) -> None:
     async def slow(request: bytes, context: Any) -> bytes:
         await asyncio.sleep(0.3)
         return request
 
+    clock = ManualClock()
+    pool = ChannelPool(insecure=True, clock=clock)
     vanishing, staying = _record(await serve(slow)), _record(await serve(_echo))
-    kept = insecure_pool.channel(staying)
-    call = asyncio.create_task(_call(insecure_pool.channel(vanishing)))
+    old, kept = pool.channel(vanishing), pool.channel(staying)
+    call = asyncio.create_task(_call(old))
     await asyncio.sleep(0.1)
-    old = insecure_pool.channel(vanishing)
-    await insecure_pool.retain([staying], grace_seconds=5.0)
+    clock.advance(channels.UNUSED_SECONDS)
+    assert pool.channel(staying) is kept
+    pool.channel(staying, bulk=True)
     assert await call == b"hello"
-    assert old.get_state() is grpc.ChannelConnectivity.SHUTDOWN
-    assert insecure_pool.channel(staying) is kept
-    assert await _call(insecure_pool.channel(vanishing)) == b"hello"
+    await eventually(lambda: old.get_state() is grpc.ChannelConnectivity.SHUTDOWN)
+    assert pool.channel(staying) is kept
+    assert await _call(pool.channel(vanishing)) == b"hello"
+    await pool.close()
 
 
 async def test_messages_may_be_large(serve: Serve, insecure_pool: ChannelPool) -> None:

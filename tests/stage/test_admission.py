@@ -4,7 +4,7 @@ import pytest
 
 from swarm.clock import ManualClock
 from swarm.errors import Overloaded
-from swarm.stage.admission import PATIENCE_SECONDS, Admission
+from swarm.stage.admission import PATIENCE_SECONDS, SHORTEST_RETRY_SECONDS, Admission
 from swarm.stage.slots import Slots
 
 RETRY = 0.5
@@ -16,7 +16,7 @@ def _slots(number: int, largest: int = 0) -> Slots:
 
 def _taken(admission: Admission, caller: str, *, idle: bool = False) -> bool:
     try:
-        admission.take(caller, retry_after_seconds=RETRY, idle=idle)
+        admission.take(caller, busy_seconds=RETRY, idle=idle)
     except Overloaded as busy:
         return busy.retry_after_seconds != RETRY
     return True
@@ -66,6 +66,47 @@ def test_many_at_once_are_taken_no_faster_than_twice_what_the_peer_can_do() -> N
     assert sum(_taken(admission, "a") for _ in range(20)) == 2, "the few, at any time"
 
 
+def test_a_flood_does_not_take_each_slot_beyond_the_few_as_it_is_due() -> None:
+    """It asks all the time, and the other one when it was told to."""
+    clock = ManualClock()
+    slots = _slots(2, largest=64)
+    for _ in range(62):
+        slots.refused(idle=True)
+    admission = Admission(slots, clock)
+    while _taken(admission, "flood"):
+        pass
+    assert not _taken(admission, "quiet")
+    for _ in range(50):
+        clock.advance(RETRY / 50)
+        _taken(admission, "flood")
+    assert _taken(admission, "quiet")
+
+
+def test_no_slot_is_free_to_be_credited_while_the_next_one_is_not_due() -> None:
+    clock = ManualClock()
+    slots = _slots(2, largest=8)
+    for _ in range(6):
+        slots.refused(idle=True)
+    admission = Admission(slots, clock)
+    while _taken(admission, "a"):
+        pass
+    assert (admission.num_held, admission.num_free) == (4, 0)
+    clock.advance(RETRY / 2)
+    assert admission.num_free == 4
+
+
+def test_a_peer_that_does_not_know_its_speed_yet_gives_out_all_it_has() -> None:
+    slots = _slots(2, largest=8)
+    for _ in range(6):
+        slots.refused(idle=True)
+    admission = Admission(slots, ManualClock())
+    for _ in range(8):
+        admission.take("a", busy_seconds=0.0)
+    with pytest.raises(Overloaded) as refused:
+        admission.take("a", busy_seconds=0.0)
+    assert refused.value.retry_after_seconds == SHORTEST_RETRY_SECONDS
+
+
 def test_a_slot_is_not_kept_for_somebody_who_went_elsewhere() -> None:
     clock = ManualClock()
     admission = Admission(_slots(3), clock)
@@ -92,7 +133,7 @@ def test_newcomers_are_never_kept_from_a_free_slot_by_each_other() -> None:
     admission.give_back("a")
     assert _taken(admission, "d")
     with pytest.raises(Overloaded, match="1 microbatches are in flight"):
-        admission.take("b", retry_after_seconds=RETRY)
+        admission.take("b", busy_seconds=RETRY)
 
 
 def test_who_would_find_the_peer_idle_gets_one_more_slot() -> None:

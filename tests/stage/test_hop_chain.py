@@ -216,6 +216,7 @@ async def test_a_microbatch_does_not_join_its_replay_which_the_stages_behind_hav
         await chain.train_all([0])
         await eventually(lambda: chain.num_samples() == [2, 2, 2])
         chain.assert_accumulated([0])
+        assert chain.counts("rolled_back")[stage] == 1
 
 
 async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round() -> None:

@@ -104,6 +104,27 @@ async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_
         (await training).close()
 
 
+async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_the_same_joins_no_sum() -> None:
+    """A member that missed its commit opens the round again, and then hears of it."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        last = chain.peers[2]
+        member = StageMember(last.stage, num_alive=lambda: 1)
+        await chain.train_all([0])
+        result = _result(0, await member.close(0, drop=()))
+        await member.reopen(0)
+        async with last.held():
+            before = asyncio.create_task(chain.train(1))
+            await eventually(lambda: last.stage.ledger.find(1) is not None)
+            applying = asyncio.create_task(member.apply(result))
+            await eventually(lambda: last.weights.round.closed)
+            after = asyncio.create_task(chain.train(2))
+            await eventually(lambda: last.stage.counters.forwards == 3)
+        await applying
+        for training in (before, after):
+            (await training).close()
+        assert (last.weights.round.number, last.weights.open_bucket.num_samples) == (1, 0)
+
+
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(config: RunConfig) -> None:
     async with running_chain(config) as chain:

@@ -100,7 +100,7 @@ class _Network:
             self.clock.advance(at - self.clock.monotonic())
             if kind == "ask":
                 try:
-                    admission.take("trainer", retry_after_seconds=0.02, idle=len(queue) + computing <= FEW)
+                    admission.take("trainer", busy_seconds=0.02, idle=len(queue) + computing <= FEW)
                     queue.append(index)
                     self.largest_queue = max(self.largest_queue, len(queue))
                 except Overloaded as busy:
