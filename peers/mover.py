@@ -86,9 +86,9 @@ class Mover:
         move: Move | None = None
         retry_seconds = RETRY_SECONDS
         while True:
-            next_move, failure = await self._serve(stage, move)
             # The old model is freed before the new one is made.
             gc.collect()
+            next_move, failure = await self._serve(stage, move)
             if failure is None:
                 if next_move is None:
                     return
@@ -106,7 +106,7 @@ class Mover:
             self._event_log.write(events.Move(stage=other))
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
-    async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, Exception | None]:
+    async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
         """Serve one stage to the end; gives where to go then, or why it could not be entered."""
         serving, next_move, failure = False, None, None
         try:
@@ -124,7 +124,7 @@ class Mover:
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or move is None:
                 raise
-            failure = _first(faults)
+            failure = str(_first(faults))  # Itself, it would keep the server, with the model, in its traceback.
         return next_move, failure
 
     async def _arrived(self, stage: int, move: Move | None) -> None:

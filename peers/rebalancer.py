@@ -102,16 +102,22 @@ class Rebalancer:
             return None
         if not await self.can_spare(stage) or not await self._can_enter(target):
             return None
-        own = await self._claim.make(target, from_stage=stage)
-        await self._clock.sleep(SETTLE_SECONDS)
-        records, claims = await self._look()
-        layout = layout_of(records, claims, self._costs, own=own)
-        if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
-            logger.info("stays at stage %d: others are on their way to stage %d", stage, target)
-            await self._claim.withdraw()
-            return None
-        await self._claim.confirm(target)
-        return target
+        is_confirmed = False
+        try:
+            own = await self._claim.make(target, from_stage=stage)
+            await self._clock.sleep(SETTLE_SECONDS)
+            records, claims = await self._look()
+            layout = layout_of(records, claims, self._costs, own=own)
+            if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
+                logger.info("stays at stage %d: others are on their way to stage %d", stage, target)
+                return None
+            await self._claim.confirm(target)
+            is_confirmed = True
+            return target
+        finally:
+            if not is_confirmed:
+                # Also where the DHT is gone, or this peer is to stop: it would count where it does not go.
+                await self._claim.withdraw()
 
     async def can_spare(self, stage: int) -> bool:
         """Whether another peer of the stage answers that it serves and is not about to leave."""

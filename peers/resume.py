@@ -202,7 +202,7 @@ async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[
 async def describe(
     config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
 ) -> list[pb.DescribeReply]:  # fmt: skip
-    """What peers say of themselves, of those that answer."""
+    """What peers say of themselves, of those that answer and serve the stage that they are announced at."""
 
     async def ask(record: PeerRecord) -> pb.DescribeReply | None:
         call: Any = StageServiceStub(channels.channel(record)).Describe
@@ -211,7 +211,8 @@ async def describe(
                 reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id))
         except (grpc.aio.AioRpcError, TimeoutError):
             return None
-        return reply
+        # One that was started again elsewhere may have the old port.
+        return reply if reply.stage == record.stage else None
 
     return [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
 

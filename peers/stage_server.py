@@ -149,7 +149,7 @@ class StageServer:
 
         Raises:
             ValueError: the port is in use.
-            NotReady: a peer that moves could not get the stage's state.
+            NotReady: the stage's state could not be had of those who hold it.
         """
         guard = Guard(
             authority=self._identity.authority, callers=self._callers, clock=self._clock, stage=lambda: self._number
@@ -173,8 +173,9 @@ class StageServer:
                 averaging = tasks.create_task(self._averager.run())
                 await asyncio.sleep(0)
                 await self._averager.join()
-                if self._options.resume.moves:
-                    self._require_state()
+                if not self._options.resume.moves:
+                    await self._have_state()
+                self._require_state()
                 self._stage.serving = True
                 self._state = PeerState.SERVING
                 self._events.write(Join())
@@ -313,8 +314,19 @@ class StageServer:
             if self._checkpoints is not None:
                 self._checkpoints.went_back(beginning.round, stage=stage if others.rounds else None)
 
+    async def _have_state(self) -> None:
+        """Wait while others hold what could not be downloaded at once: averaging goes on asking them."""
+        while self._lacks_state and self._known.others(self._number):
+            await self._clock.sleep(0.5)
+
+    @property
+    def _lacks_state(self) -> bool:
+        """Whether it has nothing but initial weights, in a run that has gone on."""
+        return self._stage.round == 0 < self._held_at
+
     def _require_state(self) -> None:
-        if self._stage.round < self._held_at:
+        is_behind = self._stage.round < self._held_at if self._options.resume.moves else self._lacks_state
+        if is_behind:
             raise NotReady(f"the state of stage {self._number} could not be downloaded")
 
     def _checkpoint_if_due(self) -> None:

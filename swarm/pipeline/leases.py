@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.rpc.bounds import LARGEST
 
 LEASE_SECONDS = 8.0
 """Lifetime of a lease that is not renewed. An Ack of its trainer may be under way for longer. Synchronous: should it
@@ -275,6 +276,9 @@ class LeaseTable:
         if self._next is None:
             known = max([view.highest_microbatch, *self._leases], default=-1)
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
+            if self._next > LARGEST // 2:
+                # In no run's lifetime: a trainer made one up, and ids beyond LARGEST are refused everywhere.
+                self._next = self._rng.randrange(LARGEST // 2)
         self._finished.clear()
         fresh = range(self._next, self._next + count)
         self._next = fresh.stop

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -73,6 +74,7 @@ class LocalPeer:
         self.served: asyncio.Queue[int] = asyncio.Queue()
         """Every stage, when it is served."""
         self.server: StageServer | None = None
+        self.made: list[weakref.ref[StageServer]] = []
 
     @asynccontextmanager
     async def running(self, stage: int) -> AsyncIterator["LocalPeer"]:
@@ -129,4 +131,5 @@ class LocalPeer:
             config=self._config, stage=stage, identity=self.identity, known=self.known, router=self._router,
             directory=self.directory, clock=self.clock, tasks=tasks, options=options,
         )  # fmt: skip
+        self.made.append(weakref.ref(self.server))
         return self.server

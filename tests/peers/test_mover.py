@@ -1,6 +1,7 @@
 """A peer that moves: with real servers and real weights, in one process."""
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from peers import mover, resume
+from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
@@ -90,6 +92,20 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
     assert peer.log.events[3] == Move(stage=1)
 
 
+async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_lost(
+    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(averager: Averager) -> None:
+        await asyncio.sleep(0)
+
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    async with LocalPeer(config, store, resume=trained).running(0):
+        monkeypatch.setattr(Averager, "join", lost)
+        async with LocalPeer(config, store, resume=nothing).running(0) as peer:
+            assert (await peer.state())[0] == ROUND
+
+
 async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:
     async with (
         LocalPeer(config, store, resume=trained).running(0),
@@ -117,6 +133,8 @@ async def test_it_goes_back_if_nobody_gives_it_the_state(
         # The only holder of stage 1 is gone.
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
+        gc.collect()
+        assert [made() is None for made in peer.made] == [True, True, False], "nothing keeps the stage that failed"
         number, _ = await peer.state()
         assert number == ROUND
         record = await peer.record(0)

@@ -271,6 +271,7 @@ def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(mo
                 target = await peer.rebalancer.next_move(0, lambda: 10.0)
                 world.moves.append((world.clock.monotonic(), 0, target))
                 await peer.rebalancer.gave_up(target)
+                assert [claim.state for claim in await peer.directory.claims()] == [ClaimState.WITHDRAWN]
 
         async with asyncio.TaskGroup() as tasks:
             for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
@@ -285,7 +286,34 @@ def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(mo
         assert 4 <= len(times) <= 7
         gaps = [later - earlier for earlier, later in pairwise(times)]
         assert gaps[-1] > 4 * gaps[0]
-        assert all(claim.state is ClaimState.WITHDRAWN for claim in await peer.directory.claims())
+
+    run(scene())
+
+
+def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the peer would count at the other stage for ever, and never move."""
+
+    async def scene() -> None:
+        world = World()
+        _answers(monkeypatch, world)
+        peer = world.peers[0]
+        async with asyncio.TaskGroup() as tasks:
+            for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
+                other.stage = stage
+                other.tasks = [tasks.create_task(other._announce())]
+            peer.tasks.append(tasks.create_task(peer.claim.keep()))
+            moving = tasks.create_task(peer.rebalancer.next_move(0, lambda: 10.0))
+            async with asyncio.timeout(3600):
+                while peer.claim._record is None:
+                    await world.clock.sleep(0.1)
+                world.store.is_gone = True
+                while peer.claim._record is not None:
+                    await world.clock.sleep(0.1)
+                await world.clock.sleep(30.0)
+                world.store.is_gone = False
+                assert await moving == 1
+            for other in world.peers:
+                other.kill()
 
     run(scene())
 

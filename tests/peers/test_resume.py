@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peers.network import KnownPeers
-from peers.resume import Beginning, Others, ResumeOptions, choose, find_others, genesis
+from peers.resume import Beginning, Others, ResumeOptions, choose, describe, find_others, genesis
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
@@ -208,9 +208,9 @@ class _Directory:
         return dead if self.silent[stage] >= 0 else []
 
 
-def _describe(turns: Iterator[int]) -> pb.DescribeReply:
+def _describe(stage: int, turns: Iterator[int]) -> pb.DescribeReply:
     number = next(turns)
-    return pb.DescribeReply(round=number, run_samples=16 * number)
+    return pb.DescribeReply(stage=stage, round=number, run_samples=16 * number)
 
 
 async def _find(
@@ -225,7 +225,7 @@ async def _find(
             (peer,) = chain.at(number)
             # The last one again and again.
             turns = itertools.chain(answers, itertools.repeat(answers[-1]))
-            peer.servicer._describe = partial(_describe, turns)
+            peer.servicer._describe = partial(_describe, number, turns)
             known.update(number, await directory.peers(number))
         directory.silent[stage] = silent_looks
         known.update(stage, await directory.peers(stage))
@@ -240,6 +240,16 @@ async def _find(
 async def test_whoever_holds_the_stage_is_all_that_matters() -> None:
     others, _ = await _find({0: [7], 1: [6], 2: [7]}, patient=True)
     assert others == Others(held_at=6)
+
+
+async def test_a_peer_that_serves_another_stage_by_now_holds_nothing_of_this_one() -> None:
+    async with running_chain(CHAIN_SYNCHRONOUS) as chain:
+        (peer,) = chain.at(STAGE)
+        records, channels = await _Directory(chain, {STAGE: []}).peers(STAGE), chain.peers[0].channels
+        for stage in (STAGE, STAGE + 1):
+            peer.servicer._describe = partial(_describe, stage, itertools.repeat(6))
+            replies = await describe(CHAIN_SYNCHRONOUS, [records[0]], channels)
+            assert [reply.round for reply in replies] == ([6] if stage == STAGE else [])
 
 
 async def test_only_peers_that_answer_count() -> None:

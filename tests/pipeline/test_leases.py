@@ -26,6 +26,7 @@ from swarm.pipeline.leases import (
     LeaseTable,
     RoundView,
 )  # fmt: skip
+from swarm.rpc.bounds import LARGEST
 
 _SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=48))
 _DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))
@@ -448,6 +449,16 @@ def test_a_new_leader_skips_what_its_predecessor_may_have_granted() -> None:
     first, second = leader.give("a", 2, holding=[47])
     assert 47 + LEAST_SKIP < first < 48 + MOST_SKIP
     assert second == first + 1
+
+
+@pytest.mark.parametrize("by", ["a report", "a trainer"])
+def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None:
+    leader = _Leader(_DILOCO)
+    if by == "a report":
+        leader.highest = LARGEST
+    granted = leader.give("a", 9, holding=[LARGEST] if by == "a trainer" else [])
+    assert len(granted) == 9
+    assert 0 <= granted[0] < granted[-1] < LARGEST // 2 + 9
 
 
 def test_two_peers_that_take_over_at_once_grant_different_ones() -> None:
