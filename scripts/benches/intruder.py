@@ -105,7 +105,12 @@ def main() -> None:
     if kind == "harmless":
         compute(target["share"])
     else:
-        asyncio.run(Intruder(target).run(kind))
+        asyncio.run(intrude(target, kind))
+
+
+async def intrude(target: dict[str, Any], kind: str) -> None:
+    """A channel belongs to the loop that it was made in."""
+    await Intruder(target).run(kind)
 
 
 if __name__ == "__main__":

@@ -112,12 +112,19 @@ def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Any]:
     began = _processor_seconds(child.pid)
     try:
         yield lambda: _processor_seconds(child.pid) - began
+        if _fields(child.pid)[0] == "Z":
+            raise RuntimeError(f"the {kind} process ended by itself; see {child.log}")
     finally:
         children.kill9(child)
 
 
+def _fields(pid: int) -> list[str]:
+    """What the system says of a process, its state first; see proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+
+
 def _processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    fields = _fields(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
