@@ -86,8 +86,9 @@ class Mover:
         move: Move | None = None
         retry_seconds = RETRY_SECONDS
         while True:
-            # The old model is freed before the new one is made.
-            gc.collect()
+            if move is not None:
+                # The old model is freed before the new one is made.
+                gc.collect()
             next_move, failure = await self._serve(stage, move)
             if failure is None:
                 if next_move is None:

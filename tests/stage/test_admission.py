@@ -14,6 +14,13 @@ def _slots(number: int, largest: int = 0) -> Slots:
     return Slots(number, largest, lambda: 0)
 
 
+def _grown(least: int, size: int) -> Slots:
+    slots = _slots(least, largest=size)
+    while slots.size < size:
+        slots.refused(idle=True)
+    return slots
+
+
 def _taken(admission: Admission, caller: str, *, idle: bool = False) -> bool:
     try:
         admission.take(caller, busy_seconds=RETRY, idle=idle)
@@ -52,10 +59,7 @@ def test_a_flood_leaves_the_others_their_share() -> None:
 def test_many_at_once_are_taken_no_faster_than_twice_what_the_peer_can_do() -> None:
     """Though it has learnt that it needs many slots: another peer may do them sooner."""
     clock = ManualClock()
-    slots = Slots(2, 20, lambda: 0)
-    for _ in range(18):
-        slots.refused(idle=True)
-    admission = Admission(slots, clock)
+    admission = Admission(_grown(2, 20), clock)
     assert sum(_taken(admission, "a") for _ in range(20)) == 2 + 2
     clock.advance(RETRY)
     assert sum(_taken(admission, "a") for _ in range(20)) == 2
@@ -69,10 +73,7 @@ def test_many_at_once_are_taken_no_faster_than_twice_what_the_peer_can_do() -> N
 def test_a_flood_does_not_take_each_slot_beyond_the_few_as_it_is_due() -> None:
     """It asks all the time, and the other one when it was told to."""
     clock = ManualClock()
-    slots = _slots(2, largest=64)
-    for _ in range(62):
-        slots.refused(idle=True)
-    admission = Admission(slots, clock)
+    admission = Admission(_grown(2, 64), clock)
     while _taken(admission, "flood"):
         pass
     assert not _taken(admission, "quiet")
@@ -84,10 +85,7 @@ def test_a_flood_does_not_take_each_slot_beyond_the_few_as_it_is_due() -> None:
 
 def test_no_slot_is_free_to_be_credited_while_the_next_one_is_not_due() -> None:
     clock = ManualClock()
-    slots = _slots(2, largest=8)
-    for _ in range(6):
-        slots.refused(idle=True)
-    admission = Admission(slots, clock)
+    admission = Admission(_grown(2, 8), clock)
     while _taken(admission, "a"):
         pass
     assert (admission.num_held, admission.num_free) == (4, 0)
@@ -96,10 +94,7 @@ def test_no_slot_is_free_to_be_credited_while_the_next_one_is_not_due() -> None:
 
 
 def test_a_peer_that_does_not_know_its_speed_yet_gives_out_all_it_has() -> None:
-    slots = _slots(2, largest=8)
-    for _ in range(6):
-        slots.refused(idle=True)
-    admission = Admission(slots, ManualClock())
+    admission = Admission(_grown(2, 8), ManualClock())
     for _ in range(8):
         admission.take("a", busy_seconds=0.0)
     with pytest.raises(Overloaded) as refused:
