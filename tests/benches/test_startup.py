@@ -21,7 +21,8 @@ def test_children_that_live_and_that_have_ended_count() -> None:
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        assert 0.6 <= cpu_seconds_of(process.pid) < 3.0
+        # 0.6 s, less what the kernel's counters cut off: each is in whole ticks of 10 ms.
+        assert 0.5 <= cpu_seconds_of(process.pid) < 3.0
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
