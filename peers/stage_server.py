@@ -11,6 +11,7 @@ import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import torch
@@ -87,6 +88,13 @@ class ServerOptions:
     """How often it has done so."""
 
 
+class _Health(HealthServicer):
+    """What gRPC's own tools ask. Without Watch: whoever takes none of its news would hold up all that there are."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered here; use Check")
+
+
 class StageServer:
     """One stage peer, as long as it stays at its stage."""
 
@@ -141,7 +149,7 @@ class StageServer:
             events=self._events,
         )  # fmt: skip
         self._averager: Averager
-        self._health = HealthServicer()
+        self._health = _Health()
 
     @asynccontextmanager
     async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:

@@ -25,14 +25,11 @@ from swarm.averaging.transport import (
     pieces_of,
 )
 from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError
-from swarm.rpc.channels import abort
+from swarm.rpc.channels import MESSAGE_SECONDS, abort
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
 
 logger = logging.getLogger(__name__)
-
-MESSAGE_SECONDS = 30.0
-"""Longest wait for the next message of a request."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""

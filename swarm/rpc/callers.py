@@ -22,6 +22,9 @@ CALLS_PER_SECOND = 500.0
 """Begun by one caller; those beyond it wait, so that nobody has this peer busy with answering calls alone."""
 BURST_CALLS = 1000
 """That may begin at once after a pause."""
+WASTED_CALLS = 5
+"""As so many counts a call that came to nothing: refused, broken off, or told to come again. Whose calls do is not
+slowed by that before there are hundreds of them."""
 
 Caller = NewType("Caller", str)
 
@@ -42,7 +45,7 @@ class Callers:
         """By caller, when its next call would have come if all had come evenly; of those who are ahead of that."""
 
     def enter(self, caller: Caller) -> float:
-        """One more call; `leave` ends it. Raises Overloaded beyond the limit.
+        """One more call; `leave` ends it. Raises Overloaded beyond the limit: to be told so after RETRY_SECONDS.
 
         Returns:
             The seconds that the call has to wait before it is served, because of those that came before it.
@@ -50,18 +53,31 @@ class Callers:
         if self._num_calls[caller] >= self._max_calls:
             raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)
         self._num_calls[caller] += 1
+        return self._count(caller, 1)
+
+    def leave(self, caller: Caller, *, wasted: bool = False) -> None:
+        """A call has ended.
+
+        Args:
+            wasted: whether it came to nothing.
+        """
+        _subtract(self._num_calls, caller, 1)
+        if wasted:
+            self.waste(caller)
+
+    def waste(self, caller: Caller) -> None:
+        """A call comes to nothing, though it ends in order: the next ones wait as for WASTED_CALLS."""
+        self._count(caller, WASTED_CALLS - 1)
+
+    def _count(self, caller: Caller, num_calls: int) -> float:
         if caller.startswith(_THIS_MACHINE):
             return 0.0
         now, gap_seconds = self._clock.monotonic(), 1.0 / CALLS_PER_SECOND
         earliest = now - BURST_CALLS * gap_seconds
         if len(self._due) > len(self._num_calls) + 64:
             self._due = {other: due for other, due in self._due.items() if due > earliest}
-        self._due[caller] = max(self._due.get(caller, earliest), earliest) + gap_seconds
+        self._due[caller] = max(self._due.get(caller, earliest), earliest) + num_calls * gap_seconds
         return max(0.0, self._due[caller] - now)
-
-    def leave(self, caller: Caller) -> None:
-        """A call has ended."""
-        _subtract(self._num_calls, caller, 1)
 
     def keep(self, caller: Caller, num_bytes: int) -> None:
         """Something is to be kept for a call; `release` ends that.

@@ -27,6 +27,8 @@ _Key = tuple[str, str, bool]
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Of one message; tensors travel in chunks of about 1 MiB."""
+MESSAGE_SECONDS = 30.0
+"""Longest wait of a server for the next message of a stream, and for its caller to take one."""
 
 UNUSED_SECONDS = 3600.0
 """A channel that was not asked for during so long is closed when another one is opened: its peer has left, most likely.
@@ -206,6 +208,19 @@ def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc
 def abort_code(error: SwarmError) -> grpc.StatusCode:
     """The status a call ends with when its servicer raises `error`."""
     return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
+
+
+async def send(context: Any, message: Any) -> None:
+    """Write a message of a stream of which `context` is the ServicerContext.
+
+    Raises:
+        DeadlineExceeded: the caller takes nothing.
+    """
+    try:
+        async with asyncio.timeout(MESSAGE_SECONDS):
+            await context.write(message)
+    except TimeoutError:
+        raise errors.DeadlineExceeded(f"the caller took nothing for {MESSAGE_SECONDS:.0f} s") from None
 
 
 async def abort(context: Any, error: SwarmError) -> NoReturn:

@@ -6,7 +6,7 @@ are counted. Never looks at what a call is about.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction
@@ -18,15 +18,15 @@ from google.protobuf.message import DecodeError
 from swarm.authority import Authority
 from swarm.certificates import Role
 from swarm.clock import Clock
-from swarm.errors import MalformedMessage, NotAllowed, SwarmError
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.callers import Caller, Callers, caller_of, chain_of
-from swarm.rpc.channels import abort
+from swarm.rpc.callers import RETRY_SECONDS, Caller, Callers, caller_of, chain_of
+from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2
 
 FOR_TRAINERS = frozenset({
     "/swarm.rpc.v1.StageService/Describe", "/swarm.rpc.v1.DirectoryService/Read", "/swarm.rpc.v1.LeaseService/Acquire",
-    "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch",
+    "/grpc.health.v1.Health/Check",
 })  # fmt: skip
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
 """Later stages take activations from peers alone."""
@@ -78,44 +78,49 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _coroutine(self, method: str, behaviour: Behaviour) -> Behaviour:
         async def guarded(request: Any, context: Context) -> Any:
-            caller = await self._admit(method, request, context)
-            try:
+            async with self._admitted(method, request, context):
                 return await behaviour(request, context)
-            finally:
-                self._callers.leave(caller)
 
         return guarded
 
     def _generator(self, method: str, behaviour: Behaviour) -> Behaviour:
-        async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
-            caller = await self._admit(method, request, context)
-            if hasattr(request, "__aiter__"):
-                request = self._own_words(request, caller)
-            try:
-                async with aclosing(behaviour(request, context)) as replies:
-                    async for reply in replies:
-                        yield reply
-            finally:
-                self._callers.leave(caller)
+        async def guarded(request: Any, context: Context) -> None:
+            async with self._admitted(method, request, context) as caller:
+                if hasattr(request, "__aiter__"):
+                    request = self._own_words(request, caller)
+                try:
+                    async with aclosing(behaviour(request, context)) as replies:
+                        async for reply in replies:
+                            await send(context, reply)
+                except DeadlineExceeded as error:
+                    # Waits as well, until the caller reads or is gone; but what the answer was made from is let go.
+                    await abort(context, error)
 
         return guarded
 
-    async def _admit(self, method: str, request: Any, context: Context) -> Caller:
+    @asynccontextmanager
+    async def _admitted(self, method: str, request: Any, context: Context) -> AsyncIterator[Caller]:
+        """Serve the call inside the block. Counts before it looks at anything: nonsense costs as much to answer."""
+        caller = caller_of(context)
         try:
-            caller = caller_of(context)
-            if self._authority is not None:
-                self._require_right(method, self._authority, context)
-            self._require_own_words(request, caller)
             seconds = self._callers.enter(caller)
-        except SwarmError as error:
+        except Overloaded as error:
+            await self._clock.sleep(RETRY_SECONDS)
             await abort(context, error)
-        if seconds:
-            try:
+        is_wasted = True
+        try:
+            if seconds:
                 await self._clock.sleep(seconds)
-            except BaseException:
-                self._callers.leave(caller)
-                raise
-        return caller
+            try:
+                if self._authority is not None:
+                    self._require_right(method, self._authority, context)
+                self._require_own_words(request, caller)
+            except SwarmError as error:
+                await abort(context, error)
+            yield caller
+            is_wasted = False
+        finally:
+            self._callers.leave(caller, wasted=is_wasted)
 
     def _require_right(self, method: str, authority: Authority, context: Context) -> None:
         member = authority.member(chain_of(context), self._clock.time())

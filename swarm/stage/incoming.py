@@ -12,12 +12,11 @@ import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.channels import MESSAGE_SECONDS
 from swarm.rpc.wire import TensorReader, TensorSpec
 
 FIRST_SECONDS = 10.0
 """Longest wait for the first message: a stream that says nothing is not kept."""
-MESSAGE_SECONDS = 30.0
-"""Longest wait for the next message."""
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """Whoever sends tensors more slowly than this, beyond the wait for one message, is cut off: he may hold a slot."""
 DRAIN_SECONDS = 5.0

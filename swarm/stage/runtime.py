@@ -8,11 +8,10 @@ nothing else.
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from swarm.stage.staging import Stopwatch
-from swarm.stage.task_queue import Priority, QueueStatistics, Task, TaskQueue
+from swarm.stage.task_queue import Priority, Task, TaskQueue
 
 _Result = TypeVar("_Result")
 
@@ -51,11 +50,6 @@ class Runtime:
         with self._condition:
             return len(self._queue) + self._running
 
-    def statistics(self) -> QueueStatistics:
-        """A reading of the queue."""
-        with self._condition:
-            return self._queue.statistics()
-
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
         """Have the thread do `work`; gives its result and the seconds it took, once the device has done it.
 
@@ -72,9 +66,14 @@ class Runtime:
         with self._condition:
             if self._stopping:
                 raise asyncio.CancelledError
-            future: Future[tuple[_Result, Stopwatch]] = self._queue.push(timed, priority=priority, age=age)
+            task = self._queue.push(timed, priority=priority, age=age)
             self._condition.notify()
-        result, stopwatch = await asyncio.wrap_future(future)
+        try:
+            result, stopwatch = await asyncio.wrap_future(task.future)
+        except asyncio.CancelledError:
+            with self._condition:
+                self._queue.drop(task)
+            raise
         return result, await stopwatch.seconds()
 
     async def control(self, work: Callable[[], _Result]) -> _Result:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from swarm.config import RunConfig
 from swarm.errors import (
@@ -23,14 +24,14 @@ from swarm.errors import (
 )
 from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, Microbatch, route_entries
 from swarm.rpc.address import check_address
-from swarm.rpc.callers import Callers, caller_of
-from swarm.rpc.channels import abort
+from swarm.rpc.callers import Caller, Callers, caller_of
+from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import chunks
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
-from swarm.stage.incoming import FIRST_SECONDS, MESSAGE_SECONDS, Incoming
+from swarm.stage.incoming import FIRST_SECONDS, Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
 from swarm.types import PeerId
@@ -62,6 +63,10 @@ class StageServicer(StageServiceServicer):
         self._describe = describe
         self._callers = callers or Callers()
         self._specs = request_specs(config, stage.number)
+        self._evaluating = asyncio.Lock()
+        """One evaluation is at the compute thread, so that they take no place there from training."""
+        self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
+        """One of each caller waits for that, so that nobody's many keep others waiting."""
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
         if request.HasField("after_round"):
@@ -80,8 +85,9 @@ class StageServicer(StageServiceServicer):
             await self._train(context, incoming)
         except Overloaded as busy:
             self._stage.counters.busy_replies += 1
+            self._callers.waste(incoming.caller)
             reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
-            await _send(context, pb.TrainReply(busy=reason))
+            await send(context, pb.TrainReply(busy=reason))
             await incoming.drain()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
@@ -127,7 +133,7 @@ class StageServicer(StageServiceServicer):
             tensors = None if opening.eager else self._stage.known_inputs(microbatch)
             if tensors is None:
                 incoming.expect(self._specs)
-            await _send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
+            await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
             if tensors is None:
                 tensors = await incoming.tensors()
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
@@ -150,9 +156,9 @@ class StageServicer(StageServiceServicer):
             self._check_owner(context, computation)
             if computation.route != route:
                 route = computation.route
-                await _send(context, pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
+                await send(context, pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
             progress = pb.Progress(stage=computation.waiting_stage, no_peer=computation.no_peer)
-            await _send(context, pb.TrainReply(progress=progress))
+            await send(context, pb.TrainReply(progress=progress))
 
     @staticmethod
     def _check_owner(context: Context, computation: Computation) -> None:
@@ -166,7 +172,7 @@ class StageServicer(StageServiceServicer):
             self._stage.num_answering += 1
             try:
                 for chunk in chunks(GRADIENT, result.gradient):
-                    await _send(context, pb.TrainReply(chunk=chunk))
+                    await send(context, pb.TrainReply(chunk=chunk))
             finally:
                 self._stage.num_answering -= 1
         done = pb.Done(
@@ -174,7 +180,7 @@ class StageServicer(StageServiceServicer):
             busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
             credits=max(0, min(1, self._stage.num_free)), num_reroutes=result.num_reroutes,
         )  # fmt: skip
-        await _send(context, pb.TrainReply(done=done))
+        await send(context, pb.TrainReply(done=done))
 
     def _microbatch(self, opening: pb.Open) -> Microbatch:
         size = self._config.data.microbatch_size
@@ -229,13 +235,16 @@ class StageServicer(StageServiceServicer):
                 peer_round=self._stage.round,
             )
         tensors = await incoming.tensors()
-        work = asyncio.ensure_future(
-            self._stage.runtime.run(
-                lambda: backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
-                priority=Priority.EVALUATE,
-            )
-        )
-        output, _ = await self._with_progress(context, work)
+
+        async def in_turn() -> Any:
+            async with self._turns.setdefault(incoming.caller, asyncio.Lock()), self._evaluating:
+                output, _ = await self._stage.runtime.run(
+                    lambda: backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
+                    priority=Priority.EVALUATE,
+                )
+                return output
+
+        output = await self._with_progress(context, asyncio.ensure_future(in_turn()))
         if not backend.is_last:
             assert self._hop is not None
             downstream = asyncio.ensure_future(
@@ -247,15 +256,15 @@ class StageServicer(StageServiceServicer):
             output = await self._with_progress(context, downstream)
         if opening.want_logits:
             for chunk in chunks(LOGITS, output):
-                await _send(context, pb.EvaluateReply(chunk=chunk))
+                await send(context, pb.EvaluateReply(chunk=chunk))
         loss = 0.0 if opening.want_logits else float(output)
         evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
-        await _send(context, pb.EvaluateReply(evaluated=evaluated))
+        await send(context, pb.EvaluateReply(evaluated=evaluated))
 
     async def _with_progress(self, context: Context, work: "asyncio.Future[Any]") -> Any:
         try:
             while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
-                await _send(context, pb.EvaluateReply(progress=pb.Progress(stage=self._stage.number)))
+                await send(context, pb.EvaluateReply(progress=pb.Progress(stage=self._stage.number)))
         finally:
             work.cancel()
         return work.result()
@@ -264,15 +273,6 @@ class StageServicer(StageServiceServicer):
 
     def _check_address(self, address: pb.Address) -> None:
         check_address(address, run_id=self._config.run_id, stage=self._stage.number)
-
-
-async def _send(context: Context, message: Any) -> None:
-    """Write a message. Raises DeadlineExceeded if the caller takes nothing."""
-    try:
-        async with asyncio.timeout(MESSAGE_SECONDS):
-            await context.write(message)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the caller took nothing for {MESSAGE_SECONDS:.0f} s") from None
 
 
 async def _refuse(context: Context, error: Exception) -> None:

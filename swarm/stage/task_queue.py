@@ -1,7 +1,7 @@
 """The bounded queue in front of a stage's compute thread.
 
-Backward before forward, older before newer: with the hop's credits this gives a 1F1B schedule. Work whose
-owner has gone is dropped when its turn comes. Pure: the runtime brings the threads.
+Backward before forward, older before newer: with the hop's credits this gives a 1F1B schedule. Pure: the runtime
+brings the threads, and says whose owner has gone.
 """
 
 import heapq
@@ -38,16 +38,6 @@ class Task:
     future: Future[Any] = field(compare=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueStatistics:
-    """A reading of the queue."""
-
-    length: int
-    capacity: int
-    num_submitted: int
-    num_dropped: int
-
-
 class TaskQueue:
     """A priority queue that takes new work up to `capacity` tasks. Not thread-safe: the runtime holds its lock."""
 
@@ -55,14 +45,12 @@ class TaskQueue:
         self._capacity = capacity
         self._heap: list[Task] = []
         self._numbers = itertools.count()
-        self._num_submitted = 0
-        self._num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Future[Any]:
-        """Add a task; its future can be cancelled until it starts.
+    def push(self, work: Callable[[], Any], *, priority: Priority, age: int) -> Task:
+        """Add a task; `drop` takes it out, until it starts.
 
         Raises:
             Overloaded: the queue is full. Only new work is refused: there is little control work, and a
@@ -72,23 +60,20 @@ class TaskQueue:
             raise Overloaded(f"{len(self._heap)} tasks wait already", retry_after_seconds=1.0)
         task = Task(priority=priority, age=age, number=next(self._numbers), work=work, future=Future())
         heapq.heappush(self._heap, task)
-        self._num_submitted += 1
-        return task.future
+        return task
+
+    def drop(self, task: Task) -> None:
+        """Nobody wants this task any more: whatever it keeps is let go now, not when its turn comes."""
+        if task in self._heap:
+            self._heap.remove(task)
+            heapq.heapify(self._heap)
+            task.future.cancel()
 
     def pop(self) -> Task | None:
         """The most urgent task that is still wanted, marked as running; None if there is none."""
         while self._heap:
             task = heapq.heappop(self._heap)
+            # Its owner may have gone in this moment.
             if task.future.set_running_or_notify_cancel():
                 return task
-            self._num_dropped += 1
         return None
-
-    def statistics(self) -> QueueStatistics:
-        """Lengths now and counts since the start."""
-        return QueueStatistics(
-            length=len(self._heap),
-            capacity=self._capacity,
-            num_submitted=self._num_submitted,
-            num_dropped=self._num_dropped,
-        )

@@ -16,6 +16,7 @@ import torch
 from google.protobuf.message import Message
 
 from swarm.identity import Identity, generate
+from swarm.rpc import callers
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import lease_pb2, stage_pb2
 from swarm.rpc.v1.stage_pb2 import Address
@@ -146,8 +147,9 @@ async def bombard(host: Host, channel: grpc.aio.Channel, num_messages: int, seed
 
 
 @pytest.fixture(params=["a member", "anybody in an open run"])
-def sides(request: pytest.FixtureRequest) -> tuple[Identity, Identity, Identity]:
-    """Who serves, who is honest and who is not."""
+def sides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Identity, Identity, Identity]:
+    """Who serves, who is honest and who is not; all that he sends is heard at once."""
+    monkeypatch.setattr(callers, "CALLS_PER_SECOND", 1e9)
     if request.param == "a member":
         return locked.PEER, locked.OTHER_PEER, locked.PEER_TOKEN.admit(generate())
     return locked.OPEN, generate(), generate()

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import sys
+import threading
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from swarm import certificates
-from swarm.errors import DeadlineExceeded
 from swarm.rpc.callers import MAX_CALLS
 from swarm.rpc.channels import MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -88,7 +88,7 @@ async def test_10_000_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     await _idle_streams(10_000, monkeypatch)
 
 
-async def test_more_calls_than_one_caller_may_have_are_refused_at_once() -> None:
+async def test_more_calls_than_one_caller_may_have_are_refused() -> None:
     async with running() as host, host.connected(INTRUDER) as first, host.connected(INTRUDER) as second:
         host.server._callers._max_calls = 20
         calls = [_call(channel, TRAIN) for channel in (first, second) for _ in range(20)]
@@ -136,18 +136,46 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
         await eventually(lambda: host.num_idle == (0, 0, 0))
 
 
-async def test_who_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC waits for a reader as long as its connection lives."""
-    monkeypatch.setattr(servicer, "MESSAGE_SECONDS", 0.1)
+async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many wait for one at a time, who gave up are forgotten at once, and callers take turns."""
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    release = threading.Event()
+    waiting: list[str] = []
+    ended: list[str] = []
+    async with running() as host, host.connected(INTRUDER) as channel, host.connected(locked.OTHER_PEER) as honest:
+        runtime = host.server._stage.runtime
+        opening = pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
+        tensors = {TOKENS: torch.zeros(2, 17, dtype=torch.int32), HIDDEN: torch.zeros(2, 16, 32)}
 
-    class Deaf:
-        """The context of a caller that reads nothing."""
+        async def evaluate(at: grpc.aio.Channel, who: str) -> None:
+            call = _call(at, EVALUATE)
+            await call.write(pb.EvaluateRequest(open=opening))
+            for name, tensor in tensors.items():
+                for chunk in chunks(name, tensor):
+                    await call.write(pb.EvaluateRequest(chunk=chunk))
+            assert (await call.read()).WhichOneof("message") == "progress"
+            waiting.append(who)
+            assert await _ended(call) is grpc.StatusCode.OK
+            ended.append(who)
 
-        async def write(self, _: Any) -> None:
-            await asyncio.sleep(60)
-
-    with pytest.raises(DeadlineExceeded, match="the caller took nothing"):
-        await servicer._send(Deaf(), pb.TrainReply())
+        blocked = asyncio.create_task(runtime.control(lambda: release.wait(30)))
+        try:
+            given_up = [asyncio.create_task(evaluate(channel, "given up")) for _ in range(20)]
+            await eventually(lambda: waiting.count("given up") == 20)
+            assert runtime.queue_length == 2
+            for task in given_up:
+                task.cancel()
+            await eventually(lambda: runtime.queue_length == 1 and host.num_idle == (0, 0, 0))
+            many = [asyncio.create_task(evaluate(channel, "many")) for _ in range(20)]
+            await eventually(lambda: waiting.count("many") == 20)
+            one = asyncio.create_task(evaluate(honest, "one"))
+            await eventually(lambda: "one" in waiting)
+        finally:
+            release.set()
+        await asyncio.gather(blocked, one, *many)
+        assert ended.index("one") < 10
 
 
 # -- too much ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from swarm.clock import ManualClock
 from swarm.errors import Overloaded
-from swarm.rpc.callers import BURST_CALLS, CALLS_PER_SECOND, Caller, Callers, caller_of
+from swarm.rpc.callers import BURST_CALLS, CALLS_PER_SECOND, WASTED_CALLS, Caller, Callers, caller_of
 from tests.support import locked
 
 ONE, OTHER = Caller("one"), Caller("other")
@@ -31,6 +31,17 @@ def test_calls_beyond_a_rate_wait() -> None:
     clock.advance(1.0)
     later = [callers.enter(ONE) for _ in range(int(CALLS_PER_SECOND))]
     assert later[-3:] == pytest.approx([0.0, 1 / CALLS_PER_SECOND, 2 / CALLS_PER_SECOND], abs=1e-9)
+
+
+def test_calls_that_come_to_nothing_count_more() -> None:
+    callers = Callers(ManualClock())
+    for _ in range(BURST_CALLS // WASTED_CALLS):
+        assert callers.enter(ONE) == 0.0
+        callers.leave(ONE, wasted=True)
+    assert callers.enter(ONE) == pytest.approx(1 / CALLS_PER_SECOND)
+    callers.leave(ONE, wasted=True)
+    assert callers.enter(ONE) == pytest.approx((WASTED_CALLS + 1) / CALLS_PER_SECOND)
+    assert callers.enter(OTHER) == 0.0
 
 
 def test_processes_beside_this_one_do_not_wait() -> None:

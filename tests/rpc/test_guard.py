@@ -1,5 +1,6 @@
 """Who may call what: real servers with real TLS, and all the services of a stage peer."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from swarm import certificates
-from swarm.clock import SystemClock
+from swarm.clock import ManualClock, SystemClock
 from swarm.identity import Identity
-from swarm.rpc import tls
-from swarm.rpc.callers import Callers
+from swarm.rpc import channels, tls
+from swarm.rpc.callers import BURST_CALLS, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
 from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
@@ -45,6 +46,11 @@ class Clock(SystemClock):
     """The machine's, and some time later."""
 
     later_seconds = 0.0
+    num_waits = 0
+
+    async def sleep(self, seconds: float) -> None:
+        self.num_waits += 1
+        await super().sleep(seconds)
 
     def time(self) -> float:
         return super().time() + self.later_seconds
@@ -57,6 +63,7 @@ class Server:
     record: PeerRecord
     callers: Callers
     clock: Clock
+    averaging: "Averaging"
     stage: int = 0
 
     @asynccontextmanager
@@ -74,21 +81,23 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def start_one(identity: Identity = PEER) -> Server:
-            clock, callers = Clock(), Callers(max_calls=2)
+            # Time stands still for the rate of calls.
+            clock, callers = Clock(), Callers(ManualClock(), max_calls=2)
             guard = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
             server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
             # Abstract for the type checker only.
             add_StageServiceServicer_to_server(StageServiceServicer(), server)  # type: ignore[abstract]
             add_DirectoryServiceServicer_to_server(DirectoryServiceServicer(), server)  # type: ignore[abstract]
             add_LeaseServiceServicer_to_server(LeaseServiceServicer(), server)  # type: ignore[abstract]
-            add_AveragingServiceServicer_to_server(Averaging(), server)  # type: ignore[abstract]
+            averaging = Averaging()  # type: ignore[abstract]
+            add_AveragingServiceServicer_to_server(averaging, server)
             add_HealthServicer_to_server(HealthServicer(), server)
             port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
             record = PeerRecord(
                 peer_id=identity.peer_id, stage=0, announced_at=0.0, state=PeerState.SERVING,
                 endpoint=f"127.0.0.1:{port}", certificate_pem=identity.certificate_pem,
             )  # fmt: skip
-            running = Server(record, callers, clock)
+            running = Server(record, callers, clock, averaging)
             await server.start()
             stack.push_async_callback(server.stop, None)
             return running
@@ -97,13 +106,23 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
 
 
 class Averaging(AveragingServiceServicer):
-    """Reads what comes, as the real one does."""
+    """Reads what comes, as the real one does, and has much to say."""
+
+    num_answering = 0
 
     async def Exchange(self, request_iterator: Any, context: Any) -> AsyncIterator[averaging_pb2.ExchangeReply]:
         num_messages = 0
         async for _ in request_iterator:
             num_messages += 1
         yield averaging_pb2.ExchangeReply(data=bytes([num_messages]))
+
+    async def Shared(self, request: Any, context: Any) -> AsyncIterator[averaging_pb2.SharedReply]:
+        self.num_answering += 1
+        try:
+            for _ in range(100):
+                yield averaging_pb2.SharedReply(data=bytes(1 << 20))
+        finally:
+            self.num_answering -= 1
 
 
 async def _code(call: Any) -> grpc.StatusCode:
@@ -160,9 +179,9 @@ async def test_every_call_is_tried_here() -> None:
         for service in file.DESCRIPTOR.services_by_name.values()
     ]
     ours = {f"/{service.full_name}/{method.name}" for service in services for method in service.methods}
-    health = {f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")}
+    health = {"/grpc.health.v1.Health/Check"}
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        assert set(_calls(channel, PEER)) == ours | {"/grpc.health.v1.Health/Check"}
+        assert set(_calls(channel, PEER)) == ours | health
     assert not (FOR_TRAINERS | FOR_TRAINERS_AT_STAGE_0) - ours - health
 
 
@@ -257,6 +276,32 @@ async def test_the_calls_of_one_caller_are_counted(start: Any, server_is: Identi
             call.cancel()
         await eventually(lambda: server.callers.num_calls == 0)
         assert _is_served(await _code(_calls(channel, caller)["/swarm.rpc.v1.StageService/Describe"]()))
+
+
+async def test_nonsense_waits_its_turn_as_well(start: Any) -> None:
+    """A refusal costs as much as an answer."""
+    server = await start()
+    server.callers._max_calls = 1000
+    async with server.called_by(OTHER_PEER) as channel:
+        nonsense = channel.unary_unary("/swarm.rpc.v1.AveragingService/Begin")
+        for at_once in (BURST_CALLS // WASTED_CALLS, 20):
+            assert server.clock.num_waits == 0
+            codes = await asyncio.gather(*(_code(nonsense(b"\xff")) for _ in range(at_once)))
+            assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert server.clock.num_waits == 20
+
+
+async def test_who_takes_no_answer_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC waits for a reader as long as its connection lives."""
+    monkeypatch.setattr(channels, "MESSAGE_SECONDS", 0.3)
+    server = await start()
+    async with server.called_by(OTHER_PEER) as channel:
+        stub: Any = AveragingServiceStub(channel)
+        call = stub.Shared(averaging_pb2.SharedRequest(peer_id=OTHER_PEER.peer_id))
+        await eventually(lambda: server.averaging.num_answering == 1)
+        await eventually(lambda: server.averaging.num_answering == 0)
+        call.cancel()
+        await eventually(lambda: server.callers.num_calls == 0)
 
 
 # -- the other side --------------------------------------------------------------------------------------------------
