@@ -80,6 +80,8 @@ class Mover:
     async def run(self, stage: int) -> None:
         """Serve a stage, and those that it moves to, until told to stop.
 
+        Told to stop while it enters a stage, it gives that up.
+
         Raises:
             ExceptionGroup: what the server at the first stage raised, or any server once it served.
         """
@@ -96,37 +98,51 @@ class Mover:
                 stage, move, retry_seconds = next_move.to_stage, next_move, RETRY_SECONDS
                 self._event_log.write(events.Move(stage=stage))
                 continue
+            if self._stop.is_set():
+                if move is not None:
+                    await self._rebalancer.gave_up(stage)
+                return
             assert move is not None, "only one that moves may fail and go on"
             other = move.from_stage if stage == move.to_stage else move.to_stage
             logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
             await self._rebalancer.gave_up(stage)
-            if self._stop.is_set():
-                return
             await self._rebalancer.goes(other, from_stage=stage)
-            await self._clock.sleep(retry_seconds)
+            await self._first_of(self._clock.sleep(retry_seconds), self._stop.wait())
+            if self._stop.is_set():
+                await self._rebalancer.gave_up(other)
+                return
             self._event_log.write(events.Move(stage=other))
             stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
 
     async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
-        """Serve one stage to the end; gives where to go then, or why it could not be entered."""
+        """Serve one stage to the end; gives where to go then, or why it was not entered."""
         serving, next_move, failure = False, None, None
         try:
             async with asyncio.TaskGroup() as tasks:
                 has_moved = move is not None and stage == move.to_stage
                 server = self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
                 listen = self._listen
-                async with server.serving(
-                    listen.host, listen.port, listen.announced_host, listen.dht_address
-                ) as endpoint:
-                    serving = True
-                    await self._arrived(stage, move)
-                    self._on_serving(stage, endpoint)
-                    next_move = await self._stay(server, stage)
+                async with asyncio.timeout(None) as entering:
+                    stopping = tasks.create_task(self._end_at_stop(entering))
+                    async with server.serving(
+                        listen.host, listen.port, listen.announced_host, listen.dht_address
+                    ) as endpoint:
+                        stopping.cancel()
+                        serving = not entering.expired()
+                        if serving:
+                            entering.reschedule(None)
+                        await self._arrived(stage, move)
+                        self._on_serving(stage, endpoint)
+                        next_move = await self._stay(server, stage)
         except* (SwarmError, OSError, ValueError) as faults:
-            if serving or move is None:
+            if serving or (move is None and not self._stop.is_set()):
                 raise
             failure = str(_first(faults))  # Itself, it would keep the server, with the model, in its traceback.
         return next_move, failure
+
+    async def _end_at_stop(self, entering: asyncio.Timeout) -> None:
+        await self._stop.wait()
+        entering.reschedule(0.0)
 
     async def _arrived(self, stage: int, move: Move | None) -> None:
         if move is None or stage != move.to_stage:

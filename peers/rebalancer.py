@@ -177,7 +177,12 @@ class Rebalancer:
     def _restorable(self) -> set[int]:
         if self._checkpoints is None:
             return set()
-        return {name.stage for name in file.names(self._checkpoints) if name.num_stages == len(self._costs)}
+        try:
+            names = file.names(self._checkpoints)
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self._checkpoints, error.strerror)
+            return set()
+        return {name.stage for name in names if name.num_stages == len(self._costs)}
 
 
 def _some(stage: int | None) -> int:

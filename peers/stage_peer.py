@@ -278,12 +278,17 @@ async def run(
 
     def on_serving(stage: int, endpoint: str) -> None:
         nonlocal has_said
-        if not has_said:
+        is_first, has_said = not has_said, True
+        if is_first:
             say_who_may_join(identity.authority)
             entry = Entry(identity.peer_id, endpoint)
             announce_to_people(options, stage, config, node, known, entry, token)
-            has_said = True
-        write_ready_file(options, stage, identity, endpoint, node)
+        try:
+            write_ready_file(options, stage, identity, endpoint, node)
+        except OSError as error:
+            if is_first:
+                raise
+            logger.warning("%s still names the former stage: %s", options.ready_file, error.strerror)
 
     async with asyncio.TaskGroup() as tasks:
         await known.look(directory, stages)

@@ -32,6 +32,7 @@ from swarm.events import Events, NoEvents
 from swarm.events import Hop as HopEvent
 from swarm.routing.credits import Credits
 from swarm.routing.router import Router
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -359,6 +360,7 @@ class Hop:
             done: pb.Done = reply.done
             if not reader.complete:
                 raise PeerUnavailable("the reply ended before its tensors")
+            self._require_sense(done)
             self._require_in_range(reader.tensors)
             self._credits.granted(peer_id, done.credits)
             self._router.succeeded(
@@ -455,6 +457,13 @@ class Hop:
             reader.feed(chunk)
         except MalformedMessage as error:
             # Its fault, not ours: another peer may answer well.
+            raise PeerUnavailable(f"a malformed reply: {error}") from None
+
+    @staticmethod
+    def _require_sense(done: pb.Done) -> None:
+        try:
+            require_bounds(done, finite=True)
+        except MalformedMessage as error:
             raise PeerUnavailable(f"a malformed reply: {error}") from None
 
     @staticmethod

@@ -8,7 +8,7 @@ starting libp2p and importing hivemind. Records pass through as they are, signed
 import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,11 +38,10 @@ MAX_OTHERS = 8
 
 @dataclass
 class _Answer:
-    """What was found under a key, or why nothing was."""
+    """What is found under a key, or why nothing is."""
 
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lookup: asyncio.Task[pb.ReadReply | SwarmError]
     found_at: float | None = None
-    outcome: pb.ReadReply | SwarmError = field(default_factory=pb.ReadReply)
 
 
 class DirectoryServicer(DirectoryServiceServicer):
@@ -55,28 +54,33 @@ class DirectoryServicer(DirectoryServiceServicer):
         """
         self._store = store
         self._clock = clock
-        self._answers = {key: _Answer() for key in keys}
+        self._keys = frozenset(keys)
+        self._answers: dict[str, _Answer] = {}
 
     async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
-        answer = self._answers.get(request.key)
-        if answer is None:
+        if request.key not in self._keys:
             await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
-        # Whoever asks while it is being looked up waits for that.
-        async with answer.lock:
-            now = self._clock.monotonic()
-            if answer.found_at is None or now > answer.found_at + FRESH_SECONDS:
-                answer.outcome = await self._look_up(request.key)
-                answer.found_at = self._clock.monotonic()
-        if isinstance(answer.outcome, SwarmError):
-            await abort(context, answer.outcome)
-        return answer.outcome
+        # Whoever asks while it is being looked up waits for that; and it goes on for the others where one gives up.
+        outcome = await asyncio.shield(self._lookup(request.key))
+        if isinstance(outcome, SwarmError):
+            await abort(context, outcome)
+        return outcome
+
+    def _lookup(self, key: str) -> "asyncio.Task[pb.ReadReply | SwarmError]":
+        answer = self._answers.get(key)
+        if answer is None or (
+            answer.found_at is not None and self._clock.monotonic() > answer.found_at + FRESH_SECONDS
+        ):  # fmt: skip
+            answer = self._answers[key] = _Answer(asyncio.create_task(self._look_up(key)))
+        return answer.lookup
 
     async def _look_up(self, key: str) -> pb.ReadReply | SwarmError:
         try:
-            found = await self._store.get(key)
+            return _reply(await self._store.get(key))
         except PeerUnavailable as error:
             return error
-        return _reply(found)
+        finally:
+            self._answers[key].found_at = self._clock.monotonic()
 
 
 def _reply(found: Mapping[str, tuple[bytes, float]]) -> pb.ReadReply:

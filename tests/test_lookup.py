@@ -18,6 +18,7 @@ from swarm.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, Peer
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.entry import Entry
+from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
 
@@ -33,10 +34,13 @@ class Store(MemoryStore):
         super().__init__(clock)
         self.num_lookups = 0
         self.is_gone = False
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
         self.num_lookups += 1
         await asyncio.sleep(0)
+        await self.answers.wait()
         if self.is_gone:
             raise PeerUnavailable("the DHT did not answer")
         return await super().get(key)
@@ -129,6 +133,20 @@ async def test_many_questions_cost_one_lookup(swarm: Swarm) -> None:
     await readers[0].get(keys.RUNS)
     await readers[0].get(keys.of_claims(RUN))
     assert swarm.dht.num_lookups == 3
+
+
+async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
+    servicer = DirectoryServicer(store=swarm.dht, keys=keys.of_run(RUN, 2), clock=swarm.clock)
+    swarm.dht.answers.clear()
+    for _ in range(5):
+        asking = asyncio.create_task(servicer.Read(pb.ReadRequest(key=keys.RUNS), None))
+        await asyncio.wait([asking], timeout=0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    swarm.dht.answers.set()
+    assert not (await servicer.Read(pb.ReadRequest(key=keys.RUNS), None)).records
+    assert swarm.dht.num_lookups == 1
 
 
 async def test_nothing_is_looked_up_but_the_keys_of_the_run(swarm: Swarm) -> None:

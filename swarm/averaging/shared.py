@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from swarm.averaging.reduction import squared_norm
+from swarm.averaging.reduction import decode_bounded, squared_norm
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
 from swarm.clock import Clock
@@ -60,6 +60,7 @@ class SharedBlocks:
         self._timing = timing
         held = [shared for shared in shared_parameters(config) if stage in shared.stages]
         self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
+        self._num_elements = sum(map(_numel, self._shapes.values()))
         self._stages = sorted({number for shared in held for number in shared.stages})
         self._codec = _codec(config)
         self._averages: dict[tuple[int, int, str], Buffer] = {}
@@ -107,11 +108,9 @@ class SharedBlocks:
         by_stage = {holder.stage: holder for holder in holders}
         if sorted(by_stage) != self._stages:
             raise MalformedMessage(f"shared blocks are held by the stages {self._stages}, not {sorted(by_stage)}")
-        num_elements = sum(map(_numel, self._shapes.values()))
-        sum_S = torch.zeros(num_elements)
+        sum_S = torch.zeros(self._num_elements)
         for _, holder in sorted(by_stage.items()):
-            encoded = await self._average_of(round_number, holder, self._codec.num_bytes(num_elements))
-            sum_S += await asyncio.to_thread(self._codec.decode, encoded, num_elements)
+            sum_S += await self._average_of(round_number, holder)
         pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
@@ -119,7 +118,8 @@ class SharedBlocks:
         """As `sum`; gives the squared norm."""
         return sum(map(squared_norm, (await self.sum(round_number, holders)).values()))
 
-    async def _average_of(self, round_number: int, holder: pb.Partner, num_bytes: int) -> Buffer:
+    async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
+        num_bytes = self._codec.num_bytes(self._num_elements)
         key = (round_number, holder.stage, holder.digest)
         address = Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=holder.stage)
         request = pb.SharedRequest(address=address, peer_id=self._own_id, round=round_number, digest=holder.digest)
@@ -135,7 +135,9 @@ class SharedBlocks:
                 encoded = await self._transport.shared(
                     target, request, reply_bytes=num_bytes, timeout_seconds=seconds
                 )  # fmt: skip
+                average_S = await self._decode(encoded)
                 self._keep(key, encoded)
+                return average_S
             except SwarmError as error:
                 logger.debug("stage %d: %s", holder.stage, error)
                 if self._clock.monotonic() > deadline:
@@ -144,7 +146,10 @@ class SharedBlocks:
                     ) from None
                 turn += 1
                 await self._clock.sleep(self._timing.retry_seconds)
-        return self._averages[key]
+        return await self._decode(self._averages[key])
+
+    async def _decode(self, encoded: Buffer) -> torch.Tensor:
+        return await asyncio.to_thread(decode_bounded, self._codec, encoded, self._num_elements)
 
     def _keep(self, key: tuple[int, int, str], encoded: Buffer) -> None:
         self._averages[key] = encoded

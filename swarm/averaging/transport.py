@@ -30,6 +30,8 @@ Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
 
+SLOWEST_BYTES_PER_SECOND = 32 << 10
+"""A download that comes more slowly than this, beyond the wait for one piece, is given up: somebody else may send."""
 TELLING_BYTES = 4 << 20
 """An upload of so much tells how fast a line is."""
 
@@ -181,8 +183,11 @@ class GrpcTransport:
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
         call: Any = self._stub(peer, bulk=True).Download(request)
+        time = asyncio.get_running_loop().time
+        waited_seconds = num_bytes = 0.0
         try:
             while True:
+                asked_at = time()
                 async with asyncio.timeout(silence_seconds):
                     reply = await call.read()
                 if reply is grpc.aio.EOF:
@@ -190,6 +195,12 @@ class GrpcTransport:
                     if await call.code() is not grpc.StatusCode.OK:
                         raise PeerUnavailable(f"the download from {peer.peer_id} ended early")
                     return
+                waited_seconds += time() - asked_at
+                num_bytes += reply.ByteSize()
+                if waited_seconds > silence_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND:
+                    raise DeadlineExceeded(
+                        f"only {num_bytes:.0f} bytes came from {peer.peer_id} in {waited_seconds:.0f} s"
+                    )
                 yield reply
         except TimeoutError:
             raise DeadlineExceeded(f"nothing came from {peer.peer_id} for {silence_seconds} s") from None

@@ -6,6 +6,7 @@ and keeps what it was granted alive by asking again.
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ MAX_WAIT_SECONDS = 5.0
 MAX_ID_LENGTH = 64
 MAX_NAMED = 1 << 14
 """Microbatches that one request may name as held, as released or as acknowledged."""
+MAX_WAITING = 64
+"""Requests of one trainer that wait at one time; an honest one has a few. What is beyond is answered as things are."""
 MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
@@ -69,13 +72,25 @@ class LeaseServicer(LeaseServiceServicer):
         self._changed = changed
         self._events = events or NoEvents()
         self._table: LeaseTable | None = None
+        self._num_waiting: Counter[str] = Counter()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         try:
             self._check(request)
         except SwarmError as error:
             await abort(context, error)
-        deadline = self._clock.monotonic() + min(MAX_WAIT_SECONDS, request.wait_seconds)
+        trainer = request.trainer_id
+        may_wait = self._num_waiting[trainer] < MAX_WAITING
+        self._num_waiting[trainer] += 1
+        try:
+            return await self._answer(request, min(MAX_WAIT_SECONDS, request.wait_seconds) if may_wait else 0.0)
+        finally:
+            self._num_waiting[trainer] -= 1
+            if not self._num_waiting[trainer]:
+                del self._num_waiting[trainer]
+
+    async def _answer(self, request: pb.AcquireRequest, wait_seconds: float) -> pb.AcquireReply:
+        deadline = self._clock.monotonic() + wait_seconds
         while True:
             lead = self._lead()
             if lead.view is None:

@@ -80,7 +80,7 @@ def decide(
     # Until nothing is left to gain that could be told from an error.
     while most >= best_gain + least and plan.take_step():
         if plan.target in closed:
-            return None
+            break
         lost += plan.rate * policy.move_seconds
         num_moves += 1
         gain = min(plan.throughput) - before

@@ -15,11 +15,11 @@ from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import REPORT, GrpcTransport
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
-from swarm.errors import NotReady, WrongRun, WrongStage
+from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
 from swarm.rounds import Snapshot
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, make_config, record, until
@@ -152,6 +152,34 @@ async def test_strangers_are_refused_with_the_right_error(nodes: list[Node]) -> 
     ):
         with pytest.raises(error):
             await transport.call(nodes[1].record, REPORT, pb.ReportRequest(address=address), timeout_seconds=2.0)
+
+
+class Dripping(AveragingServiceServicer):
+    """A donor that says something in time, and next to nothing."""
+
+    async def Download(self, request: pb.DownloadRequest, context: object) -> AsyncIterator[pb.DownloadReply]:
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            yield pb.DownloadReply(data=b"x")
+
+
+async def test_a_donor_that_drips_is_given_up() -> None:
+    server, channels = grpc.aio.server(options=SERVER_OPTIONS), ChannelPool(insecure=True)
+    add_AveragingServiceServicer_to_server(Dripping(), server)  # type: ignore[abstract]  # for the type checker only
+    donor = record(1, endpoint=f"127.0.0.1:{bind_server(server, '127.0.0.1', 0, None)}")
+    await server.start()
+    num_pieces = 0
+
+    async def download() -> None:
+        nonlocal num_pieces
+        async for _ in GrpcTransport(channels).download(donor, pb.DownloadRequest(), silence_seconds=0.5):
+            num_pieces += 1
+
+    with pytest.raises(DeadlineExceeded, match=r"only \d+ bytes came"):
+        await download()
+    assert 0 < num_pieces <= 10
+    await channels.close()
+    await server.stop(None)
 
 
 async def test_peer_that_does_not_run_yet_is_not_ready() -> None:

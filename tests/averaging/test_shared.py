@@ -11,6 +11,7 @@ import torch
 
 from swarm.config import ModelConfig, RunConfig
 from swarm.rounds import Contribution, RoundResult
+from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
 
 SHARED = "embedding.weight"
@@ -122,6 +123,22 @@ async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) ->
         alive = [stage for number, stage in zip((1, 2, 3, 4), stages, strict=True) if number != victim]
         await until(lambda: all(stage.round == 1 for stage in alive))
         assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
+
+
+async def test_an_average_beyond_all_bounds_is_not_believed_and_another_holder_asked() -> None:
+    async with sharing_network(tied()) as network:
+        stages = stages_of(network, 1, 2, 3, 4)
+        liar = network.peers[peer_id(3)].averager
+        honest = liar.shared
+
+        async def lie(request: pb.SharedRequest) -> bytes:
+            num_bytes = len(bytes(await honest(request)))
+            return np.full(num_bytes // 4, 1e30, dtype=np.float32).tobytes()
+
+        liar.shared = lie  # type: ignore[method-assign]  # a member that means harm
+        learn(network, 0)
+        await until(lambda: all(stage.round == 1 for stage in stages))
+        assert all(float(stage.shared.abs().max()) < 10 for stage in stages)
 
 
 async def test_fragments_share_the_block_in_its_own_rounds() -> None:

@@ -183,6 +183,43 @@ async def test_it_serves_nothing_that_it_could_not_download(
     assert "cannot begin at stage 1: the state of stage 1 could not be downloaded" in caplog.text
 
 
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
+    config: RunConfig,
+    store: MemoryStore,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    first: bool,
+) -> None:
+    async def hang(_: object) -> AsyncIterator[None]:
+        asked.set()
+        await asyncio.Event().wait()
+        yield
+
+    asked = asyncio.Event()
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1) as holder,
+    ):
+        assert holder.server is not None
+        monkeypatch.setattr(holder.server._averager, "download", hang)
+        peer = LocalPeer(config, store, resume=nothing if first else trained)
+        async with asyncio.timeout(10.0) as patience:  # A silent donor is given up after 15 s.
+            if first:
+                peer.served.put_nowait(1)  # The block begins at once.
+                async with peer.running(1):
+                    await asked.wait()
+            else:
+                async with peer.running(0):
+                    peer.rebalancer.orders.put_nowait(1)
+                    await asked.wait()
+        assert not patience.expired()
+
+
 async def test_it_stays_if_nobody_else_serves_its_stage(
     config: RunConfig, store: MemoryStore, trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from peers import rebalancer
 from peers.claim import Claim
 from peers.network import KnownPeers
 from peers.rebalancer import Rebalancer
+from swarm.checkpoint import file
 from swarm.clock import Clock
 from swarm.config import ModelConfig, RunConfig, StagesConfig
 from swarm.dht.directory import Directory, MemoryStore
@@ -240,6 +241,12 @@ def test_what_a_run_has_learnt_is_not_replaced_by_initial_weights(
     assert run(moves(0)) == {0, 1, 2}, "nothing was learnt yet"
     (tmp_path / "stage-1-of-3.round-5.safetensors").touch()
     assert run(moves(5, tmp_path)) == {0, 1, 2}
+
+    def broken(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(file, "names", broken)
+    assert run(moves(5, tmp_path)) == {0, 2}, "and it goes on all the same"
 
 
 def test_no_dht_no_moves_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:

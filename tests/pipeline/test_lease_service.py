@@ -7,7 +7,7 @@ from typing import Any
 
 from swarm.clock import ManualClock
 from swarm.errors import WrongStage
-from swarm.pipeline.lease_service import GAP_SECONDS, GroupLead, LeaseClient, LeaseServicer
+from swarm.pipeline.lease_service import GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb
@@ -102,6 +102,28 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
         leader.clock.advance(GAP_SECONDS)
     reply = await waiting
     assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
+
+
+async def test_no_more_than_a_few_requests_of_one_trainer_wait() -> None:
+    """Each is looked at several times a second."""
+    nothing_to_do = RoundView(
+        round=0, committed=set(), counted=set(), lost=set(), highest_microbatch=-1, quiet_seconds=0.0,
+        awaits_reports=True, complete=True,
+    )  # fmt: skip
+    leader = Leader(0, nothing_to_do)
+
+    def ask(trainer_id: str) -> asyncio.Task[pb.AcquireReply]:
+        request = leader.request(trainer_id, count=1, wait_seconds=5.0)
+        return asyncio.create_task(leader.servicer.Acquire(request, None))
+
+    many, other = [ask("many") for _ in range(MAX_WAITING + 10)], ask("other")
+    await asyncio.sleep(0)
+    assert [task.done() for task in many] == MAX_WAITING * [False] + 10 * [True]
+    assert not other.done()
+    for task in (*many, other):
+        task.cancel()
+    await asyncio.wait((*many, other))
+    assert not leader.servicer._num_waiting
 
 
 async def test_a_stage_has_what_it_lacks_replayed() -> None:

@@ -95,6 +95,8 @@ def test_a_stage_that_cannot_be_entered() -> None:
     now = layout([1, 1, 1], [])
     assert decide(now, FIRST) == 1
     assert decide(now, FIRST, closed={1}) is None
+    now = layout([1] * 6, [1], [1, 1])
+    assert decide(now, FIRST) == decide(now, FIRST, closed={2}) == 1, "that move pays by itself"
 
 
 def test_pinned_peers_are_not_counted_on() -> None:

@@ -226,6 +226,11 @@ async def test_an_evaluation_that_makes_no_sense_is_refused(
             *(pb.TrainReply(chunk=chunk) for chunk in chunks("hidden_gradient", _NAN)),
             pb.TrainReply(done=pb.Done()),
         ],
+        [
+            pb.TrainReply(accepted=pb.Accepted()),
+            *(pb.TrainReply(chunk=chunk) for chunk in chunks("hidden_gradient", _HIDDEN)),
+            pb.TrainReply(done=pb.Done(loss=float("nan"))),
+        ],
     ],
 )
 async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
