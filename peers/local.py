@@ -10,9 +10,10 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +40,11 @@ from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerRecord, PeerState
 
 PROG = "swarm-local"
-START_SECONDS = 120.0
-"""Longest wait for a peer to serve; on a slow disk the first import alone takes its time."""
+PRESET = "tiny"
+"""Taken where neither --preset nor --config is given."""
+START_SECONDS, START_SECONDS_PER_PEER = 120.0, 20.0
+"""Longest wait for the peers that follow the first: all at once import, look and connect. The first may take its time:
+it may have to fetch the text and prepare it."""
 LOOK_SECONDS = 0.5
 
 
@@ -48,8 +52,8 @@ LOOK_SECONDS = 0.5
 class LocalOptions:
     """Launch a swarm on this machine and train."""
 
-    preset: str = "tiny"
-    """Configuration that comes with swarm: tiny, small or llama-124m."""
+    preset: str | None = None
+    """Configuration that comes with swarm: tiny, small or llama-124m; tiny if no --config is given either."""
     config: Path | None = None
     """TOML file, instead of a preset."""
     stages: int | None = None
@@ -63,9 +67,9 @@ class LocalOptions:
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
     kill_at: int | None = None
-    """Kill -9 a random peer at this step."""
+    """Kill -9 a random peer once this run has made so many steps; its stage keeps another one."""
     join_at: int | None = None
-    """Start one more peer at this step, where there are fewest."""
+    """Start one more peer, where there are fewest, once this run has made so many steps."""
     evaluate_every: int = 10
     """Steps between two evaluations on held-out text."""
     sample_tokens: int = 200
@@ -84,43 +88,47 @@ class LocalOptions:
     """Plain TCP instead of TLS between the peers."""
     checkpoint: Path | None = None
     """Folder to which all peers write checkpoints."""
-    checkpoint_every: int = 10
-    """Rounds from one checkpoint to the next."""
+    checkpoint_every: int | None = None
+    """Rounds from one checkpoint to the next, instead of swarm-peer's 10."""
     resume: Path | None = None
-    """Go on from the newest checkpoint in this folder, with as many stages as are asked for."""
+    """Go on from the newest checkpoint in this folder, with as many stages as are asked for; metrics.jsonl is kept."""
     seed: int = 0
     """Chooses the peer that is killed."""
 
     def __post_init__(self) -> None:
         least = {
-            "peers_per_stage": 1, "steps": 1, "threads": 1, "evaluate_every": 0, "sample_tokens": 0,
+            "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "evaluate_every": 0, "sample_tokens": 0,
             "checkpoint_every": 1,
         }  # fmt: skip
         for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {getattr(self, name)}")
-        if self.stages is not None and self.stages < 1:
-            raise ValueError(f"--stages must be at least 1, not {self.stages}")
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
+        if self.config is not None and self.preset is not None:
+            raise ValueError("--config and --preset exclude each other")
+        if self.wandb_online and self.wandb is None:
+            raise ValueError("--wandb-online needs --wandb PROJECT")
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise ValueError("--checkpoint-every needs --checkpoint DIR")
         for name in ("kill_at", "join_at"):
             step = getattr(self, name)
             if step is not None and not 0 <= step < self.steps:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and {self.steps - 1}, not {step}")
+        if self.kill_at is not None and self.peers_per_stage < 2:
+            raise ValueError("--kill-at needs --peers-per-stage 2 or more: a stage without a peer stops the run")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
     process.setup_logging("local", "warning")
-    config = configs.load(options.config) if options.config else configs.load_preset(options.preset)
+    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
     clock = SystemClock()
     _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
     if token is not None:
         # For the children: command lines can be read by everybody on this machine.
         os.environ[VARIABLE] = str(token)
     options.output.mkdir(parents=True, exist_ok=True)
-    for name in ("metrics.jsonl", "summary.json", "loss.png", "sample.txt"):
-        (options.output / name).unlink(missing_ok=True)
-    shutil.rmtree(options.output / "logs", ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder, Supervisor(options.output / "logs") as children:
         return asyncio.run(LocalSwarm(options, config, children, Path(folder), admitted(generate(), token)).run())
 
@@ -157,6 +165,10 @@ class LocalSwarm:
         self.num_stages = self.options.stages or self.config.stages.num_stages
         self.channels: ChannelPool
         self._joining: list[LocalPeer] = []
+        self._num_old_rows = 0
+        """Lines of metrics.jsonl that are an earlier run's."""
+        self._first_step = 0
+        """Step of the whole training from which this run goes on."""
         self._random = random.Random(self.options.seed)
 
     async def run(self) -> int:
@@ -176,21 +188,48 @@ class LocalSwarm:
     async def _run(self) -> int:
         self.channels = ChannelPool(insecure=self.options.insecure, identity=self.identity)
         with LiveTable() as table:
-            self._note(f"starting {self.num_stages} x {self.options.peers_per_stage} peers and a trainer")
-            # The others join through the first.
-            await self._until_ready([self._start_peer(0)])
+            output = self.options.output
+            self._note(
+                f"starting {self.num_stages} x {self.options.peers_per_stage} peers and a trainer; their logs are in "
+                f"{output / 'logs'}"
+            )
+            table.show(SwarmView(run=self.config.run, stages=(), trainers=(), events=tuple(self.events)))
+            await self._start_first_peer()
+            self._clear()
             for number in range(1, self.num_stages * self.options.peers_per_stage):
                 self._start_peer(number % self.num_stages)
-            await self._until_ready(self.peers, table)
+            await self._until_ready(table)
             self._start_trainer()
-            with MetricsLog(self.options.output / "metrics.jsonl") as metrics:
+            with MetricsLog(output / "metrics.jsonl") as metrics:
                 code = await self._watch(table, metrics)
         await self.channels.close()
         if code == 0:
             self._finish()
         return code
 
+    def _clear(self) -> None:
+        """Delete what an earlier run left, now that this one has begun; metrics that it goes on with are kept."""
+        output = self.options.output
+        metrics, logs = output / "metrics.jsonl", output / "logs"
+        if self.options.resume is None:
+            metrics.unlink(missing_ok=True)
+        elif metrics.exists() and (rows := list(metrics_log.read(metrics))):
+            self._num_old_rows, self._first_step = len(rows), rows[-1]["step"]
+        in_use = {child.log for child in self.children.running}
+        stale = {*logs.glob("peer-*.log"), logs / "trainer.log"} - in_use
+        for path in (*stale, *(output / name for name in ("summary.json", "loss.png", "sample.txt"))):
+            path.unlink(missing_ok=True)
+
     # -- children ------------------------------------------------------------------------------------------------------
+
+    async def _start_first_peer(self) -> None:
+        """The others join through it."""
+        # Children append to their logs, and the last line says why one ended: it must be this one's.
+        (self.options.output / "logs" / "peer-1.log").unlink(missing_ok=True)
+        first = self._start_peer(0)
+        while not self._is_ready(first):
+            self._fail_on_exit()
+            await asyncio.sleep(0.1)
 
     def _start_peer(self, stage: int) -> LocalPeer:
         options, self.num_started = self.options, self.num_started + 1
@@ -205,12 +244,12 @@ class LocalSwarm:
         if addresses:
             arguments += ["--initial-peers", *addresses]
         else:
-            arguments += ["--config", str(options.config)] if options.config else ["--preset", options.preset]
+            arguments += ["--config", str(options.config)] if options.config else ["--preset", options.preset or PRESET]
             arguments += ["--stages", str(options.stages)] if options.stages else []
             arguments += ["--dataset", options.dataset] if options.dataset else []
         arguments += ["--insecure"] if options.insecure else []
-        every = ["--checkpoint-every", str(options.checkpoint_every)]
-        arguments += ["--checkpoint", str(options.checkpoint), *every] if options.checkpoint else []
+        arguments += ["--checkpoint", str(options.checkpoint)] if options.checkpoint else []
+        arguments += ["--checkpoint-every", str(options.checkpoint_every)] if options.checkpoint_every else []
         arguments += ["--resume", str(options.resume)] if options.resume else []
         child = self.children.start(name, _command("peer", arguments))
         peer = LocalPeer(child=child, stage=stage, ready_file=ready_file)
@@ -229,13 +268,15 @@ class LocalSwarm:
         arguments += ["--insecure"] if options.insecure else []
         self.trainer = self.children.start("trainer", _command("trainer", arguments))
 
-    async def _until_ready(self, peers: Sequence[LocalPeer], table: LiveTable | None = None) -> None:
-        async with asyncio.timeout(START_SECONDS):
-            while not all([self._is_ready(peer) for peer in peers]):
-                self._fail_on_exit()
-                if table is not None:
-                    table.show(await self._view())
-                await asyncio.sleep(0.1)
+    async def _until_ready(self, table: LiveTable) -> None:
+        seconds = START_SECONDS + START_SECONDS_PER_PEER * len(self.peers)
+        deadline = time.monotonic() + seconds
+        while late := [peer.child for peer in self.peers if not self._is_ready(peer)]:
+            self._fail_on_exit()
+            if time.monotonic() > deadline:
+                raise PeerUnavailable(f"{late[0].name} does not serve after {seconds:.0f} s; its log is {late[0].log}")
+            table.show(await self._view())
+            await asyncio.sleep(0.1)
 
     def _is_ready(self, peer: LocalPeer) -> bool:
         if peer.record is None and peer.ready_file.exists():
@@ -257,7 +298,7 @@ class LocalSwarm:
         while True:
             view = await self._view()
             table.show(view)
-            step = view.trainers[0].step if view.trainers else 0
+            step = view.trainers[0].step if view.trainers else self._first_step
             self._kill_and_join(step, metrics)
             for exit_ in self.children.exits():
                 if self.trainer is not None and exit_.name == self.trainer.name:
@@ -270,14 +311,18 @@ class LocalSwarm:
             await asyncio.sleep(LOOK_SECONDS)
 
     def _kill_and_join(self, step: int, metrics: MetricsLog) -> None:
-        options = self.options
-        if options.kill_at is not None and step >= options.kill_at and not self.num_killed:
-            victim = self._random.choice(self.peers)
+        options, num_made = self.options, step - self._first_step
+        serving = [peer for peer in self.peers if peer.record is not None]
+        # Peers may have died by themselves: one that is the last of its stage is spared.
+        stages = Counter(peer.stage for peer in serving)
+        victims = [peer for peer in serving if stages[peer.stage] > 1]
+        if options.kill_at is not None and num_made >= options.kill_at and not self.num_killed and victims:
+            victim = self._random.choice(victims)
             self.peers.remove(victim)
             self.children.kill9(victim.child)
             self.num_killed += 1
             self._note(f"step {step}: kill -9 {victim.child.name} of stage {victim.stage}", metrics, step)
-        if options.join_at is not None and step >= options.join_at and not self.num_joined and not self._joining:
+        if options.join_at is not None and num_made >= options.join_at and not self.num_joined and not self._joining:
             counts = {stage: 0 for stage in range(self.num_stages)}
             for peer in self.peers:
                 counts[peer.stage] += 1
@@ -308,9 +353,11 @@ class LocalSwarm:
 
     def _trainer_rows(self) -> tuple[TrainerRow, ...]:
         path = self.options.output / "metrics.jsonl"
-        steps = [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
+        rows = list(metrics_log.read(path))[self._num_old_rows :] if path.exists() else []
+        steps = [row for row in rows if "train/loss" in row]
         if not steps:
             return ()
+        self._first_step = steps[0]["step"] - 1
         last: dict[str, Any] = steps[-1]
         return (
             TrainerRow(
@@ -345,7 +392,8 @@ class LocalSwarm:
 
 
 def _command(program: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-c", f"from peers.commands import {program}; {program}()", *arguments]
+    # With -P, modules that happen to lie in the current folder are not imported instead of ours.
+    return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
 
 
 def _without_prefix(reason: str) -> str:

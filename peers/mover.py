@@ -99,8 +99,8 @@ class Mover:
                 self._event_log.write(events.Move(stage=stage))
                 continue
             if self._stop.is_set():
-                if move is not None:
-                    await self._rebalancer.gave_up(stage)
+                logger.info("leaving: stage %d was not entered yet", stage)
+                await self._rebalancer.gave_up(stage)
                 return
             assert move is not None, "only one that moves may fail and go on"
             other = move.from_stage if stage == move.to_stage else move.to_stage

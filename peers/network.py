@@ -19,7 +19,7 @@ from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import LONGEST_NAME, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,12 @@ async def _look_up(node: DhtNode, address: str, clock: Clock, authority: Authori
             if clock.monotonic() > deadline:
                 raise
             await clock.sleep(0.5)
+
+
+def require_short_name(name: str) -> None:
+    """Raise ValueError for a --name that no announcement can hold."""
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"--name must have at most {LONGEST_NAME} characters, not {len(name)}")
 
 
 def default_name() -> str:

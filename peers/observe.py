@@ -5,6 +5,7 @@ Used by swarm-status, which has the announcements from the DHT, and by swarm-loc
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
+
+logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
 """The first call to a peer connects as well: four round trips on the line, and TLS on a machine that computes."""
@@ -75,7 +78,9 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         call: Any = StageServiceStub(channels.channel(record)).Describe
         async with asyncio.timeout(ANSWER_SECONDS):
             reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
-    except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable):
+    except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable) as error:
+        if isinstance(error, PeerUnavailable):  # It was not even asked, for a reason that concerns all of them.
+            logger.warning("%s", error)
         return PeerRow(
             name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round, moves=record.moves
         )

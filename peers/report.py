@@ -6,6 +6,8 @@ Used by swarm-trainer. Only writes down what it is given.
 import contextlib
 import json
 import logging
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +26,14 @@ class Report(contextlib.AbstractContextManager["Report"]):
     """Hears of every step; the progress bar is there while its `with` block runs."""
 
     def __init__(
-        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console
+        self, config: RunConfig, *, steps: int, output: Path, metrics: MetricsLog, console: Console,
+        why_silent: Callable[[int], str | None] = lambda stage: None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            why_silent: who is announced at a stage and does not answer, and why; None where nobody is.
+        """
+        self._why_silent = why_silent
         self.first_step = 0
         self.step_number = 0
         self.first_loss: float | None = None
@@ -62,14 +70,22 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics.event(first_step, "training begins")
 
     def waiting(self, stage: int) -> None:
-        """Say once that a stage is empty, until the next step."""
-        if stage not in self._waiting_for:
-            self._waiting_for.add(stage)
-            message = (
-                f"waiting: stage {stage} has no peer; start one with swarm-peer --stage {stage} --initial-peers ..."
+        """Say once that nobody at a stage can be reached, until the next step."""
+        if stage in self._waiting_for:
+            return
+        self._waiting_for.add(stage)
+        silent = self._why_silent(stage)
+        if silent is None:
+            logger.warning(
+                "waiting: stage %d has no peer; start one with swarm-peer --stage %d --initial-peers ...", stage, stage
             )
-            logger.warning("%s", message)
             self._metrics.event(self.step_number, f"stage {stage} has no peer")
+            return
+        logger.warning(
+            "waiting: stage %d does not answer: %s; if it runs, see that its --port can be reached from here, and that "
+            "its --announce is right", stage, silent,
+        )  # fmt: skip
+        self._metrics.event(self.step_number, f"stage {stage} does not answer")
 
     def step(self, step: Step, validation_loss: float | None) -> None:
         """Log a step."""
@@ -158,4 +174,6 @@ class Report(contextlib.AbstractContextManager["Report"]):
             "microbatches_rerouted": self.num_rerouted,
             "steps": self.step_number - self.first_step,
         }
-        (self._output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in summary.items()}
+        text = json.dumps(finite, indent=2, allow_nan=False)
+        (self._output / "summary.json").write_text(text + "\n", encoding="utf-8")

@@ -66,11 +66,13 @@ class Others:
         held_at: newest round of a peer that holds our stage.
         rounds: by other stage, its newest round.
         samples: of the run, at the newest of these.
+        repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
     """
 
     held_at: int | None = None
     rounds: Mapping[int, int] = field(default_factory=dict)
     samples: int = 0
+    repeating: frozenset[int] = frozenset()
 
     @property
     def latest(self) -> int:
@@ -118,17 +120,21 @@ def choose(
             logger.info("peers hold stage %d at round %d: theirs is taken, no checkpoint", stage, others.held_at)
         return None
     if folder is None or folder.is_empty:
+        if folder is not None and options.round_number is not None:
+            raise Fatal(f"{folder.path} has no checkpoint of round {options.round_number}")
         if options.moves and others.latest > 0:
             raise PeerUnavailable(f"nobody holds stage {stage} any more, and there is no checkpoint")
         if options.had_checkpoints:
             raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
+        if folder is not None and others.latest == 0:
+            logger.info("%s has no checkpoint: the run begins at round 0", folder.path)
         return _start_over(config, stage, others)
     partners = {number for number in _partners(config, stage) if number in others.rounds}
     if partners:
         rounds = {others.rounds[partner] for partner in partners}
-        return _begin_with(
-            _at_their_round(stage, shapes, rounds, folder, options, synchronous=config.rounds.synchronous)
-        )
+        ahead = {partner for partner in partners if others.rounds[partner] == max(rounds)}
+        can_repeat = config.rounds.synchronous and ahead <= others.repeating
+        return _begin_with(_at_their_round(stage, shapes, rounds, folder, options, can_repeat=can_repeat))
     if others.rounds and others.latest == 0:
         raise Fatal("the run begins anew at round 0: start its first peer with --resume as well, or leave --resume out")
     wanted = options.round_number
@@ -189,8 +195,18 @@ async def find_others(
         _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
         together = {rounds[number] for number in _partners(config, stage) if number in rounds}
         if (rounds and len(together) <= 1) or clock.monotonic() >= deadline:
-            return Others(rounds=rounds, samples=samples)
+            repeating = frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row))))
+            return Others(rounds=rounds, samples=samples, repeating=repeating)
         await _look_again(known, directory, stages, clock)
+
+
+def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:
+    return [reply for reply in row if reply.round == max(reply.round for reply in row)]
+
+
+def _can_repeat(reply: pb.DescribeReply) -> bool:
+    """Whether the peer has the weights of the round before: only if it was there when that was committed."""
+    return any(report.round == reply.round - 1 for report in reply.rounds)
 
 
 async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[int], clock: Clock) -> None:
@@ -205,11 +221,11 @@ async def describe(
     """What peers say of themselves, of those that answer and serve the stage that they are announced at."""
 
     async def ask(record: PeerRecord) -> pb.DescribeReply | None:
-        call: Any = StageServiceStub(channels.channel(record)).Describe
         try:
+            call: Any = StageServiceStub(channels.channel(record)).Describe
             async with asyncio.timeout(ANSWER_SECONDS):
                 reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id))
-        except (grpc.aio.AioRpcError, TimeoutError):
+        except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable):
             return None
         # One that was started again elsewhere may have the old port.
         return reply if reply.stage == record.stage else None
@@ -227,16 +243,16 @@ def _partners(config: RunConfig, stage: int) -> Collection[int]:
 
 def _at_their_round(
     stage: int, shapes: Mapping[str, torch.Size], rounds: set[int], folder: CheckpointFolder, options: ResumeOptions,
-    *, synchronous: bool,
+    *, can_repeat: bool,
 ) -> Restored:  # fmt: skip
     """Of the round at which the stages stand that commit together with this one.
 
-    In the synchronous setting the one before will do as well: they keep its weights, and the stage catches up by having
-    its microbatches run again.
+    In the synchronous setting the one before will do as well, where they have committed it themselves: they keep its
+    weights, and the stage catches up by having its microbatches run again.
     """
     # Some may have committed a round that others, and this stage, have yet to commit.
     wanted = [max(rounds)] if len(rounds) == 1 else []
-    if synchronous:
+    if can_repeat:
         wanted.append(max(rounds) - 1)
     for number in wanted:
         fits = min(rounds) >= number and options.round_number in (None, number)

@@ -28,7 +28,14 @@ from peers.claim import Claim
 from peers.event_file import open_events, start_of
 from peers.identity_file import claim_identity
 from peers.mover import Listen, Mover
-from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name, say_who_may_join
+from peers.network import (
+    REFRESH_SECONDS,
+    KnownPeers,
+    agree_on_config,
+    default_name,
+    require_short_name,
+    say_who_may_join,
+)
 from peers.rebalancer import Rebalancer
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
@@ -40,6 +47,7 @@ from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.data import corpora, tokenizers
 from swarm.dht import node as dht_node
+from swarm.dht.addresses import is_host
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import SwarmError, WrongStage
@@ -74,7 +82,7 @@ class PeerOptions:
     config: Path | None = None
     """TOML file of a new run."""
     preset: str | None = None
-    """Configuration of a new run that comes with swarm: tiny, small or llama-124m."""
+    """Configuration of a new run that comes with swarm: tiny, small, llama-124m, sparseloco or targon."""
     dataset: str | None = None
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
     stages: int | None = None
@@ -104,10 +112,11 @@ class PeerOptions:
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
     checkpoint: Path | None = None
     """Write checkpoints of this stage to this folder."""
-    checkpoint_every: int = 10
-    """Rounds from one checkpoint to the next; the same at all peers, so that all stages have the same rounds."""
-    keep_checkpoints: int = 3
-    """Checkpoints to keep; older ones are deleted."""
+    checkpoint_every: int | None = None
+    """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
+    rounds."""
+    keep_checkpoints: int | None = None
+    """Checkpoints to keep, 3 if left out; older ones are deleted."""
     resume: Path | None = None
     """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
     resume_round: int | None = None
@@ -139,8 +148,14 @@ class PeerOptions:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
         for name in ("checkpoint_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and value < 1:
+                raise ValueError(f"{option} must be at least 1, not {value}")
+            if value is not None and self.checkpoint is None:
+                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+        if self.announce is not None and not is_host(self.announce.lower()):
+            raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")
+        require_short_name(self.name)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
         for name in ("threads", "max_in_flight", "graph_memory_mib"):
@@ -156,7 +171,8 @@ def main(argv: Sequence[str]) -> int:
     addresses, token = find_token(
         options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
     )
-    options = dataclasses.replace(options, initial_peers=addresses)
+    announce = options.announce and options.announce.lower()
+    options = dataclasses.replace(options, initial_peers=addresses, announce=announce)
     device = choose_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -197,7 +213,7 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     writer = None
     if options.checkpoint is not None:
         writer = CheckpointWriter(
-            options.checkpoint, every=options.checkpoint_every, keep=options.keep_checkpoints, owner=owner
+            options.checkpoint, every=options.checkpoint_every or 10, keep=options.keep_checkpoints or 3, owner=owner
         )
     if options.resume is not None and not options.resume.is_dir():
         raise ValueError(f"--resume {options.resume}: there is no such folder")

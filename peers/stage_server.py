@@ -34,7 +34,7 @@ from swarm.config import RunConfig
 from swarm.connections import watch_connections
 from swarm.dht import keys
 from swarm.dht.directory import Directory
-from swarm.errors import NotReady, PeerUnavailable
+from swarm.errors import Fatal, NotReady, PeerUnavailable
 from swarm.events import Events, Join
 from swarm.hop import Hop
 from swarm.identity import Identity
@@ -123,10 +123,16 @@ class StageServer:
         self._callers = Callers(clock)
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
-        module = build_stage(config, stage, device=options.device)
+        try:
+            module = build_stage(config, stage, device=options.device)
+            weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
+        except (RuntimeError, MemoryError) as error:  # torch has no class of its own for a CPU that has no more memory.
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise Fatal(
+                f"stage {stage} does not fit on {options.device}: {reason}; take more stages, or another --device"
+            ) from None
         backend = StageBackend(
-            config=config, stage=stage, module=module, staging=staging,
-            weights=StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events),
+            config=config, stage=stage, module=module, staging=staging, weights=weights,
             budget=GraphBudget(limit_bytes=options.graph_bytes), events=self._events,
         )  # fmt: skip
         hop = None

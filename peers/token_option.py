@@ -55,8 +55,9 @@ def find_token(
     if not tokens:
         return addresses, None
     token = next(iter(tokens.values()))
-    if token.expires_at <= clock.time():
-        raise ValueError(f"the token expired on {_date(token.expires_at)}: ask the run's owner for a new one")
+    if token.expires_at <= clock.time() + FAREWELL_SECONDS:
+        how = "expired on" if token.expires_at <= clock.time() else "is about to end, at"
+        raise ValueError(f"the token {how} {_date(token.expires_at)}: ask the run's owner for a new one")
     if role is Role.PEER and token.role is not Role.PEER:
         raise ValueError("the token is a trainer's: ask the run's owner for one with --role peer")
     if insecure:

@@ -21,7 +21,14 @@ from rich.console import Console
 
 from peers import cli, process
 from peers.event_file import open_events, start_of
-from peers.network import REFRESH_SECONDS, KnownPeers, agree_on_config, default_name, say_who_may_join
+from peers.network import (
+    REFRESH_SECONDS,
+    KnownPeers,
+    agree_on_config,
+    default_name,
+    require_short_name,
+    say_who_may_join,
+)
 from peers.report import Report
 from peers.stage_peer import CACHE
 from peers.token_option import admitted, find_token, stop_or_expiry
@@ -102,6 +109,9 @@ class TrainerOptions:
         for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluation_samples", 1), ("max_in_flight", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        if self.sample_tokens < 0:
+            raise ValueError(f"--sample-tokens must be at least 0, not {self.sample_tokens}")
+        require_short_name(self.name)
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")
 
@@ -154,7 +164,10 @@ async def run(
             config=dataclasses.asdict(config),
         )  # fmt: skip
     metrics = MetricsLog(options.output / "metrics.jsonl", wandb_run=wandb_run)
-    report = Report(config, steps=options.steps, output=options.output, metrics=metrics, console=Console(stderr=True))
+    report = Report(
+        config, steps=options.steps, output=options.output, metrics=metrics, console=Console(stderr=True),
+        why_silent=watcher.why_silent,
+    )  # fmt: skip
     with metrics, report:
         loop = TrainLoop(
             config=config, data=data, hop=hop, leases=leases, watcher=watcher, clock=clock,
@@ -259,6 +272,7 @@ class Session:
 
     async def at_rest(self, work: Callable[[int], Coroutine[Any, Any, Result]]) -> Result | None:
         """Do `work` on the newest round's anchor while this trainer feeds nothing; again if the swarm moved on."""
+        cause: Fatal | None = None
         with self.loop.paused():
             for _ in range(ATTEMPTS):
                 await self.watcher.poll()
@@ -267,7 +281,8 @@ class Session:
                     return await asyncio.create_task(work(self.watcher.latest_round))
                 except Fatal as error:
                     logger.info("evaluating again: %s", error)
-        logger.warning("no evaluation: the swarm moves on faster than it evaluates")
+                    cause = error
+        logger.warning("no evaluation, after %d attempts: %s", ATTEMPTS, cause)
         return None
 
     async def keep_announced(self, clock: SystemClock) -> None:

@@ -27,11 +27,15 @@ class PeerState(StrEnum):
     LEAVING = "leaving"
 
 
+LONGEST_NAME = 64
+"""Characters of what people call a peer."""
+
+
 class _Announcement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-    name: Annotated[str, Field(max_length=64)] = ""
+    name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
     """What people call the peer: host name and process id unless the user chose one."""
     protocol_version: int = PROTOCOL_VERSION
     software_version: Annotated[str, Field(max_length=32)] = ""

@@ -301,6 +301,8 @@ class History:
         self._rounds.stood(self.stage, event.round, event.lineage, event.state, self.name)
         if event.parent is not None:
             self._rounds.renamed[self.stage, event.lineage] = event.parent
+            if self._synchronous:
+                self._violation(f"began at round {event.round} with an older state: what counted since is lost")
 
     def _check_carried(self, num_samples: int) -> None:
         if num_samples != self._stepped_samples:

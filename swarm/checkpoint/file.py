@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
         _sync(temporary)
         temporary.rename(path)
         _sync(folder)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return path
@@ -118,13 +119,10 @@ def read_header(path: Path, config: RunConfig) -> Header:
     Raises:
         IntegrityError: it is cut short, altered, or of another run; the message names the file and the fault.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            stated = metadata.pop("sha256", "")
-            actual = _sha256(metadata, file)
-    except (SafetensorError, OSError) as error:
-        raise IntegrityError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    with _opened(path) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        stated = metadata.pop("sha256", "")
+        actual = _sha256(metadata, file)
     if actual != stated:
         raise IntegrityError(f"{path} is damaged: its contents do not match their digest")
     if metadata.get("format") != str(FORMAT):
@@ -138,15 +136,27 @@ def read_header(path: Path, config: RunConfig) -> Header:
 
 
 def parameters(path: Path) -> set[str]:
-    """Names of the parameters whose state a file holds."""
-    with safe_open(path, framework="pt") as file:
+    """Names of the parameters whose state a file holds. Raises IntegrityError if it cannot be read."""
+    with _opened(path) as file:
         return {key.removeprefix("anchor/") for key in file.keys() if key.startswith("anchor/")}  # noqa: SIM118
 
 
 def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. They may be mapped to the file."""
-    with safe_open(path, framework="pt") as file:
+    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. They may be mapped to the file.
+
+    Raises IntegrityError if it cannot be read.
+    """
+    with _opened(path) as file:
         return {key: file.get_tensor(key) for key in file.keys() if key.split("/")[1] in wanted}  # noqa: SIM118
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise IntegrityError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _pack(header: Header) -> dict[str, str]:

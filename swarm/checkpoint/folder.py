@@ -67,7 +67,7 @@ class CheckpointFolder:
             round_number: no other round will do.
         """
         own = self._config.stages.num_stages
-        cuts = {(name.round, name.num_stages) for name in self._names if round_number in (None, name.round)}
+        cuts = {cut for cut in self._cuts if round_number in (None, cut[0])}
         newest_first = sorted(cuts, key=lambda cut: (cut[0], cut[1] == own, cut[1]), reverse=True)
         for cut in newest_first:
             if self._is_complete(cut):
@@ -85,7 +85,14 @@ class CheckpointFolder:
 
     def _is_complete(self, cut: tuple[int, int]) -> bool:
         kept = {name.stage for name in self._names if name.num_stages == cut[1]}
+        if any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
+            # Everybody's folder, from which the run went on in other stages: all of these have to be there.
+            kept = set(range(cut[1]))
         return {name.stage for name in self._files(cut)} == kept
+
+    @property
+    def _cuts(self) -> set[tuple[int, int]]:
+        return {(name.round, name.num_stages) for name in self._names}
 
     def _sound(self, cut: tuple[int, int]) -> list[Header]:
         for name in self._files(cut):
@@ -99,6 +106,15 @@ class CheckpointFolder:
 
     def _gather(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
         """A stage's state from files of one round; None where a parameter is missing, or of another shape."""
+        try:
+            return self._put_together(headers, stage, shapes)
+        except IntegrityError as error:
+            logger.warning("refused: %s", error)  # Another peer of the folder has just deleted it.
+            return None
+
+    def _put_together(
+        self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]
+    ) -> Restored | None:  # fmt: skip
         paths = {header.stage: self.path / str(header.name) for header in headers}
         held = {number: file.parameters(path) for number, path in paths.items()}
         missing, used = set(shapes), list[Header]()

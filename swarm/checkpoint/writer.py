@@ -69,7 +69,7 @@ class CheckpointWriter:
         async with self._lock:
             try:
                 path = await asyncio.to_thread(file.write, self.folder, header, tensors, owner=self._owner)
-            except OSError as error:
+            except (OSError, RuntimeError, MemoryError) as error:  # A tensor library's RuntimeError: no memory.
                 logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
                 return False
             self._newest[header.stage] = header.round

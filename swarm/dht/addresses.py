@@ -33,6 +33,14 @@ def at(host: str, port: int) -> str:
     return f"/{_family(host)}/{host}/tcp/{port}"
 
 
+def is_host(name: str) -> bool:
+    """Whether this is an IP address, or could be a host's name as libp2p takes it: in small letters."""
+    if re.fullmatch(r"[0-9.]+|.*:.*", name):
+        return _family(name) != "dns"
+    labels = name.split(".")
+    return len(name) < 254 and all(re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", label) for label in labels)
+
+
 def require_free_port(host: str, port: int) -> int:
     """Check that nobody listens on a port of this machine; 0 stands for any, and one is chosen.
 

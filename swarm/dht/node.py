@@ -317,6 +317,8 @@ async def _join(
         )
     except (ValidationError, RuntimeError) as error:
         raise _cannot_join(reached, str(error)) from None
+    # Others may still ask for theirs to be cached here, one record with a late expiry in front of all that is stored.
+    node.protocol.cache = node.protocol.storage
     return p2p, node
 
 

@@ -5,6 +5,7 @@ Never keeps anything in memory.
 """
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.metrics.wandb_run import WandbRun
+
+logger = logging.getLogger(__name__)
 
 Value = float | int | str | None
 
@@ -93,16 +96,17 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Appends to a JSONL file, and mirrors the steps to Weights & Biases."""
+    """Appends to a JSONL file, and mirrors the steps to Weights & Biases. A full disk costs lines and stops nobody."""
 
     def __init__(self, path: Path, *, wandb_run: WandbRun | None = None) -> None:
         """Open the file and make its folder. Raises OSError if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self._wandb_run = wandb_run
-        if not _ends_with_newline(path):
-            # A writer was killed in the middle of its last line: leave that line alone.
-            self._file.write(b"\n")
+        # A writer was killed in the middle of its last line, or the disk was full: that line is left alone.
+        self._is_torn = not _ends_with_newline(path)
+        self._is_losing = False
 
     def __enter__(self) -> Self:
         return self
@@ -113,18 +117,26 @@ class MetricsLog:
         self._file.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Append a step. Raises OSError if the file cannot be written."""
+        """Append a step."""
         values = {name: _finite(value) for name, value in metrics.named().items()}
         self._append(values)
         if self._wandb_run:
             self._wandb_run.log(values, step=metrics.step)
 
     def event(self, step: int, text: str) -> None:
-        """Append what happened in a step: a peer was killed, joined, ended. Raises OSError like `step`."""
+        """Append what happened in a step: a peer was killed, joined, ended."""
         self._append({"step": step, "event": text})
 
     def _append(self, values: Mapping[str, Value]) -> None:
-        self._file.write(json.dumps(values, allow_nan=False).encode() + b"\n")
+        line = (b"\n" if self._is_torn else b"") + json.dumps(values, allow_nan=False).encode() + b"\n"
+        try:
+            num_written, reason = self._file.write(line), "the disk is full"
+        except OSError as error:
+            num_written, reason = 0, error.strerror or str(error)
+        was_losing, self._is_losing = self._is_losing, num_written < len(line)
+        self._is_torn = 0 < num_written < len(line) or (self._is_torn and num_written == 0)
+        if self._is_losing and not was_losing:
+            logger.error("figures are not written to %s: %s", self._path, reason)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

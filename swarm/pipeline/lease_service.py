@@ -20,6 +20,7 @@ from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.rpc.address import check_address
+from swarm.rpc.callers import Caller, caller_of
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
@@ -34,11 +35,15 @@ MAX_ID_LENGTH = 64
 MAX_NAMED = 1 << 14
 """Microbatches that one request may name as held, as released or as acknowledged."""
 MAX_WAITING = 64
-"""Requests of one trainer that wait at one time; an honest one has a few. What is beyond is answered as things are."""
+"""Requests of one caller that wait at one time; an honest trainer has one or two. What is beyond is answered as things
+are."""
 MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
+FAILED_SECONDS = 1.0
+"""A peer that failed so lately is not asked again where others answer, though they name it as the leader: they notice
+its end at about the same time, and one of them leads then. An answer that does not come costs more than that."""
 LOOK_SECONDS = 0.1
 """A request that waits is looked at again so often, though nothing happened: some things are granted after a time."""
 GAP_SECONDS = 0.03
@@ -72,22 +77,23 @@ class LeaseServicer(LeaseServiceServicer):
         self._changed = changed
         self._events = events or NoEvents()
         self._table: LeaseTable | None = None
-        self._num_waiting: Counter[str] = Counter()
+        self._num_waiting: Counter[Caller] = Counter()
 
     async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
         try:
             self._check(request)
         except SwarmError as error:
             await abort(context, error)
-        trainer = request.trainer_id
-        may_wait = self._num_waiting[trainer] < MAX_WAITING
-        self._num_waiting[trainer] += 1
+        caller = caller_of(context)
+        if request.wait_seconds <= 0 or self._num_waiting[caller] >= MAX_WAITING:
+            return await self._answer(request, 0.0)
+        self._num_waiting[caller] += 1
         try:
-            return await self._answer(request, min(MAX_WAIT_SECONDS, request.wait_seconds) if may_wait else 0.0)
+            return await self._answer(request, min(MAX_WAIT_SECONDS, request.wait_seconds))
         finally:
-            self._num_waiting[trainer] -= 1
-            if not self._num_waiting[trainer]:
-                del self._num_waiting[trainer]
+            self._num_waiting[caller] -= 1
+            if not self._num_waiting[caller]:
+                del self._num_waiting[caller]
 
     async def _answer(self, request: pb.AcquireRequest, wait_seconds: float) -> pb.AcquireReply:
         deadline = self._clock.monotonic() + wait_seconds
@@ -185,7 +191,10 @@ class LeaseClient:
             request.newest_round = newest.round
             request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
+        has_answer = False
         while (record := self._next_to_ask(stage, asked)) is not None:
+            if has_answer and self._has_failed(record):
+                return None
             asked.add(record.peer_id)
             try:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
@@ -203,18 +212,24 @@ class LeaseClient:
                     round_granted=reply.round_granted, counted=frozenset(reply.counted),
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
+            has_answer = True
         return None
 
     def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
         candidates = [record for record in self._peers(stage) if record.peer_id not in asked]
         leader = self._leaders.get(stage)
 
-        def order(record: PeerRecord) -> tuple[bool, float, str]:
+        def order(record: PeerRecord) -> tuple[bool, bool, float, str]:
             # A frozen peer costs a time-out: whoever answered, or was not asked for long, comes before it.
             failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
-            return record.peer_id != leader, failed_at, record.peer_id
+            return self._has_failed(record), record.peer_id != leader, failed_at, record.peer_id
 
         return min(candidates, key=order, default=None)
+
+    def _has_failed(self, record: PeerRecord) -> bool:
+        """Whether it failed lately, and did not answer since."""
+        failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
+        return self._clock.monotonic() - failed_at < FAILED_SECONDS
 
     async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
         call: Any = LeaseServiceStub(self._channels.channel(record)).Acquire

@@ -276,8 +276,11 @@ class LeaseTable:
         if self._next is None:
             known = max([view.highest_microbatch, *self._leases], default=-1)
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
-            if self._next > LARGEST // 2:
-                # In no run's lifetime: a trainer made one up, and ids beyond LARGEST are refused everywhere.
+            # In no run's lifetime: a trainer made one up, and ids beyond LARGEST are refused everywhere.
+            is_made_up = self._next > LARGEST // 2
+            # This peer has downloaded the state, which does not say what was trained on.
+            is_unknown = known < 0 < view.round
+            if is_made_up or is_unknown:
                 self._next = self._rng.randrange(LARGEST // 2)
         self._finished.clear()
         fresh = range(self._next, self._next + count)

@@ -12,7 +12,8 @@ from typing import Any
 
 import grpc
 
-from swarm.rpc.channels import ChannelPool
+from swarm.errors import SwarmError
+from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.types import PeerRecord, PeerState
@@ -76,6 +77,8 @@ class RoundWatcher:
         """By stage, as soon as it has answered."""
         self._present: dict[int, int] = {}
         """Likewise, but a stage that was lost may have come back at the round before."""
+        self._silent: dict[int, str] = {}
+        """By stage, who is announced there and did not answer, and why."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
@@ -93,6 +96,10 @@ class RoundWatcher:
     def latest_round(self) -> int:
         """The round that the foremost stage has reached."""
         return max(self._rounds.values(), default=0)
+
+    def why_silent(self, stage: int) -> str | None:
+        """Who was asked in vain when the stage was asked last, and why; None if nobody was there, or one answered."""
+        return self._silent.get(stage)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
         """Ask every stage once; a stage that does not answer keeps what was known of it.
@@ -145,13 +152,20 @@ class RoundWatcher:
             run_id=self._run_id, after_round=self._present.get(stage), wait_seconds=wait_seconds
         )  # fmt: skip
         serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
+        silent = ""
         # The one that announced last is the likeliest to be alive.
         for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
-            call: Any = StageServiceStub(self._channels.channel(record)).Describe
             try:
+                call: Any = StageServiceStub(self._channels.channel(record)).Describe
                 async with asyncio.timeout(wait_seconds + _ANSWER_SECONDS):
                     reply: pb.DescribeReply = await call(request)
-            except (grpc.aio.AioRpcError, TimeoutError):
+            except (grpc.aio.AioRpcError, TimeoutError, SwarmError) as error:
+                cause = translate(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                silent = silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({cause or 'no answer'})"
                 continue
+            self._silent.pop(stage, None)
             return reply
+        self._silent.pop(stage, None)
+        if silent:
+            self._silent[stage] = silent
         return None

@@ -23,8 +23,11 @@ CALLS_PER_SECOND = 500.0
 BURST_CALLS = 1000
 """That may begin at once after a pause."""
 WASTED_CALLS = 5
-"""As so many counts a call that came to nothing: refused, broken off, or told to come again. Whose calls do is not
-slowed by that before there are hundreds of them."""
+"""As so many counts a call that came to nothing: refused, or broken off. Whose calls do is not slowed by that before
+there are hundreds of them."""
+LONGEST_SECONDS = 10.0
+"""That a call waits. Who begins and breaks off calls faster than they are counted shuts out nobody for longer, who may
+be at the same address."""
 
 Caller = NewType("Caller", str)
 
@@ -45,7 +48,7 @@ class Callers:
         """By caller, when its next call would have come if all had come evenly; of those who are ahead of that."""
 
     def enter(self, caller: Caller) -> float:
-        """One more call; `leave` ends it. Raises Overloaded beyond the limit: to be told so after RETRY_SECONDS.
+        """One more call; `leave` ends it. Raises Overloaded beyond the limit.
 
         Returns:
             The seconds that the call has to wait before it is served, because of those that came before it.
@@ -63,11 +66,7 @@ class Callers:
         """
         _subtract(self._num_calls, caller, 1)
         if wasted:
-            self.waste(caller)
-
-    def waste(self, caller: Caller) -> None:
-        """A call comes to nothing, though it ends in order: the next ones wait as for WASTED_CALLS."""
-        self._count(caller, WASTED_CALLS - 1)
+            self._count(caller, WASTED_CALLS - 1)
 
     def _count(self, caller: Caller, num_calls: int) -> float:
         if caller.startswith(_THIS_MACHINE):
@@ -76,7 +75,8 @@ class Callers:
         earliest = now - BURST_CALLS * gap_seconds
         if len(self._due) > len(self._num_calls) + 64:
             self._due = {other: due for other, due in self._due.items() if due > earliest}
-        self._due[caller] = max(self._due.get(caller, earliest), earliest) + num_calls * gap_seconds
+        due = max(self._due.get(caller, earliest), earliest) + num_calls * gap_seconds
+        self._due[caller] = min(due, now + LONGEST_SECONDS)
         return max(0.0, self._due[caller] - now)
 
     def keep(self, caller: Caller, num_bytes: int) -> None:

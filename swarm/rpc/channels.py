@@ -210,17 +210,17 @@ def abort_code(error: SwarmError) -> grpc.StatusCode:
     return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
 
 
-async def send(context: Any, message: Any) -> None:
+async def send(context: Any, message: Any, seconds: float = MESSAGE_SECONDS) -> None:
     """Write a message of a stream of which `context` is the ServicerContext.
 
     Raises:
         DeadlineExceeded: the caller takes nothing.
     """
     try:
-        async with asyncio.timeout(MESSAGE_SECONDS):
+        async with asyncio.timeout(seconds):
             await context.write(message)
     except TimeoutError:
-        raise errors.DeadlineExceeded(f"the caller took nothing for {MESSAGE_SECONDS:.0f} s") from None
+        raise errors.DeadlineExceeded(f"the caller took nothing for {seconds:.0f} s") from None
 
 
 async def abort(context: Any, error: SwarmError) -> NoReturn:

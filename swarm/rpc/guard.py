@@ -5,22 +5,23 @@ trainers need and nothing else, and nobody may speak for another member. In both
 are counted. Never looks at what a call is about.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import isasyncgenfunction
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from swarm.authority import Authority
 from swarm.certificates import Role
 from swarm.clock import Clock
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.callers import RETRY_SECONDS, Caller, Callers, caller_of, chain_of
+from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of
 from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2
 
@@ -30,6 +31,8 @@ FOR_TRAINERS = frozenset({
 })  # fmt: skip
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
 """Later stages take activations from peers alone."""
+PIECE_SECONDS = 120.0
+"""Longest wait for a caller to take a piece of what is averaged or downloaded: a whole group may share a slow line."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
@@ -62,6 +65,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._callers = callers
         self._clock = clock
         self._stage = stage
+        self._num_refused: Counter[Caller] = Counter()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """What gRPC asks for the handler of a call."""
@@ -91,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 try:
                     async with aclosing(behaviour(request, context)) as replies:
                         async for reply in replies:
-                            await send(context, reply)
+                            await send(context, reply, PIECE_SECONDS)
                 except DeadlineExceeded as error:
                     # Waits as well, until the caller reads or is gone; but what the answer was made from is let go.
                     await abort(context, error)
@@ -105,13 +109,15 @@ class Guard(grpc.aio.ServerInterceptor):
         try:
             seconds = self._callers.enter(caller)
         except Overloaded as error:
-            await self._clock.sleep(RETRY_SECONDS)
-            await abort(context, error)
-        is_wasted = True
+            await self._refuse_slowly(caller, context, error)
+        # A call that is given up while it waits its turn has cost nothing.
+        is_wasted, num_bytes = False, 0
         try:
-            if seconds:
-                await self._clock.sleep(seconds)
             try:
+                num_bytes = self._keep(caller, request)
+                if seconds:
+                    await self._clock.sleep(seconds)
+                is_wasted = True
                 if self._authority is not None:
                     self._require_right(method, self._authority, context)
                 self._require_own_words(request, caller)
@@ -120,7 +126,26 @@ class Guard(grpc.aio.ServerInterceptor):
             yield caller
             is_wasted = False
         finally:
+            self._callers.release(caller, num_bytes)
             self._callers.leave(caller, wasted=is_wasted)
+
+    def _keep(self, caller: Caller, request: Any) -> int:
+        """Count what a request takes that is here as a whole; gives its bytes. Raises Overloaded."""
+        num_bytes: int = request.ByteSize() if isinstance(request, Message) else 0
+        self._callers.keep(caller, num_bytes)
+        return num_bytes
+
+    async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
+        """Or it would ask again at once; but those that are held back take memory."""
+        if self._num_refused[caller] < MAX_CALLS:
+            self._num_refused[caller] += 1
+            try:
+                await self._clock.sleep(RETRY_SECONDS)
+            finally:
+                self._num_refused[caller] -= 1
+                if not self._num_refused[caller]:
+                    del self._num_refused[caller]
+        await abort(context, error)
 
     def _require_right(self, method: str, authority: Authority, context: Context) -> None:
         member = authority.member(chain_of(context), self._clock.time())

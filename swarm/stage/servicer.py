@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+
 from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
@@ -85,7 +87,6 @@ class StageServicer(StageServiceServicer):
             await self._train(context, incoming)
         except Overloaded as busy:
             self._stage.counters.busy_replies += 1
-            self._callers.waste(incoming.caller)
             reason = pb.Busy(retry_after_seconds=busy.retry_after_seconds, reason=str(busy), round=self._stage.round)
             await send(context, pb.TrainReply(busy=reason))
             await incoming.drain()
@@ -228,16 +229,23 @@ class StageServicer(StageServiceServicer):
         synchronous = self._config.rounds.synchronous
         round_number = opening.round if synchronous else min(opening.round, self._stage.round)
         backend = self._stage.backend
-        parameters = backend.weights.anchor(round_number)
-        if parameters is None:
-            raise RoundMismatch(
-                f"round {opening.round} is not kept, this peer is at {self._stage.round}",
-                peer_round=self._stage.round,
-            )
+
+        def anchor() -> dict[str, torch.Tensor]:
+            parameters = backend.weights.anchor(round_number)
+            if parameters is None:
+                raise RoundMismatch(
+                    f"round {opening.round} is not kept, this peer is at {self._stage.round}",
+                    peer_round=self._stage.round,
+                )
+            return parameters
+
+        anchor()
         tensors = await incoming.tensors()
 
         async def in_turn() -> Any:
             async with self._turns.setdefault(incoming.caller, asyncio.Lock()), self._evaluating:
+                # Not before: what waits must not keep a round's weights.
+                parameters = anchor()
                 output, _ = await self._stage.runtime.run(
                     lambda: backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
                     priority=Priority.EVALUATE,

@@ -401,6 +401,17 @@ def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_
     assert [stage.lost for stage in report.stages] == [0, 8 * (ROUNDS - 1)]
 
 
+def test_a_synchronous_stage_that_began_again_is_found(tmp_path: Path) -> None:
+    """Each of its rounds is whole, and what the others learnt from before is not in it."""
+    run = honest(tmp_path)
+    run.lineages[1] = "again"
+    for peer in run.members(1):
+        run.write(peer, start(peer, 1, "synchronous"))
+        run.write(peer, Install(round=ROUNDS, lineage="again", state="initial", source="initial", parent="genesis 1"))
+    run.round(ROUNDS)
+    assert any("with an older state" in violation for violation in audit(run.files).violations)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 

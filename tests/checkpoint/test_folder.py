@@ -175,3 +175,15 @@ def test_diloco_s_momentum_goes_along(tmp_path: Path) -> None:
     assert restored is not None
     assert "outer/head.output.weight/momentum_buffer" in restored.tensors
     assert all(torch.equal(restored.tensors[name], value) for name, value in expected.state_tensors().items())
+
+
+def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp_path: Path) -> None:
+    """Killed just then, some stages would go on from them, and the others from the former cut's."""
+    write_cut(tmp_path, cut(3), 4)
+    new = {path.name: path for path in write_cut(tmp_path, cut(2), 5)}
+    (late,) = [path for name, path in new.items() if name.startswith("stage-1")]
+    kept = late.read_bytes()
+    late.unlink()
+    assert _rounds(tmp_path, cut(2)) == [4, 4]
+    late.write_bytes(kept)
+    assert _rounds(tmp_path, cut(2)) == [5, 5]

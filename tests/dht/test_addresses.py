@@ -57,3 +57,15 @@ def test_a_port_is_free_or_not() -> None:
 def test_impossible_places_are_refused(host: str, port: int) -> None:
     with pytest.raises(ValueError, match="cannot listen on"):
         addresses.require_free_port(host, port)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("203.0.113.7", True), ("2001:db8::1", True), ("gpu-box", True), ("gpu1.example.org", True),
+        ("203.0.113.7:5001", False), ("203.0.113", False), ("http://x", False), ("gpu_box", False), ("", False),
+        ("-x", False), ("a..b", False), ("x" * 64, False),
+    ],
+)  # fmt: skip
+def test_what_can_be_announced_as_a_host(name: str, *, is_one: bool) -> None:
+    assert addresses.is_host(name) == is_one

@@ -157,6 +157,25 @@ async def test_a_liar_deceives_no_reader(start: Start, first: DhtNode) -> None:
     liar.shutdown()
 
 
+async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> None:
+    """A record that holds, with a later expiry than those that are stored under its key."""
+    from hivemind.dht.routing import DHTID
+
+    node = start()
+    stranger = start(node.addresses(), client_mode=True)
+    expiration = time.time() + 30
+    kept, cached = _sealed("cached", expiration), _sealed("cached", expiration + 30, THIEF)
+    assert await node.store("cached", OWNER.peer_id, kept, expiration)
+    call = stranger._node.protocol.call_store(
+        node._p2p.peer_id, [DHTID.generate("cached")], [cached], expiration + 30, [THIEF.peer_id], in_cache=True
+    )
+    assert await stranger._call(call, 5.0) == [True]
+    both = {OWNER.peer_id: (kept, expiration), THIEF.peer_id: (cached, expiration + 30)}
+    assert await node.get("cached") == await stranger.get("cached") == both
+    stranger.shutdown()
+    node.shutdown()
+
+
 @pytest.mark.parametrize(
     ("address", "reason"),
     [

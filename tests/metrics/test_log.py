@@ -1,9 +1,13 @@
 """The metrics file: names, strict JSON, whole lines."""
 
+import errno
 import json
 import math
 from dataclasses import replace
+from io import RawIOBase
 from pathlib import Path
+
+import pytest
 
 from swarm.metrics.log import MetricsLog, StepMetrics, read
 
@@ -29,6 +33,39 @@ METRICS = StepMetrics(
     aborted_attempts=0,
     residual_bytes=16,
 )
+
+
+class FullDisk:
+    """The file under a log, with room for so many more bytes."""
+
+    def __init__(self, file: RawIOBase, room: int) -> None:
+        self.file = file
+        self.room = room
+
+    def write(self, line: bytes) -> int | None:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fits, self.room = line[: self.room], self.room - len(line[: self.room])
+        return self.file.write(fits)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_a_full_disk_costs_lines_and_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.event(1, "first")
+        disk = FullDisk(log._file, room=10)
+        log._file = disk  # type: ignore[assignment]  # all that it uses
+        for step in (2, 3, 4):
+            log.event(step, "lost")
+        disk.room = 1000
+        log.event(5, "last")
+    assert [row["step"] for row in read(path)] == [1, 5]
+    assert len(path.read_text().splitlines()) == 3, "what is torn stays a line of its own"
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "said once"
+    assert f"figures are not written to {path}: the disk is full" in caplog.text
 
 
 def test_a_step_is_a_line_with_the_documented_names(tmp_path: Path) -> None:

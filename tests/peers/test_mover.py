@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import mover, resume
+from peers import mover, resume, stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.clock import SystemClock
@@ -19,6 +19,7 @@ from swarm.dht.directory import MemoryStore
 from swarm.errors import NotReady
 from swarm.events import Install, Join, Leave, Move
 from swarm.hop import Hop, HopListener, Microbatch
+from swarm.model.stages import build_stage
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.backend import TOKENS
@@ -104,6 +105,29 @@ async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_
         monkeypatch.setattr(Averager, "join", lost)
         async with LocalPeer(config, store, resume=nothing).running(0) as peer:
             assert (await peer.state())[0] == ROUND
+
+
+async def test_a_stage_that_does_not_fit_is_one_line(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Whoever moves there goes back."""
+    def no_memory(run: RunConfig, stage: int, *, device: torch.device) -> torch.nn.Module:
+        if stage == 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say")
+        return build_stage(run, stage, device=device)
+
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        monkeypatch.setattr(stage_server, "build_stage", no_memory)
+        peer.rebalancer.orders.put_nowait(1)
+        assert await peer.next_served() == 0
+    assert (
+        "stage 1 does not fit on cpu: CUDA out of memory. Tried to allocate 40.00 GiB; take more stages" in caplog.text
+    )
 
 
 async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:
@@ -198,6 +222,9 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
         await asyncio.Event().wait()
         yield
 
+    def at_once() -> float:
+        return asyncio.get_running_loop().time() + 10.0  # A silent donor is given up after 15 s.
+
     asked = asyncio.Event()
     nothing = tmp_path / "nothing"
     nothing.mkdir()
@@ -208,15 +235,17 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
         assert holder.server is not None
         monkeypatch.setattr(holder.server._averager, "download", hang)
         peer = LocalPeer(config, store, resume=nothing if first else trained)
-        async with asyncio.timeout(10.0) as patience:  # A silent donor is given up after 15 s.
+        async with asyncio.timeout(60.0) as patience:
             if first:
                 peer.served.put_nowait(1)  # The block begins at once.
                 async with peer.running(1):
                     await asked.wait()
+                    patience.reschedule(at_once())
             else:
                 async with peer.running(0):
                     peer.rebalancer.orders.put_nowait(1)
                     await asked.wait()
+                    patience.reschedule(at_once())
         assert not patience.expired()
 
 

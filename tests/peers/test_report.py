@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from rich.console import Console
 
 from peers.report import Report
@@ -43,3 +44,17 @@ def test_a_speed_is_never_negative(tmp_path: Path) -> None:
         speeds.append(report.tokens_per_second)
     assert speeds == [usual * length / 2.0, usual * length / 2.0, 0.0, usual * length]
     assert [entry.total_tokens for entry in metrics.steps] == [n * usual * length for n in (90, 91, 89, 91)]
+
+
+def test_an_empty_stage_and_one_that_cannot_be_reached_are_told_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = Report(
+        RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, Metrics()), console=Console(quiet=True),
+        why_silent={1: "gpu-box at 192.0.2.1:5001 (no answer)"}.get,
+    )  # fmt: skip
+    for stage in (0, 1, 1):
+        report.waiting(stage)
+    first, second = caplog.messages
+    assert "stage 0 has no peer; start one with swarm-peer --stage 0" in first
+    assert "stage 1 does not answer: gpu-box at 192.0.2.1:5001 (no answer); if it runs, see that its --port" in second

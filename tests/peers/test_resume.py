@@ -90,6 +90,8 @@ def test_living_holders_are_never_overruled(config: RunConfig, tmp_path: Path) -
 def test_an_empty_folder_is_no_obstacle_to_a_first_start(config: RunConfig, tmp_path: Path) -> None:
     assert _choose(config, Others(), CheckpointFolder(tmp_path, config)) is None
     assert _choose(config, Others(rounds={0: 0, 2: 0}), CheckpointFolder(tmp_path, config)) is None
+    with pytest.raises(Fatal, match="has no checkpoint of round 30"):
+        _choose(config, Others(), CheckpointFolder(tmp_path, config), round_number=30)
 
 
 @both
@@ -146,11 +148,15 @@ def test_synchronous_stages_do_not_go_on_from_different_rounds(tmp_path: Path) -
 def test_a_synchronous_stage_may_be_a_round_late_for_the_others_can_repeat_one(tmp_path: Path) -> None:
     folder = _write(tmp_path, SYNCHRONOUS, 40)
     for rounds in ({0: 41, 2: 41}, {0: 40, 2: 41}):
-        beginning = _choose(SYNCHRONOUS, Others(rounds=rounds), folder)
+        beginning = _choose(SYNCHRONOUS, Others(rounds=rounds, repeating=frozenset({0, 2})), folder)
         assert beginning is not None
         assert (_value(beginning), beginning.round, beginning.lineage) == (40, 40, "lineage 40")
     with pytest.raises(Fatal, match="stand at round 39, and"):
         _choose(SYNCHRONOUS, Others(rounds={0: 39, 2: 39}), folder)
+    # One began there itself, with a checkpoint or a download: it has no other weights.
+    with pytest.raises(Fatal, match=r"stand at round 41, .* --resume-round 40"):
+        _choose(SYNCHRONOUS, Others(rounds={0: 41, 2: 41}, repeating=frozenset({0})), folder)
+    assert _value(_choose(SYNCHRONOUS, Others(rounds={0: 40, 2: 41}, repeating=frozenset({2})), folder)) == 40
 
 
 def test_a_diloco_stage_enters_late_with_the_newest_that_there_is(

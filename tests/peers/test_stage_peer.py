@@ -13,9 +13,13 @@ from peers.stage_peer import PeerOptions, open_checkpoints
         ({"checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
         ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1, not 0"),
         ({"resume_round": 10}, "--resume-round needs --resume DIR"),
+        ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
+        ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
+        ({"announce": "203.0.113.7:5001"}, "--announce takes a host name or an IP address, without port"),
+        ({"name": "x" * 65}, "--name must have at most 64 characters, not 65"),
     ],
 )
-def test_wrong_options_for_checkpoints(options: dict[str, int], complaint: str) -> None:
+def test_wrong_options(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
 

@@ -44,6 +44,8 @@ def test_wrong_tokens_are_one_line(tmp_path: Path) -> None:
         _find(PEER, f"{ADDRESSES[0]}#{TRAINER}")
     with pytest.raises(ValueError, match=r"^the token expired on \d+-\d+-\d+ \d+:\d+ UTC: ask the run's owner"):
         _find(str(locked.expired()))
+    with pytest.raises(ValueError, match="the token is about to end, at"):
+        _find(str(locked.issue(days=(FAREWELL_SECONDS - 1) / 86_400)))
     with pytest.raises(ValueError, match="the token is a trainer's"):
         _find(TRAINER)
     with pytest.raises(ValueError, match="--insecure leaves nothing locked"):

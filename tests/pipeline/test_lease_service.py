@@ -6,14 +6,30 @@ import random
 from typing import Any
 
 from swarm.clock import ManualClock
-from swarm.errors import WrongStage
-from swarm.pipeline.lease_service import GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
+from swarm.errors import PeerUnavailable, WrongStage
+from swarm.pipeline.lease_service import FAILED_SECONDS, GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
+
+
+class Context:
+    """Of a call from somewhere."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def peer(self) -> str:
+        return f"ipv4:{self._address}:5001"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+CONTEXT = Context("192.0.2.1")
 
 
 async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireReply:
@@ -25,7 +41,7 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
     )  # fmt: skip
     leader = Leader(stage, view)
     await leader.gather()
-    return await leader.servicer.Acquire(leader.request(count=2, **fields), None)
+    return await leader.servicer.Acquire(leader.request(count=2, **fields), CONTEXT)
 
 
 class Leader:
@@ -44,7 +60,7 @@ class Leader:
     async def gather(self) -> None:
         """Lead for long enough to grant."""
         for _ in range(2):
-            reply = await self.servicer.Acquire(self.request(count=2), None)
+            reply = await self.servicer.Acquire(self.request(count=2), CONTEXT)
             assert not reply.microbatches, "it has just taken the lead"
             self.clock.advance(GATHER_SECONDS / 2)
 
@@ -82,6 +98,40 @@ async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
     assert (leased.round, leased.microbatches) == (3, [7])
 
 
+async def test_a_leader_that_failed_is_not_waited_for_again_because_others_do_not_know_yet() -> None:
+    first, second, third = (
+        PeerRecord(peer_id=digit * 40, announced_at=0.0, stage=1, endpoint="localhost:1", state=PeerState.SERVING)
+        for digit in "012"
+    )
+    leader, asked = first.peer_id, list[PeerRecord]()
+
+    class Client(LeaseClient):
+        async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
+            asked.append(record)
+            if record is first:
+                raise PeerUnavailable("cut off")
+            return pb.AcquireReply() if record.peer_id == leader else pb.AcquireReply(leader_peer_id=leader)
+
+    clock = ManualClock()
+    client = Client(
+        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [first, second, third], channels=ChannelPool(),
+        clock=clock,
+    )  # fmt: skip
+
+    async def acquire() -> tuple[bool, list[PeerRecord]]:
+        asked.clear()
+        leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
+        return leased is not None, asked
+
+    assert await acquire() == (False, [first, second, third])
+    assert await acquire() == (False, [second, third]), "they still name the first"
+    leader = third.peer_id
+    assert await acquire() == (True, [second, third])
+    leader = first.peer_id
+    clock.advance(FAILED_SECONDS)
+    assert await acquire() == (False, [third, first, second]), "it may be back"
+
+
 async def test_who_waits_is_answered_when_something_changes() -> None:
     size = SYNCHRONOUS.microbatches_per_round
     complete = RoundView(
@@ -90,7 +140,7 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     )  # fmt: skip
     leader = Leader(0, complete)
     await leader.gather()
-    waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=2, wait_seconds=5.0), None))
+    waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=2, wait_seconds=5.0), CONTEXT))
     await asyncio.sleep(0)
     leader.clock.advance(GAP_SECONDS)
     await asyncio.sleep(0)
@@ -104,7 +154,7 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
 
 
-async def test_no_more_than_a_few_requests_of_one_trainer_wait() -> None:
+async def test_no_more_than_a_few_requests_of_one_caller_wait() -> None:
     """Each is looked at several times a second."""
     nothing_to_do = RoundView(
         round=0, committed=set(), counted=set(), lost=set(), highest_microbatch=-1, quiet_seconds=0.0,
@@ -112,11 +162,11 @@ async def test_no_more_than_a_few_requests_of_one_trainer_wait() -> None:
     )  # fmt: skip
     leader = Leader(0, nothing_to_do)
 
-    def ask(trainer_id: str) -> asyncio.Task[pb.AcquireReply]:
-        request = leader.request(trainer_id, count=1, wait_seconds=5.0)
-        return asyncio.create_task(leader.servicer.Acquire(request, None))
+    def ask(number: int, context: Context) -> asyncio.Task[pb.AcquireReply]:
+        request = leader.request(f"made up {number}", count=1, wait_seconds=5.0)
+        return asyncio.create_task(leader.servicer.Acquire(request, context))
 
-    many, other = [ask("many") for _ in range(MAX_WAITING + 10)], ask("other")
+    many, other = [ask(n, CONTEXT) for n in range(MAX_WAITING + 10)], ask(0, Context("192.0.2.2"))
     await asyncio.sleep(0)
     assert [task.done() for task in many] == MAX_WAITING * [False] + 10 * [True]
     assert not other.done()

@@ -451,6 +451,12 @@ def test_a_new_leader_skips_what_its_predecessor_may_have_granted() -> None:
     assert second == first + 1
 
 
+def test_a_leader_that_has_only_downloaded_the_state_does_not_begin_at_0_again() -> None:
+    leader = _Leader(_DILOCO)
+    leader.round = 50
+    assert leader.give("a", 1)[0] > 1_000_000, "of 2^47; all that was trained on would count twice"
+
+
 @pytest.mark.parametrize("by", ["a report", "a trainer"])
 def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None:
     leader = _Leader(_DILOCO)

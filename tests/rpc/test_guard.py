@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 from swarm import certificates
 from swarm.clock import ManualClock, SystemClock
 from swarm.identity import Identity
-from swarm.rpc import channels, tls
+from swarm.rpc import guard, tls
 from swarm.rpc.callers import BURST_CALLS, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
@@ -83,8 +83,8 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         async def start_one(identity: Identity = PEER) -> Server:
             # Time stands still for the rate of calls.
             clock, callers = Clock(), Callers(ManualClock(), max_calls=2)
-            guard = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
-            server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+            guarding = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
+            server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guarding])
             # Abstract for the type checker only.
             add_StageServiceServicer_to_server(StageServiceServicer(), server)  # type: ignore[abstract]
             add_DirectoryServiceServicer_to_server(DirectoryServiceServicer(), server)  # type: ignore[abstract]
@@ -293,7 +293,7 @@ async def test_nonsense_waits_its_turn_as_well(start: Any) -> None:
 
 async def test_who_takes_no_answer_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC waits for a reader as long as its connection lives."""
-    monkeypatch.setattr(channels, "MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "PIECE_SECONDS", 0.3)
     server = await start()
     async with server.called_by(OTHER_PEER) as channel:
         stub: Any = AveragingServiceStub(channel)
