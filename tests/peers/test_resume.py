@@ -214,16 +214,20 @@ class _Directory:
         return dead if self.silent[stage] >= 0 else []
 
 
-def _describe(stage: int, turns: Iterator[int]) -> pb.DescribeReply:
+def _describe(stage: int, turns: Iterator[int], committed: int) -> pb.DescribeReply:
     number = next(turns)
-    return pb.DescribeReply(stage=stage, round=number, run_samples=16 * number)
+    rounds = [pb.RoundReport(round=number - 1 - back) for back in reversed(range(committed))]
+    return pb.DescribeReply(stage=stage, round=number, run_samples=16 * number, rounds=rounds)
 
 
 async def _find(
     rounds: Mapping[int, Sequence[int]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
-    patient: bool = False, silent_looks: int = 0,
+    patient: bool = False, silent_looks: int = 0, committed: Mapping[int, int] | None = None,
 ) -> tuple[Others, int]:  # fmt: skip
-    """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time."""
+    """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
+
+    `committed`: how many rounds each has committed itself.
+    """
     async with running_chain(config) as chain:
         directory = _Directory(chain, rounds)
         known = KnownPeers(chain.router)
@@ -231,7 +235,7 @@ async def _find(
             (peer,) = chain.at(number)
             # The last one again and again.
             turns = itertools.chain(answers, itertools.repeat(answers[-1]))
-            peer.servicer._describe = partial(_describe, number, turns)
+            peer.servicer._describe = partial(_describe, number, turns, (committed or {}).get(number, 0))
             known.update(number, await directory.peers(number))
         directory.silent[stage] = silent_looks
         known.update(stage, await directory.peers(stage))
@@ -253,7 +257,7 @@ async def test_a_peer_that_serves_another_stage_by_now_holds_nothing_of_this_one
         (peer,) = chain.at(STAGE)
         records, channels = await _Directory(chain, {STAGE: []}).peers(STAGE), chain.peers[0].channels
         for stage in (STAGE, STAGE + 1):
-            peer.servicer._describe = partial(_describe, stage, itertools.repeat(6))
+            peer.servicer._describe = partial(_describe, stage, itertools.repeat(6), 0)
             replies = await describe(CHAIN_SYNCHRONOUS, [records[0]], channels)
             assert [reply.round for reply in replies] == ([6] if stage == STAGE else [])
 
@@ -263,6 +267,13 @@ async def test_only_peers_that_answer_count() -> None:
     assert others == Others(rounds={0: 7, 2: 8}, samples=128)
     assert (others.latest, num_looks) == (8, 0)
     assert (await _find({})) == (Others(), 0)
+
+
+async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
+    others, _ = await _find({0: [7], 2: [7]}, committed={0: 1})
+    assert others.repeating == {0}
+    others, _ = await _find({0: [7], 2: [7]}, committed={0: 3, 2: 2})
+    assert others.repeating == {0, 2}
 
 
 async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
