@@ -166,9 +166,11 @@ async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> N
     expiration = time.time() + 30
     kept, cached = _sealed("cached", expiration), _sealed("cached", expiration + 30, THIEF)
     assert await node.store("cached", OWNER.peer_id, kept, expiration)
-    call = stranger._node.protocol.call_store(
-        node._p2p.peer_id, [DHTID.generate("cached")], [cached], expiration + 30, [THIEF.peer_id], in_cache=True
-    )
+    protocol = stranger._node.protocol
+    call = protocol.call_store(
+        node._p2p.peer_id, [DHTID.generate("cached")], [protocol.serializer.dumps(cached)], expiration + 30,
+        [THIEF.peer_id], in_cache=True,
+    )  # fmt: skip
     assert await stranger._call(call, 5.0) == [True]
     both = {OWNER.peer_id: (kept, expiration), THIEF.peer_id: (cached, expiration + 30)}
     assert await node.get("cached") == await stranger.get("cached") == both
