@@ -135,6 +135,15 @@ def read_header(path: Path, config: RunConfig) -> Header:
     return header
 
 
+def difference(path: Path, config: RunConfig) -> str:
+    """Why a file is of another run than this, by what it says of itself; empty if it is of this one, or unreadable."""
+    try:
+        with _opened(path) as file:
+            return _difference(_unpack(file.metadata() or {}, path).config, config)
+    except IntegrityError:
+        return ""
+
+
 def parameters(path: Path) -> set[str]:
     """Names of the parameters whose state a file holds. Raises IntegrityError if it cannot be read."""
     with _opened(path) as file:

@@ -41,6 +41,8 @@ class CheckpointWriter:
         self._lock = asyncio.Lock()
         self._former = file.names(folder)
         """What was there when this peer started."""
+        self._is_ours = not self._former
+        """Whether what was there is known to be of this run."""
         self._newest: dict[int, int] = {}
 
     @property
@@ -67,6 +69,11 @@ class CheckpointWriter:
         Waits for the one before. Cancellation leaves the thread at work: the file will be whole, or not there.
         """
         async with self._lock:
+            if not self._is_ours:
+                if foreign := await asyncio.to_thread(self._foreign, header):
+                    logger.error("no checkpoint of round %d: %s", header.round, foreign)
+                    return False
+                self._is_ours = True
             try:
                 path = await asyncio.to_thread(file.write, self.folder, header, tensors, owner=self._owner)
             except (OSError, RuntimeError, MemoryError) as error:  # A tensor library's RuntimeError: no memory.
@@ -79,6 +86,13 @@ class CheckpointWriter:
             except OSError as error:
                 logger.warning("old checkpoints stay: %s", error)
         return True
+
+    def _foreign(self, header: Header) -> str:
+        """What of another run is here: it would be taken for older checkpoints of this one, and be deleted."""
+        for name in self._former:
+            if difference := file.difference(self.folder / str(name), header.config):
+                return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"
+        return ""
 
     def went_back(self, round_number: int, *, stage: int | None = None) -> None:
         """The run goes on from this round: set aside what was here of later ones, of one stage or of all.

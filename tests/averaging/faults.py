@@ -211,7 +211,7 @@ class Trial:
             takers = [peer for peer in self.awake if peer.record.peer_id in view.progress and not peer.stage.closed]
             takers = [peer for peer in takers if peer.stage.round == view.round]
             start = view.round * ROUND_MICROBATCHES
-            wanted = [i for i in range(start, start + ROUND_MICROBATCHES) if i not in view.committed]
+            wanted = [i for i in range(start, start + ROUND_MICROBATCHES) if i not in view.shown]
             for nth, taker in enumerate(takers):
                 if not self.scenario.is_synchronous:
                     taker.stage.learn(self._new())

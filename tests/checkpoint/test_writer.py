@@ -1,6 +1,7 @@
 """Writing as the rounds go by: what stays in the folder, and what a death or a full disk leaves of it."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import random
@@ -174,3 +175,14 @@ def test_a_death_at_any_moment_leaves_all_that_was_acknowledged(
     assert restored is not None
     assert restored.round >= acknowledged > num_kills // 2, num_half_written
     assert num_half_written >= least_half_written, "it was killed in the middle of writing, too"
+
+
+async def test_another_run_s_checkpoints_are_neither_deleted_nor_mixed_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_cut(tmp_path, dataclasses.replace(cut(2), run="another"), 2)
+    before = _names(tmp_path)
+    writer = _writer(tmp_path, keep=1)
+    assert not await _write(writer, 4)
+    assert _names(tmp_path) == before
+    assert "is of another run (run is 'another' in it" in caplog.text

@@ -112,6 +112,7 @@ async def test_a_stage_that_does_not_fit_is_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """Whoever moves there goes back."""
+
     def no_memory(run: RunConfig, stage: int, *, device: torch.device) -> torch.nn.Module:
         if stage == 1:
             raise RuntimeError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say")
