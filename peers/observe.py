@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -73,14 +74,19 @@ async def _stage_row(run_id: str, stage: int, records: Sequence[PeerRecord], cha
     return StageRow(stage=stage, peers=tuple(sorted(rows, key=lambda row: (row.name, row.peer_id))))
 
 
+@lru_cache(maxsize=64)
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
 async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> PeerRow:
     try:
         call: Any = StageServiceStub(channels.channel(record)).Describe
         async with asyncio.timeout(ANSWER_SECONDS):
             reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
     except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable) as error:
-        if isinstance(error, PeerUnavailable):  # It was not even asked, for a reason that concerns all of them.
-            logger.warning("%s", error)
+        if isinstance(error, PeerUnavailable):  # It could not even be asked: TLS or none, or a certificate.
+            _warn_once(str(error))
         return PeerRow(
             name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round, moves=record.moves
         )

@@ -218,19 +218,30 @@ async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[
 async def describe(
     config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
 ) -> list[pb.DescribeReply]:  # fmt: skip
-    """What peers say of themselves, of those that answer and serve the stage that they are announced at."""
+    """What peers say of themselves, of those that answer and serve the stage that they are announced at.
+
+    Raises:
+        PeerUnavailable: none of them could even be asked, for one has TLS and the other has not, say.
+    """
+    faults: list[PeerUnavailable] = []
 
     async def ask(record: PeerRecord) -> pb.DescribeReply | None:
         try:
             call: Any = StageServiceStub(channels.channel(record)).Describe
             async with asyncio.timeout(ANSWER_SECONDS):
                 reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id))
-        except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable):
+        except PeerUnavailable as error:
+            faults.append(error)
+            return None
+        except (grpc.aio.AioRpcError, TimeoutError):
             return None
         # One that was started again elsewhere may have the old port.
         return reply if reply.stage == record.stage else None
 
-    return [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
+    replies = [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
+    if faults and len(faults) == len(records):
+        raise faults[0]
+    return replies
 
 
 def _partners(config: RunConfig, stage: int) -> Collection[int]:

@@ -326,7 +326,7 @@ class StageServer:
         if restored is not None:
             logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
             if self._checkpoints is not None:
-                self._checkpoints.went_back(beginning.round, stage=stage if others.rounds else None)
+                self._checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
 
     async def _have_state(self) -> None:
         """Wait while others hold what could not be downloaded at once: averaging goes on asking them."""

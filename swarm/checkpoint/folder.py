@@ -85,8 +85,9 @@ class CheckpointFolder:
 
     def _is_complete(self, cut: tuple[int, int]) -> bool:
         kept = {name.stage for name in self._names if name.num_stages == cut[1]}
-        if any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
-            # Everybody's folder, from which the run went on in other stages: all of these have to be there.
+        is_first = len({number for number, num_stages in self._cuts if num_stages == cut[1]}) == 1
+        if is_first and any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
+            # The run has just gone on from everybody's files in other stages: which of these write here shows later.
             kept = set(range(cut[1]))
         return {name.stage for name in self._files(cut)} == kept
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from swarm.checkpoint import file
 from swarm.checkpoint.file import FileName, Header, Tensors
+from swarm.config import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class CheckpointWriter:
             self._newest[header.stage] = header.round
             logger.info("wrote the checkpoint %s", path)
             try:
-                await asyncio.to_thread(self._tidy, header.name)
+                await asyncio.to_thread(self._tidy, header.config, header.name)
             except OSError as error:
                 logger.warning("old checkpoints stay: %s", error)
         return True
@@ -94,21 +95,24 @@ class CheckpointWriter:
                 return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"
         return ""
 
-    def went_back(self, round_number: int, *, stage: int | None = None) -> None:
+    def went_back(self, config: RunConfig, round_number: int, *, stage: int | None = None) -> None:
         """The run goes on from this round: set aside what was here of later ones, of one stage or of all.
 
-        Left under their names, they would be taken for the newest, or be mixed with those still to come.
+        Left under their names, they would be taken for the newest, or be mixed with those still to come. Another run's
+        are left alone.
         """
         for name in [n for n in self._former if n.round > round_number and stage in (None, n.stage)]:
-            self._former.remove(name)
             path = self.folder / str(name)
+            if file.difference(path, config):
+                continue
+            self._former.remove(name)
             logger.warning("%s is of a later round than the run goes on from: it gets the ending %s", path, SET_ASIDE)
             with suppress(FileNotFoundError):  # Another peer of the folder was quicker.
                 path.rename(path.with_name(path.name + SET_ASIDE))
 
-    def _tidy(self, written: FileName) -> None:
+    def _tidy(self, config: RunConfig, written: FileName) -> None:
         """Keep the newest few; of those written in between, when a peer left, the newest one."""
-        self.went_back(written.round, stage=written.stage)
+        self.went_back(config, written.round, stage=written.stage)
         cut = (written.stage, written.num_stages)
         kept = [n for n in file.names(self.folder) if (n.stage, n.num_stages) == cut and n.round <= written.round]
         regular = [name for name in kept if name.round % self._every == 0]

@@ -317,9 +317,23 @@ async def _join(
         )
     except (ValidationError, RuntimeError) as error:
         raise _cannot_join(reached, str(error)) from None
-    # Others may still ask for theirs to be cached here, one record with a late expiry in front of all that is stored.
-    node.protocol.cache = node.protocol.storage
+    node.protocol.cache = _no_cache()
     return p2p, node
+
+
+def _no_cache() -> Any:
+    """In the place of a node's cache: others may ask for theirs to be kept there, where one record with a late expiry
+    hides all that is stored under its key."""
+    from hivemind.dht.storage import DHTLocalStorage
+
+    class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+        def store(self, *_: Any, **__: Any) -> bool:
+            return False
+
+        def store_subkey(self, *_: Any, **__: Any) -> bool:
+            return False
+
+    return NoCache()
 
 
 def _cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:

@@ -41,7 +41,7 @@ MAX_LEASES = 1 << 18
 """Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
-FAILED_SECONDS = 1.0
+FAILED_SECONDS = 0.5
 """A peer that failed so lately is not asked again where others answer, though they name it as the leader: they notice
 its end at about the same time, and one of them leads then. An answer that does not come costs more than that."""
 LOOK_SECONDS = 0.1

@@ -161,7 +161,9 @@ class RoundWatcher:
                     reply: pb.DescribeReply = await call(request)
             except (grpc.aio.AioRpcError, TimeoutError, SwarmError) as error:
                 cause = translate(error) if isinstance(error, grpc.aio.AioRpcError) else error
-                silent = silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({cause or 'no answer'})"
+                silent = (
+                    silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({str(cause) or 'no answer'})"
+                )
                 continue
             self._silent.pop(stage, None)
             return reply

@@ -31,6 +31,8 @@ FOR_TRAINERS = frozenset({
 })  # fmt: skip
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
 """Later stages take activations from peers alone."""
+SMALL_BYTES = 64 << 10
+"""Of a request that is not counted: as many as may be under way are little."""
 PIECE_SECONDS = 120.0
 """Longest wait for a caller to take a piece of what is averaged or downloaded: a whole group may share a slow line."""
 
@@ -110,14 +112,15 @@ class Guard(grpc.aio.ServerInterceptor):
             seconds = self._callers.enter(caller)
         except Overloaded as error:
             await self._refuse_slowly(caller, context, error)
-        # A call that is given up while it waits its turn has cost nothing.
-        is_wasted, num_bytes = False, 0
+        is_wasted, num_bytes = True, 0
         try:
             try:
                 num_bytes = self._keep(caller, request)
                 if seconds:
+                    # A call that is given up while it waits its turn has cost nothing.
+                    is_wasted = False
                     await self._clock.sleep(seconds)
-                is_wasted = True
+                    is_wasted = True
                 if self._authority is not None:
                     self._require_right(method, self._authority, context)
                 self._require_own_words(request, caller)
@@ -130,8 +133,10 @@ class Guard(grpc.aio.ServerInterceptor):
             self._callers.leave(caller, wasted=is_wasted)
 
     def _keep(self, caller: Caller, request: Any) -> int:
-        """Count what a request takes that is here as a whole; gives its bytes. Raises Overloaded."""
+        """Count what a large request takes that is here as a whole; gives its bytes. Raises Overloaded."""
         num_bytes: int = request.ByteSize() if isinstance(request, Message) else 0
+        if num_bytes <= SMALL_BYTES:
+            return 0
         self._callers.keep(caller, num_bytes)
         return num_bytes
 

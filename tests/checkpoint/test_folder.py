@@ -187,3 +187,15 @@ def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp
     assert _rounds(tmp_path, cut(2)) == [4, 4]
     late.write_bytes(kept)
     assert _rounds(tmp_path, cut(2)) == [5, 5]
+
+
+def test_a_stage_that_writes_to_a_folder_of_its_own_goes_on_from_that(tmp_path: Path) -> None:
+    """Though all files of a former cut, with which it began, are still there."""
+    write_cut(tmp_path, cut(3), 4)
+    for num_rounds in (5, 6):
+        for path in write_cut(tmp_path, cut(2), num_rounds):
+            if path.name.startswith("stage-1"):
+                path.unlink()
+    restored = _restore(tmp_path, cut(2), 0)
+    assert restored is not None
+    assert restored.round == 6

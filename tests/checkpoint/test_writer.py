@@ -92,9 +92,9 @@ async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_pa
     for number in (2, 4, 6, 8):
         write_cut(tmp_path, cut(2), number)
     first, second = _writer(tmp_path), _writer(tmp_path, owner="other")
-    first.went_back(4)
+    first.went_back(cut(2), 4)
     assert _rounds(tmp_path, stage=0) == _rounds(tmp_path, stage=1) == [2, 4]
-    second.went_back(4)
+    second.went_back(cut(2), 4)
     assert len([name for name in _names(tmp_path) if name.endswith(".set-aside")]) == 4
 
 
@@ -183,6 +183,7 @@ async def test_another_run_s_checkpoints_are_neither_deleted_nor_mixed_in(
     write_cut(tmp_path, dataclasses.replace(cut(2), run="another"), 2)
     before = _names(tmp_path)
     writer = _writer(tmp_path, keep=1)
+    writer.went_back(cut(2), 0)
     assert not await _write(writer, 4)
     assert _names(tmp_path) == before
     assert "is of another run (run is 'another' in it" in caplog.text
