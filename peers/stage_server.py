@@ -243,7 +243,8 @@ class StageServer:
         """Serve until the present round is closed, and wait for its commit; to be followed by `drain`.
 
         Returns sooner after so many seconds, where no other peer would take this one's samples or there are none, where
-        another stage is empty, or once nothing has been under way here for `quiet_seconds`: nobody trains.
+        another stage is empty, or once nothing has been under way here for `quiet_seconds`, with all members there:
+        nobody trains.
         """
         number = self._stage.round
         busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
@@ -256,7 +257,8 @@ class StageServer:
             # What comes between the close and the commit is the next round's, and would go with this peer.
             self._stage.serving = not closed
             now = self._clock.monotonic()
-            if closed or self._stage.num_admitted:
+            if closed or self._stage.num_admitted or self._averager.misses_member():
+                # A round that waits for a silent member is quiet, and goes on all the same.
                 busy_at = now
             quiet = min(now - busy_at, self._averager.view().quiet_seconds)
             if now >= deadline or quiet >= quiet_seconds:

@@ -175,6 +175,10 @@ class Averager:
         is_of_use = not self._reporter.may_be_behind and self._leader.active is None
         return self._roster.overdue(self._participant.standing) if is_of_use else frozenset()
 
+    def misses_member(self) -> bool:
+        """See Roster.misses_member."""
+        return self._roster.misses_member(self._participant.standing)
+
     def awaits_reports(self) -> bool:
         """Whether a serving peer, alive as far as this one knows, has not told yet what it has of the round."""
         return self._roster.awaits_reports(self._participant.standing)

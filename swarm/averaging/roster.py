@@ -5,6 +5,7 @@ goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from swarm.rpc.bounds import LONGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
+MISSED_SECONDS = 20.0
+"""After so long a silence a member will not be back soon."""
 PROBE_SHARE = 0.1
 """Of the time for which a peer has not answered: so long it is left alone."""
 
@@ -225,6 +228,15 @@ class Roster:
         return any(
             not self._is_excluded(peer) and self._standings.get(peer, own) == own
             for peer in self._silent(own, self._timing.fresh_seconds)
+        )
+
+    def misses_member(self, own: Standing) -> bool:
+        """Whether a peer that has told what it has of this round fell silent of late, and is not known to be gone."""
+        now = self._clock.monotonic()
+        return any(
+            last.standing == own
+            and self._timing.fresh_seconds <= now - self._answered_at.get(peer, -math.inf) < MISSED_SECONDS
+            for peer, last in self._last_words.items()
         )
 
     def awaits_members(self, own: Standing) -> bool:

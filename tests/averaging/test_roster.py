@@ -7,7 +7,7 @@ import pytest
 
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
-from swarm.averaging.roster import Roster
+from swarm.averaging.roster import MISSED_SECONDS, Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.clock import ManualClock
@@ -85,6 +85,21 @@ def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_doe
     assert (group.committed, group.lost) == (set(), {3, 4})
     group.report(3, 4)
     assert (group.committed, group.lost) == ({3, 4}, set()), "it was there all the same"
+
+
+def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
+    group = Group()
+    assert not group.roster.misses_member(HERE)
+    group.clock.advance(TIMING.fresh_seconds)
+    assert group.roster.misses_member(HERE)
+    group.roster.suspect(OTHER, is_gone=False)
+    assert group.roster.misses_member(HERE)
+    group.clock.advance(MISSED_SECONDS)
+    assert not group.roster.misses_member(HERE), "it will not be back soon"
+    group.report(3, 4)
+    group.clock.advance(TIMING.fresh_seconds)
+    group.roster.suspect(OTHER, is_gone=True)
+    assert not group.roster.misses_member(HERE)
 
 
 def test_who_is_left_out_or_elsewhere_is_not_waited_for() -> None:

@@ -376,6 +376,19 @@ async def test_a_peer_that_is_told_to_stop_where_nobody_trains_does_not_wait_for
     await idle_peer.has_left()
 
 
+async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_mate_waits_as_well(
+    idle_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has would have to be done again."""
+    assert idle_peer.server is not None
+    monkeypatch.setattr(idle_peer.server._averager, "misses_member", lambda: True)
+    idle_peer.stop.set()
+    await asyncio.sleep(1.5)
+    assert Leave() not in idle_peer.log.events
+    monkeypatch.undo()
+    await idle_peer.has_left()
+
+
 async def test_a_peer_that_is_told_to_stop_before_it_moves_gives_up_its_claim(idle_peer: LocalPeer) -> None:
     """Others would believe for a while that it comes to their stage."""
     idle_peer.rebalancer.orders.put_nowait(1)
