@@ -50,7 +50,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._output = output
         self._metrics = metrics
         self._console = console
-        self._waiting_for: set[int] = set()
+        self._waiting_for: set[tuple[int, bool]] = set()
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), console=console, disable=not console.is_terminal,
@@ -70,11 +70,11 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics.event(first_step, "training begins")
 
     def waiting(self, stage: int) -> None:
-        """Say once that nobody at a stage can be reached, until the next step."""
-        if stage in self._waiting_for:
-            return
-        self._waiting_for.add(stage)
+        """Say that nobody at a stage can be reached: once, until the next step, and again when nobody is announced."""
         silent = self._why_silent(stage)
+        if (stage, silent is None) in self._waiting_for:
+            return
+        self._waiting_for.add((stage, silent is None))
         if silent is None:
             logger.warning(
                 "waiting: stage %d has no peer; start one with swarm-peer --stage %d --initial-peers ...", stage, stage

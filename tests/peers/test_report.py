@@ -49,12 +49,17 @@ def test_a_speed_is_never_negative(tmp_path: Path) -> None:
 def test_an_empty_stage_and_one_that_cannot_be_reached_are_told_apart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    silent = {1: "gpu-box at 192.0.2.1:5001 (no answer)"}
     report = Report(
         RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, Metrics()), console=Console(quiet=True),
-        why_silent={1: "gpu-box at 192.0.2.1:5001 (no answer)"}.get,
+        why_silent=silent.get,
     )  # fmt: skip
     for stage in (0, 1, 1):
         report.waiting(stage)
-    first, second = caplog.messages
+    silent.clear()
+    for stage in (0, 1, 1):
+        report.waiting(stage)
+    first, second, third = caplog.messages
     assert "stage 0 has no peer; start one with swarm-peer --stage 0" in first
+    assert "stage 1 has no peer" in third, "it is announced no longer"
     assert "stage 1 does not answer: gpu-box at 192.0.2.1:5001 (no answer); if it runs, see that its --port" in second
