@@ -7,7 +7,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import tyro
@@ -35,6 +35,14 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
             raise
         print(f"{prog}: error: {_one_line(complaint.getvalue(), options)} (see {prog} --help)", file=sys.stderr)
         raise
+
+
+def require_at_least(options: object, least: Mapping[str, int]) -> None:
+    """Raise ValueError for a number below its bound, by the option's name; one that was left out (None) will do."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
 
 
 def _one_line(box: str, options: type[object]) -> str:

@@ -100,10 +100,7 @@ class LocalOptions:
             "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "evaluate_every": 0, "sample_tokens": 0,
             "checkpoint_every": 1,
         }  # fmt: skip
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
+        cli.require_at_least(self, least)
         if self.config is not None and self.preset is not None:
             raise ValueError("--config and --preset exclude each other")
         if self.wandb_online and self.wandb is None:

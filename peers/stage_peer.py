@@ -133,8 +133,7 @@ class PeerOptions:
             raise ValueError(f"--rebalance-every must not be negative, not {self.rebalance_every}")
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
-        if self.stages is not None and self.stages < 1:
-            raise ValueError(f"--stages must be at least 1, not {self.stages}")
+        cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
         if self.config is not None and self.preset is not None:
             raise ValueError("--config and --preset exclude each other")
         own = self.config is not None or self.preset is not None
@@ -148,10 +147,8 @@ class PeerOptions:
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
         for name in ("checkpoint_every", "keep_checkpoints"):
-            value, option = getattr(self, name), f"--{name.replace('_', '-')}"
-            if value is not None and value < 1:
-                raise ValueError(f"{option} must be at least 1, not {value}")
-            if value is not None and self.checkpoint is None:
+            if getattr(self, name) is not None and self.checkpoint is None:
+                option = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
         if self.announce is not None and not is_host(self.announce.lower()):
             raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")

@@ -106,11 +106,10 @@ class TrainerOptions:
     def __post_init__(self) -> None:
         if not self.initial_peers:
             raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
-        for name, least in (("steps", 1), ("evaluate_every", 0), ("evaluation_samples", 1), ("max_in_flight", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
-        if self.sample_tokens < 0:
-            raise ValueError(f"--sample-tokens must be at least 0, not {self.sample_tokens}")
+        cli.require_at_least(
+            self,
+            {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
+        )
         require_short_name(self.name)
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")

@@ -7,8 +7,8 @@ the peers that worked on it before are asked first. Never looks into the tensors
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -360,7 +360,8 @@ class Hop:
             done: pb.Done = reply.done
             if not reader.complete:
                 raise PeerUnavailable("the reply ended before its tensors")
-            self._require_sense(done)
+            with _well_formed():
+                require_bounds(done, finite=True)
             self._require_in_range(reader.tensors)
             self._credits.granted(peer_id, done.credits)
             self._router.succeeded(
@@ -453,26 +454,23 @@ class Hop:
 
     @staticmethod
     def _feed(reader: TensorReader, chunk: Any) -> None:
-        try:
+        with _well_formed():
             reader.feed(chunk)
-        except MalformedMessage as error:
-            # Its fault, not ours: another peer may answer well.
-            raise PeerUnavailable(f"a malformed reply: {error}") from None
-
-    @staticmethod
-    def _require_sense(done: pb.Done) -> None:
-        try:
-            require_bounds(done, finite=True)
-        except MalformedMessage as error:
-            raise PeerUnavailable(f"a malformed reply: {error}") from None
 
     @staticmethod
     def _require_in_range(tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            try:
+        with _well_formed():
+            for name, tensor in tensors.items():
                 require_in_range(name, tensor)
-            except MalformedMessage as error:
-                raise PeerUnavailable(f"a malformed reply: {error}") from None
+
+
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    """Around looking at a reply. What is wrong with it is its sender's fault: another peer may answer well."""
+    try:
+        yield
+    except MalformedMessage as error:
+        raise PeerUnavailable(f"a malformed reply: {error}") from None
 
 
 def _num_cancels() -> int:

@@ -20,7 +20,7 @@ from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.rpc.address import check_address
-from swarm.rpc.callers import Caller, caller_of
+from swarm.rpc.callers import Caller, caller_of, subtract
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
@@ -91,9 +91,7 @@ class LeaseServicer(LeaseServiceServicer):
         try:
             return await self._answer(request, min(MAX_WAIT_SECONDS, request.wait_seconds))
         finally:
-            self._num_waiting[caller] -= 1
-            if not self._num_waiting[caller]:
-                del self._num_waiting[caller]
+            subtract(self._num_waiting, caller, 1)
 
     async def _answer(self, request: pb.AcquireRequest, wait_seconds: float) -> pb.AcquireReply:
         deadline = self._clock.monotonic() + wait_seconds

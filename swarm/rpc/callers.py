@@ -64,7 +64,7 @@ class Callers:
         Args:
             wasted: whether it came to nothing.
         """
-        _subtract(self._num_calls, caller, 1)
+        subtract(self._num_calls, caller, 1)
         if wasted:
             self._count(caller, WASTED_CALLS - 1)
 
@@ -92,7 +92,7 @@ class Callers:
 
     def release(self, caller: Caller, num_bytes: int) -> None:
         """It is not kept any more."""
-        _subtract(self._num_bytes, caller, num_bytes)
+        subtract(self._num_bytes, caller, num_bytes)
 
     @property
     def num_calls(self) -> int:
@@ -124,7 +124,8 @@ def chain_of(context: Any) -> str:
     return "".join(part.decode(errors="replace") for part in parts)
 
 
-def _subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:
+def subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:
+    """Count less for a caller, and forget one for whom nothing is left."""
     counter[caller] -= amount
     if counter[caller] <= 0:
         del counter[caller]

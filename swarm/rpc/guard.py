@@ -21,7 +21,7 @@ from swarm.certificates import Role
 from swarm.clock import Clock
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of
+from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of, subtract
 from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2
 
@@ -147,9 +147,7 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 await self._clock.sleep(RETRY_SECONDS)
             finally:
-                self._num_refused[caller] -= 1
-                if not self._num_refused[caller]:
-                    del self._num_refused[caller]
+                subtract(self._num_refused, caller, 1)
         await abort(context, error)
 
     def _require_right(self, method: str, authority: Authority, context: Context) -> None:
