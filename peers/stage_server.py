@@ -394,7 +394,8 @@ class StageServer:
         round_view = RoundView(
             round=view.round, committed=view.shown, counted=view.counted, lost=view.lost,
             highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
-            awaits_reports=self._averager.awaits_reports(), complete=view.complete,
+            awaits_reports=self._averager.awaits_reports(), misses_member=self._averager.misses_member(),
+            complete=view.complete,
         )  # fmt: skip
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 

@@ -19,13 +19,13 @@ from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.broadcast import Broadcast, Members
 from swarm.averaging.completion import Completion
+from swarm.averaging.duplicates import duplicates, spare_doubles
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, contact_of
-from swarm.averaging.view import committed_elsewhere
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
@@ -119,7 +119,7 @@ class Leader:
         """
         self.active = Ballot(number, self.own_id)
         try:
-            begun = await self._begin(members, standing, self.active, _spare_doubles(progress))
+            begun = await self._begin(members, standing, self.active, spare_doubles(progress))
             prepared = _unfinished(begun)
             if prepared is None:
                 prepared = await self._average(members, begun, standing, self.active)
@@ -165,7 +165,7 @@ class Leader:
             raise _failure("too few members for a quorum", unreached)
         if _unfinished(begun) is None:
             if self.config.rounds.synchronous:
-                drops = _duplicates(begun)
+                drops = duplicates(begun)
                 again = {peer: members[peer] for peer in drops}
                 requests = {peer: request(drop) for peer, drop in drops.items()}
                 timeout_seconds += self.timing.drop_seconds * max(map(len, drops.values()), default=0)
@@ -347,47 +347,6 @@ def _is_prepared(reply: Any) -> bool:
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
     return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
-
-
-def _spare_doubles(progress: Mapping[PeerId, Progress]) -> dict[PeerId, Set[int]]:
-    """By member, its spare replays, if others have told that they have all of them.
-
-    Taken out at once and together they cost nothing, with those among them that nobody has acknowledged yet; each of
-    these, taken out by itself before the others, a forward and a backward.
-    """
-    return {
-        peer: own.spare
-        for peer, own in progress.items()
-        if own.spare and own.spare <= committed_elsewhere(peer, progress)
-    }
-
-
-def _duplicates(begun: Begun) -> dict[PeerId, set[int]]:
-    """By member, the microbatches that it is to give up, since another counts them as well.
-
-    Each one costs a forward and a backward, so the members share them; but all that a member has cost nothing, nor do
-    all of its spare replays.
-    """
-    committed = {peer: set(messages.unpack_indices(reply.committed_gaps)) for peer, reply in sorted(begun.items())}
-    spare = {peer: messages.unpack_indices(begun[peer].spare_gaps) & indices for peer, indices in committed.items()}
-    num_holders = Counter(index for indices in committed.values() for index in indices)
-    drops: dict[PeerId, set[int]] = {}
-    for free in (spare, committed):
-        for peer, whole in free.items():
-            # Who was away may have only what was replayed meanwhile.
-            indices = whole - drops.get(peer, set())
-            if indices and all(num_holders[index] > 1 for index in indices):
-                drops.setdefault(peer, set()).update(indices)
-                num_holders.subtract(indices)
-    rest = {peer: indices - drops.get(peer, set()) for peer, indices in committed.items()}
-    num_taken_out = Counter[PeerId]()
-    for index in sorted(index for index, number in num_holders.items() if number > 1):
-        holders = [peer for peer, indices in rest.items() if index in indices]
-        holders.remove(max(holders, key=lambda peer: num_taken_out[peer]))
-        num_taken_out.update(holders)
-        for peer in holders:
-            drops.setdefault(peer, set()).add(index)
-    return drops
 
 
 def _unfinished(begun: Begun) -> pb.Prepared | None:

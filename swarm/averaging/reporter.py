@@ -104,8 +104,7 @@ class Reporter:
                 calls.create_task(self._report(peer_id))
 
     def _was_stopped(self) -> bool:
-        late_seconds = self._timing.fresh_seconds - 2 * self._timing.heartbeat_seconds
-        return self._clock.monotonic() - self._turn_at >= late_seconds
+        return self._clock.monotonic() - self._turn_at >= self._timing.late_seconds
 
     async def _wake(self) -> None:
         self._is_waking = True

@@ -9,8 +9,10 @@ class Timing:
 
     report_gap_seconds: float = 0.05
     """Least time between two reports of progress."""
-    heartbeat_seconds: float = 1.0
+    heartbeat_seconds: float = 0.5
     """Longest time without a report; twice as often those who exchange ask each other for a sign of life."""
+    late_seconds: float = 1.5
+    """A peer that stood still for so long asks the others anew, who have missed its heartbeats by then."""
     report_seconds: float = 3.0
     """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     call_seconds: float = 2.0

@@ -19,12 +19,12 @@ LEASE_SECONDS = 8.0
 """Lifetime of a lease that is not renewed. An Ack of its trainer may be under way for longer. Synchronous: should it
 count all the same, after another trainer ran the microbatch as well, one of the two is taken out, as where two trainers
 hold one lease; with DiLoCo nobody else ever runs it."""
-DOUBT_SECONDS = 2.5
+DOUBT_SECONDS = 1.5
 """Synchronous: a trainer that was not heard of for so long may have died. Another one that has nothing else to do gets
 what it holds, since everybody would wait for that at the end of a round."""
-GATHER_SECONDS = 1.5
-"""For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases more often, so
-it knows then what they hold. Trainers have enough to do meanwhile."""
+GATHER_SECONDS = 1.0
+"""For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases twice as
+often, so it knows then what they hold. Trainers have enough to do meanwhile."""
 LONGEST_GATHER_SECONDS = 5.0
 """Likewise, if a peer of the stage has not told yet what it has."""
 SETTLE_SECONDS = 0.75
@@ -60,6 +60,8 @@ class RoundView:
     """Seconds since a member last committed anything."""
     awaits_reports: bool
     """A peer of the stage, alive as far as one knows, has not told yet what it has."""
+    misses_member: bool
+    """A member fell silent of late, and may come back with more than it has told of."""
     complete: bool
     """The stage has all that the round needs."""
 
@@ -217,7 +219,8 @@ class LeaseTable:
             if microbatch not in view.committed and microbatch not in self._leases
         ]
         away = view.counted - view.committed - view.lost
-        lost = self._lost(view, wanted, may_be_elsewhere=bool(away) or view.awaits_reports)
+        may_come_back = bool(away) or view.misses_member
+        lost = self._lost(view, wanted, may_be_elsewhere=may_come_back or view.awaits_reports)
         # Replayed at once, they do not hold up the end of the round.
         if (grant := self._lease_replays(trainer_id, lost, count)).microbatches:
             return grant
@@ -236,7 +239,7 @@ class LeaseTable:
         if not missing and all_committed and not view.awaits_reports and view.quiet_seconds >= SETTLE_SECONDS:
             # Their trainers are done with them, yet no member counts them: the one that did must have dropped.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
-        return self._lease_replays(trainer_id, missing, count, spare=bool(away), all_granted=True)
+        return self._lease_replays(trainer_id, missing, count, spare=may_come_back, all_granted=True)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
         """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.

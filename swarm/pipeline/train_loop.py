@@ -30,7 +30,7 @@ from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS = 1.0
+RENEW_SECONDS = 0.5
 """Leases are renewed at least this often: a new leader learns so what is held, before it grants anything."""
 HOLD_SECONDS = LEASE_SECONDS - 1.0
 """Without a renewal, nothing is acknowledged any more after this long: another trainer may soon run it."""

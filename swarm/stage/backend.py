@@ -10,8 +10,7 @@ too far ahead. Every other check is made on the CPU, of what came from there.
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +26,7 @@ from swarm.model.stages import token_loss
 from swarm.rpc.wire import TensorSpec, require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.staging import Download, Staging
-from swarm.stage.weights import GradientBucket, StageWeights, Version
+from swarm.stage.weights import GradientBucket, Source, StageWeights, Version
 
 TOKENS = "tokens"
 HIDDEN = "hidden"
@@ -81,11 +80,7 @@ class Forward:
 class Accumulated:
     """A gradient that is in a bucket, with all that is needed to take it out again."""
 
-    microbatch: int
-    num_samples: int
-    wire_inputs: Mapping[str, torch.Tensor]
-    wire_gradient: torch.Tensor | None
-    version: Version
+    source: Source
     bucket: GradientBucket
     settled: bool = False
 
@@ -240,41 +235,50 @@ class StageBackend:
         if not accumulated.settled:
             accumulated.settled = True
             accumulated.bucket.num_tentative -= 1
-            accumulated.version.users -= 1
+            accumulated.source.version.users -= 1
             self.weights.step_if_due()
 
     def roll_back(self, all_accumulated: Sequence[Accumulated]) -> None:
-        """Take gradients out of the sum: computed again, or by emptying a bucket that holds nothing else."""
-        num_samples = Counter[GradientBucket]()
+        """Take gradients out of the sum.
+
+        Computed again and subtracted; or what stays is, and added to an empty sum, where that is less.
+        """
+        leaving: dict[GradientBucket, set[Source]] = {}
         for accumulated in all_accumulated:
-            num_samples[accumulated.bucket] += accumulated.num_samples
-        emptied = {bucket for bucket, number in num_samples.items() if number == bucket.num_samples}
-        for bucket in emptied:
-            bucket.clear()
+            leaving.setdefault(accumulated.bucket, set()).add(accumulated.source)
+        for bucket, sources in leaving.items():
+            self._take_out(bucket, sources)
         for accumulated in all_accumulated:
-            if accumulated.bucket not in emptied:
-                self._subtract(accumulated)
+            source, bucket = accumulated.source, accumulated.bucket
             self.events.write(
-                RollBack(
-                    microbatch=accumulated.microbatch, samples=accumulated.num_samples,
-                    bucket=accumulated.bucket.number,
-                )
+                RollBack(microbatch=source.microbatch, samples=source.num_samples, bucket=bucket.number)
             )  # fmt: skip
             self.settle(accumulated)
 
-    def _subtract(self, accumulated: Accumulated) -> None:
-        """Compute a gradient again, with the same weights and randomness, and subtract it."""
-        forward = Forward(
-            microbatch=accumulated.microbatch, wire_inputs=accumulated.wire_inputs, version=accumulated.version
-        )
-        _, outputs = self._graph(forward)
-        if accumulated.wire_gradient is None:
-            root = token_loss(outputs, self._targets(accumulated.wire_inputs))
+    def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
+        staying = [source for source in bucket.sources if source not in leaving]
+        num_leaving, num_staying = (sum(source.num_samples for source in some) for some in (leaving, staying))
+        # With DiLoCo one knows of those alone that have not been acknowledged.
+        if len(staying) < len(leaving) and num_leaving + num_staying == bucket.num_samples:
+            bucket.clear()
+            for source in staying:
+                bucket.add(self._again(source), source.num_samples)
+                bucket.sources[source] = None
         else:
-            root = _scalar(outputs, self._decode(accumulated.wire_gradient, accumulated.wire_inputs))
-        parameters = list(accumulated.version.parameters.values())
-        gradients = torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
-        accumulated.bucket.add(gradients, -accumulated.num_samples)
+            for source in leaving:
+                bucket.add(self._again(source), -source.num_samples)
+                bucket.sources.pop(source, None)
+
+    def _again(self, source: Source) -> Sequence[torch.Tensor]:
+        """Compute a gradient again, with the same weights and randomness."""
+        forward = Forward(microbatch=source.microbatch, wire_inputs=source.wire_inputs, version=source.version)
+        _, outputs = self._graph(forward)
+        if source.wire_gradient is None:
+            root = token_loss(outputs, self._targets(source.wire_inputs))
+        else:
+            root = _scalar(outputs, self._decode(source.wire_gradient, source.wire_inputs))
+        parameters = list(source.version.parameters.values())
+        return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -346,11 +350,14 @@ class StageBackend:
             Accumulate(microbatch=forward.microbatch, samples=num_samples, bucket=bucket.number, only_at=only_at)
         )
         forward.version.users += 1
-        accumulated = Accumulated(
+        source = Source(
             microbatch=forward.microbatch, num_samples=num_samples, wire_inputs=forward.wire_inputs,
-            wire_gradient=wire_gradient, version=forward.version, bucket=bucket,
+            wire_gradient=wire_gradient, version=forward.version,
         )  # fmt: skip
-        return answer, accumulated
+        if self.config.rounds.synchronous:
+            # With DiLoCo it need not be kept for longer than until it is acknowledged.
+            bucket.sources[source] = None
+        return answer, Accumulated(source=source, bucket=bucket)
 
     def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:
         # On the CPU, where it waits for nothing; and a GPU that is asked for an unknown token is lost to the process.

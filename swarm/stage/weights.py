@@ -39,6 +39,23 @@ class Version:
     users: int = 0
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Source:
+    """What a microbatch's gradient was computed from: all that is needed to compute it again.
+
+    Attributes:
+        wire_inputs: what the stage received, CPU.
+        wire_gradient: of its output, likewise; None at the last stage.
+        version: the weights that were used.
+    """
+
+    microbatch: int
+    num_samples: int
+    wire_inputs: Mapping[str, torch.Tensor]
+    wire_gradient: torch.Tensor | None
+    version: Version
+
+
 @dataclass(eq=False)
 class GradientBucket:
     """A sum of per-sample gradients, waiting for a step.
@@ -48,12 +65,14 @@ class GradientBucket:
         sums: by parameter, sum over the samples.
         num_samples: samples in the sum.
         num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
+        sources: of what is in the sum, in the order of its coming; synchronous.
     """
 
     sums: Tensors
     number: int = 0
     num_samples: int = 0
     num_tentative: int = 0
+    sources: dict[Source, None] = field(default_factory=dict)
 
     def add(self, gradients: Iterable[torch.Tensor], num_samples: int) -> None:
         """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out."""
@@ -64,6 +83,7 @@ class GradientBucket:
         """Take all gradients out."""
         torch._foreach_zero_(list(self.sums.values()))
         self.num_samples = 0
+        self.sources.clear()
 
     @property
     def scale(self) -> float:
@@ -165,7 +185,8 @@ class StageWeights:
     def spare_bucket(self) -> GradientBucket:
         """Synchronous: beside the open one, of replays that may turn out to be needless.
 
-        To empty a bucket costs nothing; to take a part out of one, a forward and a backward for each microbatch.
+        To empty a bucket costs nothing; to take a part out of one, a forward and a backward for each microbatch of that
+        part, or of the rest.
         """
         if self._spare is None:
             self._spare = self._new_bucket()

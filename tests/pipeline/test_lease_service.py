@@ -37,7 +37,7 @@ async def acquire(stage: int, round_number: int, **fields: Any) -> pb.AcquireRep
     last = (round_number + 1) * SYNCHRONOUS.microbatches_per_round - 1
     view = RoundView(
         round=round_number, committed={last}, counted={last}, lost=set(), highest_microbatch=-1, quiet_seconds=60.0,
-        awaits_reports=False, complete=False,
+        awaits_reports=False, misses_member=False, complete=False,
     )  # fmt: skip
     leader = Leader(stage, view)
     await leader.gather()
@@ -136,7 +136,7 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
     size = SYNCHRONOUS.microbatches_per_round
     complete = RoundView(
         round=0, committed=set(range(size)), counted=set(range(size)), lost=set(), highest_microbatch=size - 1,
-        quiet_seconds=0.0, awaits_reports=False, complete=True,
+        quiet_seconds=0.0, awaits_reports=False, misses_member=False, complete=True,
     )  # fmt: skip
     leader = Leader(0, complete)
     await leader.gather()
@@ -158,7 +158,7 @@ async def test_no_more_than_a_few_requests_of_one_caller_wait() -> None:
     """Each is looked at several times a second."""
     nothing_to_do = RoundView(
         round=0, committed=set(), counted=set(), lost=set(), highest_microbatch=-1, quiet_seconds=0.0,
-        awaits_reports=True, complete=True,
+        awaits_reports=True, misses_member=False, complete=True,
     )  # fmt: skip
     leader = Leader(0, nothing_to_do)
 

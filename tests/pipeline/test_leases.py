@@ -41,10 +41,10 @@ class _AskedClock(ManualClock):
         self._leader = leader
 
     def advance(self, seconds: float) -> None:
-        while self._leader.is_asked and seconds > 1.0:
-            super().advance(1.0)
+        while self._leader.is_asked and seconds > 0.5:
+            super().advance(0.5)
             self._leader.ask("another", 0)
-            seconds -= 1.0
+            seconds -= 0.5
         super().advance(seconds)
 
 
@@ -66,12 +66,13 @@ class _Leader:
     def ask(
         self, trainer: str, count: int, *, holding: Collection[int] = (), released: Collection[int] = (),
         quiet_seconds: float = 0.0, committed: Set[int] | None = None, all_granted: bool = True,
-        all_committed: bool = True, awaits_reports: bool = False, acknowledged: Collection[int] = (),
+        all_committed: bool = True, awaits_reports: bool = False, misses_member: bool = False,
+        acknowledged: Collection[int] = (),
     ) -> Grant:  # fmt: skip
         view = RoundView(
             round=self.round, committed=self.committed if committed is None else committed,
             counted=self.counted | self.lost | self.committed, lost=self.lost, highest_microbatch=self.highest,
-            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, complete=False,
+            quiet_seconds=quiet_seconds, awaits_reports=awaits_reports, misses_member=misses_member, complete=False,
         )  # fmt: skip
         return self.table.acquire(
             view, trainer, count, holding=holding, released=released, all_granted=all_granted,
@@ -348,6 +349,10 @@ def test_what_a_member_may_come_back_with_is_granted_as_spare() -> None:
     assert (list(grant.microbatches), grant.spare) == ([0, 1], False), "these have certainly died"
     grant = leader.ask("a", 9, holding=[0, 1], quiet_seconds=60.0)
     assert (list(grant.microbatches), grant.spare) == ([5], False)
+    leader = _Leader(_SYNCHRONOUS, stage=1)
+    leader.committed = {0, 1, 2, 3, 4}
+    grant = leader.ask("a", 9, quiet_seconds=60.0, misses_member=True)
+    assert (list(grant.microbatches), grant.spare) == ([5], True), "a silent member has it, and could not tell"
 
 
 def test_a_replay_that_gets_lost_is_granted_again() -> None:
@@ -392,11 +397,11 @@ def test_who_has_just_taken_the_lead_learns_first_who_holds_what() -> None:
     assert leader.give("a", 9, holding=[5]) == [0, 1, 4]
 
 
-def test_what_was_done_before_it_led_is_late_as_soon_as_it_grants() -> None:
-    leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=1.0)
+def test_how_late_is_what_was_done_before_it_led_counts_from_then() -> None:
+    leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=GATHER_SECONDS / 2)
     leader.committed, leader.counted = {2, 3, 4, 5}, {0, 1}
     assert leader.give("a", 9, acknowledged=range(6)) == []
-    leader.clock.advance(GATHER_SECONDS - 1.0)
+    leader.clock.advance(SHOWN_SECONDS - GATHER_SECONDS / 2)
     assert leader.give("a", 9, acknowledged=range(6)) == [0, 1]
 
 

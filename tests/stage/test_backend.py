@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import unittest.mock
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,25 @@ def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> Non
     assert not any(bool(value.any()) for value in bucket.sums.values())
 
 
+@pytest.mark.parametrize("num_staying", [1, 2])
+def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
+    """And not the many that leave: what a member has is replayed by others while it is away, all but a few."""
+    chain = _chain(_DROPOUT)
+    for index in range(num_staying):
+        _run(chain, index)
+    before = _sums(chain)
+    entries = [_run(chain, index)[1] for index in range(num_staying, 5)]
+    for stage, backend in enumerate(chain):
+        with unittest.mock.patch.object(backend, "_again", wraps=backend._again) as again:
+            backend.roll_back([leaving[stage] for leaving in entries])
+        assert again.call_count == num_staying
+        bucket = backend.weights.open_bucket
+        assert (bucket.num_samples, bucket.num_tentative) == (2 * num_staying, num_staying)
+        assert len(bucket.sources) == num_staying
+    after = _sums(chain)
+    assert all(torch.equal(after[name], before[name]) for name in before), "as if the others had never come"
+
+
 def test_a_settled_gradient_can_still_be_taken_out() -> None:
     """Synchronous: as a double of another member's."""
     backend = _backend(_CONFIG, 2)
@@ -300,7 +320,7 @@ def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
     _accumulate_and_settle(backend, 1)
     _, entry = backend.backward(forward, _hidden(8), accumulate=True)
     assert entry is not None
-    assert entry.version is not backend.weights.version
+    assert entry.source.version is not backend.weights.version
     first = [value.clone() for value in entry.bucket.sums.values()]
     forward = backend.forward(2, 0, {TOKENS: _tokens(2), HIDDEN: _hidden(2)})
     backend.backward(forward, _hidden(9), accumulate=True)
@@ -308,7 +328,7 @@ def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
     backend.roll_back([entry])
     for value, expected in zip(entry.bucket.sums.values(), second, strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
-    assert entry.version.users == 0
+    assert entry.source.version.users == 0
 
 
 def test_a_third_version_waits_for_the_first_to_be_done_with() -> None:

@@ -412,7 +412,7 @@ async def test_spare_replays_count_and_are_given_up_without_computing(monkeypatc
         whole = await member.close(0, drop=())
         assert whole.spare == {2, 3}
         _assert_mean(whole, [0, 1, 2, 3])
-        monkeypatch.setattr(StageBackend, "_subtract", pytest.fail)
+        monkeypatch.setattr(StageBackend, "_again", pytest.fail)
         without = await member.close(0, drop={2, 3})
         assert not without.spare
         _assert_mean(without, [0, 1])

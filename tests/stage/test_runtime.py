@@ -13,6 +13,7 @@ from swarm.errors import Overloaded
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Stopwatch
 from swarm.stage.task_queue import Priority
+from tests.support.chain import eventually
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ async def test_waiting_tasks_run_by_priority_and_age(runtime: Runtime) -> None:
         assert runtime.queue_length == 5, "four that wait and one that runs"
         blocked.release()
     assert order == ["control", "backward 1", "backward 2", "forward"]
-    assert runtime.queue_length == 0
+    await eventually(lambda: runtime.queue_length == 0)  # A result is there a moment before the thread is free.
 
 
 async def test_full_queue_raises_overloaded(runtime: Runtime) -> None:
