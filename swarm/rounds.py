@@ -134,10 +134,6 @@ class RoundMember(Protocol):
         """
         ...
 
-    async def give_up(self, round_number: int) -> None:
-        """Synchronous: take all of this round out again, since others have done it meanwhile."""
-        ...
-
     async def reopen(self, round_number: int) -> None:
         """The attempt came to nothing: go on training in this round."""
         ...

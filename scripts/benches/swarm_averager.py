@@ -68,9 +68,6 @@ class Member:
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         return self.contribution
 
-    async def give_up(self, round_number: int) -> None:
-        raise AssertionError("only in the synchronous setting")
-
     async def reopen(self, round_number: int) -> None:
         pass  # It has gone on training all the time.
 

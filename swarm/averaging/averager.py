@@ -27,7 +27,7 @@ from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import BARRIER, Method, Reply, Request, Transport, contact_of, record_of
-from swarm.averaging.view import AveragingStatistics, GroupView, committed_elsewhere
+from swarm.averaging.view import AveragingStatistics, GroupView
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig
@@ -78,7 +78,6 @@ class Averager:
         self._num_attempts = 0
         self._told_at: dict[PeerId, float] = {}
         """When members heard last what all of them have committed."""
-        self._giving_up: asyncio.Task[Any] | None = None
         self._roster = Roster(
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
@@ -318,18 +317,10 @@ class Averager:
         if not view.is_leader:
             return
         # Now and then: there may be thousands of microbatches in a round, and reports come with each of them.
-        if now - self._told_at.get(peer_id, -math.inf) >= self._timing.heartbeat_seconds / 2:
+        if now - self._told_at.get(peer_id, -math.inf) >= self._timing.heartbeat_seconds:
             self._told_at[peer_id] = now
             reply.committed_gaps.extend(messages.pack_indices(self._member.progress().committed))
             reply.counted_gaps.extend(messages.pack_indices(view.counted))
-        if self._leader.active is not None:
-            return
-        if _has_mostly_doubles(peer_id, view):
-            reply.give_up = True
-            self._roster.has_given_up(peer_id)
-        elif _has_mostly_doubles(self._own_id, view) and (self._giving_up is None or self._giving_up.done()):
-            # It was away itself, and leads again.
-            self._giving_up = self._spawn(self._participant.give_up(self._participant.standing))
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
@@ -417,13 +408,3 @@ class Averager:
     def _check(self, address: Address) -> None:
         check_address(address, run_id=self._config.run_id, stage=self._own.stage)
         self._running()
-
-
-def _has_mostly_doubles(peer_id: PeerId, view: GroupView) -> bool:
-    """Whether others have most of what a member has: to replay the rest costs less than to take out a part."""
-    if peer_id not in view.progress:
-        return False
-    theirs, elsewhere = view.progress[peer_id], committed_elsewhere(peer_id, view.progress)
-    # Spare replays are given up for nothing when the round closes.
-    doubles, rest = (theirs.committed - theirs.spare) & elsewhere, theirs.committed - elsewhere
-    return len(doubles) > 2 * len(rest)

@@ -5,10 +5,9 @@ attempt. Pure.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from swarm.averaging import messages
-from swarm.averaging.view import committed_elsewhere
 from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -23,11 +22,7 @@ def spare_doubles(progress: Mapping[PeerId, Progress]) -> dict[PeerId, Set[int]]
     Taken out at once and together they cost nothing, with those among them that nobody has acknowledged yet; each of
     these, taken out by itself before the others, a forward and a backward.
     """
-    return {
-        peer: own.spare
-        for peer, own in progress.items()
-        if own.spare and own.spare <= committed_elsewhere(peer, progress)
-    }
+    return {peer: own.spare for peer, own in progress.items() if own.spare and own.spare <= _elsewhere(peer, progress)}
 
 
 def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
@@ -43,20 +38,30 @@ def duplicates(begun: Mapping[PeerId, pb.BeginReply]) -> dict[PeerId, set[int]]:
         for peer, reply in sorted(begun.items())
         for is_spare, indices in zip((True, False), _sums(reply), strict=True)
     }
-    num_holders = Counter(index for indices in sums.values() for index in indices)
-    doubles = {key: {index for index in indices if num_holders[index] > 1} for key, indices in sums.items()}
+    holders: dict[int, list[_Sum]] = {}
+    for key, indices in sums.items():
+        for index in indices:
+            holders.setdefault(index, []).append(key)
+    holders = {index: holders[index] for index in sorted(holders) if len(holders[index]) > 1}
+    doubles = Counter(key for keys in holders.values() for key in keys)
     emptied: list[_Sum] = []
-    drops = _shared(doubles, num_holders, emptied)
+    drops = _shared(holders, emptied)
     # Who was away may have only what was replayed meanwhile; and spare replays are dropped before anything else.
-    for key in sorted(filter(doubles.get, sums), key=lambda key: (len(sums[key]) - len(doubles[key]), not key[1])):
-        others = _shared(doubles, num_holders, [*emptied, key])
+    nearly = [key for key, number in doubles.items() if 2 * number > len(sums[key])]
+    for key in sorted(nearly, key=lambda key: (len(sums[key]) - doubles[key], not key[1], key)):
+        others = _shared(holders, [*emptied, key])
         if _work(sums, others) < _work(sums, drops):
             emptied, drops = [*emptied, key], others
     merged: dict[PeerId, set[int]] = {}
     for (peer, _), indices in drops.items():
-        if indices:
-            merged.setdefault(peer, set()).update(indices)
+        merged.setdefault(peer, set()).update(indices)
     return merged
+
+
+def _elsewhere(peer_id: PeerId, progress: Mapping[PeerId, Progress]) -> frozenset[int]:
+    """What other members have told of, spare replays left aside."""
+    others = (theirs for other, theirs in progress.items() if other != peer_id)
+    return frozenset[int]().union(*(theirs.committed - theirs.spare for theirs in others))
 
 
 def _sums(reply: pb.BeginReply) -> tuple[Set[int], Set[int]]:
@@ -65,21 +70,17 @@ def _sums(reply: pb.BeginReply) -> tuple[Set[int], Set[int]]:
     return committed & spare, committed - spare
 
 
-def _shared(
-    doubles: Mapping[_Sum, Set[int]], num_holders: Mapping[int, int], emptied: Iterable[_Sum]
-) -> dict[_Sum, set[int]]:  # fmt: skip
-    """What each sum gives up: some all that they can, the members the others in equal parts."""
-    num_left, drops = Counter(num_holders), {key: set[int]() for key in doubles}
-    for key in emptied:
-        drops[key] = {index for index in doubles[key] if num_left[index] > 1}
-        num_left.subtract(drops[key])
+def _shared(holders: Mapping[int, Sequence[_Sum]], emptied: Sequence[_Sum]) -> dict[_Sum, set[int]]:
+    """What each sum gives up: some all that they can, one before the other; of the rest, the members equal parts."""
+    drops: dict[_Sum, set[int]] = {}
     num_taken_out = Counter[PeerId]()
-    for index in sorted(index for index, number in num_left.items() if number > 1):
-        holders = [key for key, indices in doubles.items() if index in indices and index not in drops[key]]
-        holders.remove(max(holders, key=lambda key: num_taken_out[key[0]]))
-        for key in holders:
-            num_taken_out[key[0]] += 1
-            drops[key].add(index)
+    for index, keys in holders.items():
+        staying = [key for key in keys if key not in emptied] or [max(keys, key=emptied.index)]
+        keeper = max(staying, key=lambda key: num_taken_out[key[0]])
+        num_taken_out.update(peer for peer, _ in staying if peer != keeper[0])
+        for key in keys:
+            if key != keeper:
+                drops.setdefault(key, set()).add(index)
     return drops
 
 

@@ -168,7 +168,9 @@ class Leader:
                 drops = duplicates(begun)
                 again = {peer: members[peer] for peer in drops}
                 requests = {peer: request(drop) for peer, drop in drops.items()}
-                timeout_seconds += self.timing.drop_seconds * max(map(len, drops.values()), default=0)
+                sizes = {peer: len(messages.unpack_indices(begun[peer].committed_gaps)) for peer in drops}
+                most = max((min(len(drop), sizes[peer] - len(drop)) for peer, drop in drops.items()), default=0)
+                timeout_seconds += self.timing.drop_seconds * most
                 for peer, reply in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
                     if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                         raise _failure("a member could not drop a duplicate", {peer: reply})

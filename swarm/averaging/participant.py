@@ -20,7 +20,6 @@ from swarm.averaging.donor import Donor
 from swarm.averaging.exchange import Exchanges
 from swarm.averaging.feedback import Residual
 from swarm.averaging.group import Ballot, Group, Refused
-from swarm.averaging.messages import Standing
 from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.averaging.results import Committed
 from swarm.averaging.shared import SharedBlocks
@@ -303,14 +302,6 @@ class Participant:
                 self.group.step_back()
                 await self._reopen(reason, active)
 
-    async def give_up(self, standing: Standing) -> bool:
-        """Take all of this round out of the contribution, unless it is being closed; whether that was done."""
-        async with self._lock:
-            if self.group.active is not None or self.standing != standing:
-                return False
-            await self._member.give_up(standing.round)
-        return True
-
     async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
         """Become a downloaded state. Runs to its end even if the caller is cancelled.
 
@@ -462,5 +453,5 @@ class _Others:
     async def _watch(self, peer: PeerRecord) -> None:
         """Raise SwarmError once a member does not answer: that shows long before an exchange takes too long."""
         while True:
-            await self.clock.sleep(self.timing.heartbeat_seconds / 2)
+            await self.clock.sleep(self.timing.heartbeat_seconds)
             await self.transport.ping(peer, timeout_seconds=self.timing.report_seconds)

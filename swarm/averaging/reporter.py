@@ -204,8 +204,6 @@ class Reporter:
                 committed=messages.unpack_indices(reply.committed_gaps), highest_microbatch=-1,
             )  # fmt: skip
             self._roster.heard_of_round(peer_id, progress, messages.unpack_indices(reply.counted_gaps))
-        if reply.give_up and await self._participant.give_up(standing):
-            logger.info("round %d: most of what this peer had was done again by others meanwhile", standing.round)
         prepared = reply.outcome.prepared
         if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
             try:

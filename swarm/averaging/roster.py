@@ -4,7 +4,6 @@ Used by averaging/averager. Draws on the directory's last view and on what peers
 goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -125,13 +124,6 @@ class Roster:
         _add(self._counted, report.progress.committed)
         self._last_words[peer_id] = report
 
-    def has_given_up(self, peer_id: PeerId) -> None:
-        """A member was told to empty its contribution: it counts as empty from now on."""
-        report = self._reports[peer_id]
-        empty = dataclasses.replace(report.progress, committed=frozenset(), num_samples=0, spare=frozenset())
-        self._reports[peer_id] = dataclasses.replace(report, progress=empty)
-        self._listen(peer_id, self._reports[peer_id])
-
     def suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
         """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
 
@@ -235,7 +227,7 @@ class Roster:
         now = self._clock.monotonic()
         return any(
             last.standing == own
-            and self._timing.fresh_seconds <= now - self._answered_at.get(peer, -math.inf) < MISSED_SECONDS
+            and 2 * self._timing.heartbeat_seconds < now - self._answered_at.get(peer, -math.inf) < MISSED_SECONDS
             for peer, last in self._last_words.items()
         )
 

@@ -10,9 +10,9 @@ class Timing:
     report_gap_seconds: float = 0.05
     """Least time between two reports of progress."""
     heartbeat_seconds: float = 0.5
-    """Longest time without a report; twice as often those who exchange ask each other for a sign of life."""
-    late_seconds: float = 1.5
-    """A peer that stood still for so long asks the others anew, who have missed its heartbeats by then."""
+    """Longest time without a report; those who exchange ask each other for a sign of life as often."""
+    late_seconds: float = 1.0
+    """A peer that stood still for so long asks the others anew: who missed two heartbeats counts as silent."""
     report_seconds: float = 3.0
     """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     call_seconds: float = 2.0
@@ -32,7 +32,7 @@ class Timing:
     begin_seconds: float = 3.0
     """Least deadline for closing a contribution."""
     drop_seconds: float = 2.0
-    """More of it for each microbatch that a member has to take out of its contribution."""
+    """More of it for each microbatch that a member has to compute again, to take some out of its contribution."""
     average_seconds: float = 10.0
     """Least deadline for an exchange."""
     bytes_per_second: float = 1e6

@@ -7,12 +7,6 @@ from swarm.rounds import Progress
 from swarm.types import PeerId
 
 
-def committed_elsewhere(peer_id: PeerId, progress: Mapping[PeerId, Progress]) -> frozenset[int]:
-    """What other members have told of, spare replays left aside."""
-    others = (theirs for other, theirs in progress.items() if other != peer_id)
-    return frozenset[int]().union(*(theirs.committed - theirs.spare for theirs in others))
-
-
 @dataclass(frozen=True, kw_only=True)
 class GroupView:
     """What this peer knows of its group's round; the leader's is the whole, any other's its own part.

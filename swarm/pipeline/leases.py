@@ -61,7 +61,7 @@ class RoundView:
     awaits_reports: bool
     """A peer of the stage, alive as far as one knows, has not told yet what it has."""
     misses_member: bool
-    """A member fell silent of late, and may come back with more than it has told of."""
+    """A member fell silent in the last 20 s, and may come back with more than it has told of."""
     complete: bool
     """The stage has all that the round needs."""
 

@@ -243,11 +243,11 @@ class StageBackend:
 
         Computed again and subtracted; or what stays is, and added to an empty sum, where that is less.
         """
-        leaving: dict[GradientBucket, set[Source]] = {}
+        leaving: dict[GradientBucket, dict[Source, None]] = {}
         for accumulated in all_accumulated:
-            leaving.setdefault(accumulated.bucket, set()).add(accumulated.source)
+            leaving.setdefault(accumulated.bucket, {})[accumulated.source] = None
         for bucket, sources in leaving.items():
-            self._take_out(bucket, sources)
+            self._take_out(bucket, sources.keys())
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
             self.events.write(
@@ -260,14 +260,13 @@ class StageBackend:
         num_leaving, num_staying = (sum(source.num_samples for source in some) for some in (leaving, staying))
         # With DiLoCo one knows of those alone that have not been acknowledged.
         if len(staying) < len(leaving) and num_leaving + num_staying == bucket.num_samples:
-            bucket.clear()
+            bucket.clear(num_samples=num_staying)
             for source in staying:
-                bucket.add(self._again(source), source.num_samples)
-                bucket.sources[source] = None
+                bucket.add(self._again(source), source.num_samples, is_counted=True)
         else:
             for source in leaving:
                 bucket.add(self._again(source), -source.num_samples)
-                bucket.sources.pop(source, None)
+        bucket.sources = dict.fromkeys(staying)
 
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
         """Compute a gradient again, with the same weights and randomness."""

@@ -91,12 +91,6 @@ class StageMember:
         )  # fmt: skip
         return closing
 
-    async def give_up(self, round_number: int) -> None:
-        """Take all of this round out again; it costs nothing, unlike a part."""
-        if round_number == self._stage.round:
-            await self._stage.empty_round(round_number)
-            self._stage.on_change()
-
     async def reopen(self, round_number: int) -> None:
         """The attempt was aborted: go on in the same round.
 

@@ -415,14 +415,6 @@ class Stage:
             if entry.state is EntryState.COMMITTED and entry.computation and entry.computation.microbatch.spare
         )
 
-    async def empty_round(self, round_number: int) -> None:
-        """Undo all that this peer has of a synchronous round; meanwhile nothing joins the sum."""
-        self.is_changing_state = True
-        try:
-            await self._discard_all(self.ledger.of_round(round_number))
-        finally:
-            self.is_changing_state = False
-
     async def forget_all(self) -> None:
         """Before another state is installed: undo everything unfinished, forget everything else."""
         await self._discard_all(self.ledger.uncommitted())

@@ -74,16 +74,19 @@ class GradientBucket:
     num_tentative: int = 0
     sources: dict[Source, None] = field(default_factory=dict)
 
-    def add(self, gradients: Iterable[torch.Tensor], num_samples: int) -> None:
-        """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out."""
-        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
-        self.num_samples += num_samples
+    def add(self, gradients: Iterable[torch.Tensor], num_samples: int, *, is_counted: bool = False) -> None:
+        """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out.
 
-    def clear(self) -> None:
-        """Take all gradients out."""
+        Args:
+            is_counted: `num_samples` of this bucket has them already.
+        """
+        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
+        self.num_samples += 0 if is_counted else num_samples
+
+    def clear(self, *, num_samples: int = 0) -> None:
+        """Take all gradients out; so many samples are about to be added again, and counted as if they were there."""
         torch._foreach_zero_(list(self.sums.values()))
-        self.num_samples = 0
-        self.sources.clear()
+        self.num_samples = num_samples
 
     @property
     def scale(self) -> float:

@@ -88,7 +88,6 @@ class FakeStage:
         self.carried: list[bool] = []
         """For each of them, whether what was learnt before it was to be kept."""
         self.dropped: set[int] = set()
-        self.given_up: set[int] = set()
         self.poison = False
         """Contribute NaN."""
         self.averager: Averager | None = None
@@ -123,14 +122,6 @@ class FakeStage:
             round_samples=MICROBATCH * num_microbatches, committed=frozenset(kept),
             spare=frozenset(self.spare & set(kept)),
         )  # fmt: skip
-
-    async def give_up(self, round_number: int) -> None:
-        assert round_number == self.round
-        assert not self.closed
-        self.given_up |= self.indices
-        self.indices = set()
-        if self.averager is not None:
-            self.averager.notify()
 
     async def reopen(self, round_number: int) -> None:
         assert round_number == self.round

@@ -90,7 +90,7 @@ def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_doe
 def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
     group = Group()
     assert not group.roster.misses_member(HERE)
-    group.clock.advance(TIMING.fresh_seconds)
+    group.clock.advance(2 * TIMING.heartbeat_seconds + 0.1)
     assert group.roster.misses_member(HERE)
     group.roster.suspect(OTHER, is_gone=False)
     assert group.roster.misses_member(HERE)

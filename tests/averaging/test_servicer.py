@@ -25,8 +25,8 @@ from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, make_config, record, until
 
 PATIENT = dataclasses.replace(
-    QUICK, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0, average_seconds=10.0,
-    commit_seconds=10.0, grace_seconds=0.5, silence_seconds=5.0,
+    QUICK, late_seconds=3.0, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0,
+    average_seconds=10.0, commit_seconds=10.0, grace_seconds=0.5, silence_seconds=5.0,
 )  # fmt: skip
 """A machine that stands still for a second changes nothing: whoever dies here breaks its connections."""
 

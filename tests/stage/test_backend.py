@@ -30,7 +30,7 @@ from swarm.stage.backend import (
     request_specs,
 )  # fmt: skip
 from swarm.stage.staging import Download, Staging
-from swarm.stage.weights import StageWeights
+from swarm.stage.weights import GradientBucket, Source, StageWeights
 from tests.support.rounding import rounding_reference
 
 _CONFIG = RunConfig(
@@ -253,10 +253,15 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
     before = _sums(chain)
     entries = [_run(chain, index)[1] for index in range(num_staying, 5)]
     for stage, backend in enumerate(chain):
-        with unittest.mock.patch.object(backend, "_again", wraps=backend._again) as again:
+        bucket, compute, seen = backend.weights.open_bucket, backend._again, []
+
+        def again(source: Source, bucket: GradientBucket = bucket, compute: Any = compute, seen: Any = seen) -> Any:
+            seen.append(bucket.num_samples)
+            return compute(source)
+
+        with unittest.mock.patch.object(backend, "_again", again):
             backend.roll_back([leaving[stage] for leaving in entries])
-        assert again.call_count == num_staying
-        bucket = backend.weights.open_bucket
+        assert seen == [2 * num_staying] * num_staying, "it never looks empty to another thread"
         assert (bucket.num_samples, bucket.num_tentative) == (2 * num_staying, num_staying)
         assert len(bucket.sources) == num_staying
     after = _sums(chain)

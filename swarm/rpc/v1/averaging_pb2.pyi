@@ -312,11 +312,8 @@ class ReportReply(_message.Message):
     NUM_ALIVE_FIELD_NUMBER: _builtins.int
     COMMITTED_GAPS_FIELD_NUMBER: _builtins.int
     COUNTED_GAPS_FIELD_NUMBER: _builtins.int
-    GIVE_UP_FIELD_NUMBER: _builtins.int
     num_alive: _builtins.int
     """Members that the answering peer has heard of lately, itself included."""
-    give_up: _builtins.bool
-    """Most of what the sender has committed in the round was replayed elsewhere while it was away: it gives up all of it."""
     @_builtins.property
     def standing(self) -> Global___Standing: ...
     @_builtins.property
@@ -349,11 +346,10 @@ class ReportReply(_message.Message):
         num_alive: _builtins.int = ...,
         committed_gaps: _abc.Iterable[_builtins.int] | None = ...,
         counted_gaps: _abc.Iterable[_builtins.int] | None = ...,
-        give_up: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "give_up", b"give_up", "leader", b"leader", "num_alive", b"num_alive", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "leader", b"leader", "num_alive", b"num_alive", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
