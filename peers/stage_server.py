@@ -147,7 +147,7 @@ class StageServer:
                 max_in_flight=options.max_in_flight or config.stages.num_stages + 2,
                 largest_in_flight=options.max_in_flight or LARGEST,
             ),
-            events=self._events,
+            is_behind=lambda: self._averager.is_behind, events=self._events,
         )  # fmt: skip
         self._hop = hop
         self._member = StageMember(

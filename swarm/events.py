@@ -173,6 +173,10 @@ class Commit:
     members: tuple[str, ...]
     state: str
     """Digest of anchor and outer state after it."""
+    total_squared_norm: float = 0.0
+    """What the gradient was clipped by."""
+    partners: tuple[str, ...] = ()
+    """Digests of the results that a shared block's average was made of."""
     carried: int = 0
     """Samples that count towards the next round: learnt since the closing or, by one that took no part, since the round
     began."""

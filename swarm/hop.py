@@ -19,6 +19,7 @@ from swarm.clock import Clock
 from swarm.errors import (
     DeadlineExceeded,
     MalformedMessage,
+    NotReady,
     Overloaded,
     PeerUnavailable,
     RetriesExhausted,
@@ -291,7 +292,8 @@ class Hop:
         pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0
         attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
         attempt.route.pop(self.stage, None)
-        attempt.num_failures += 1
+        # Who joins, leaves or lacks a round's weights says nothing about the others.
+        attempt.num_failures += not isinstance(error, NotReady)
         if attempt.num_failures >= self._limits.max_failures:
             raise RetriesExhausted(
                 f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"

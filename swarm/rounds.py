@@ -80,6 +80,7 @@ class RoundResult:
         residual_bytes: what error feedback keeps here.
         digest: SHA-256 over the members and the averaged bytes, in hexadecimal.
         contributed: whether this member is one of `members`.
+        partners: where stages share a block, digests of the results that its average was made of.
     """
 
     round: int
@@ -99,6 +100,7 @@ class RoundResult:
     contribution_norm: float = 0.0
     residual_bytes: int = 0
     contributed: bool = True
+    partners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

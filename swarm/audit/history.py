@@ -249,7 +249,11 @@ class History:
     def _commit(self, event: Commit, line: Line) -> None:
         assert self.start is not None
         self._check_standing(event.round, event.parent, "committed")
-        if event.lineage != next_lineage(event.parent, event.round, event.digest, event.members):
+        lineage = next_lineage(
+            event.parent, event.round, event.digest, event.members, total_squared_norm=event.total_squared_norm,
+            partners=event.partners,
+        )  # fmt: skip
+        if event.lineage != lineage:
             self._violation(f"lineage {event.lineage[:12]} does not follow from what was committed")
         # Of the round that it entered at, an earlier life may have taken part; then that one's file tells so. Whose own
         # part of an exchange failed never prepared its result, and takes it from the others if these commit it.

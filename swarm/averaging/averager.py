@@ -174,6 +174,11 @@ class Averager:
         is_of_use = not self._reporter.may_be_behind and self._leader.active is None
         return self._roster.overdue(self._participant.standing) if is_of_use else frozenset()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the group is at a later round, and its state is being had."""
+        return self._participant.is_catching_up
+
     def misses_member(self) -> bool:
         """See Roster.misses_member."""
         return self._roster.misses_member(self._participant.standing)
@@ -241,6 +246,8 @@ class Averager:
             members[self._own_id] = self._own
         try:
             await self._leader.attempt(members, standing, number, progress)
+            # A result may be decided and not be committed here: the next attempt finishes what is prepared.
+            await self._participant.step_back("it was decided, and not committed here")
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self._aborted[str(failed)] += 1
@@ -255,9 +262,14 @@ class Averager:
                 # They may be at a later round: without asking, this peer would go on alone.
                 await self._reporter.ask_all()
             return False
+        except SwarmError as error:
+            # As where no holder of another stage's average of a shared block answers: it may decide anew.
+            logger.warning("round %d cannot be committed yet: %s", standing.round, error)
+            await self._participant.step_back("what it takes to commit cannot be had")
+            return False
         finally:
             self.notify()
-        return True
+        return self._participant.standing != standing
 
     def _has_quorum(self, present: Collection[str]) -> bool:
         if self._config.averaging.quorum == "available":

@@ -7,6 +7,7 @@ from swarm.averaging.group import Ballot
 from swarm.averaging.reduction import MemberFailed
 from swarm.averaging.shares import Share, Shares
 from swarm.errors import MalformedMessage
+from swarm.lineage import next_lineage
 from swarm.rounds import Progress, Snapshot
 from swarm.rpc.bounds import LARGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -19,6 +20,20 @@ class Standing:
     run_samples: int
     round: int
     lineage: str
+
+
+def lineage_after(previous: str, outcome: pb.Outcome) -> str:
+    """The lineage of who has applied a round's outcome."""
+    prepared = outcome.prepared
+    return next_lineage(
+        previous, outcome.round, prepared.digest, prepared.member_ids, total_squared_norm=outcome.total_squared_norm,
+        partners=digests_of(outcome.partners),
+    )  # fmt: skip
+
+
+def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
+    """Of the averages that were put together where stages share a block."""
+    return tuple(partner.digest for partner in partners)
 
 
 def standing_of(state: Progress | Snapshot) -> Standing:

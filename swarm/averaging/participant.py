@@ -31,7 +31,6 @@ from swarm.compression.codec import Buffer
 from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, SwarmError
 from swarm.events import Abort, Begin, Events, Prepare
-from swarm.lineage import next_lineage
 from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -194,7 +193,7 @@ class Participant:
             round=standing.round, tensors=tensors,
             num_samples=average.num_samples, squared_norm=average.squared_norm,
             total_squared_norm=average.squared_norm, members=tuple(member_ids),
-            lineage=next_lineage(standing.lineage, standing.round, average.digest, member_ids),
+            lineage="",  # Depends on what the other stages decide.
             attempts=attempt.ballot.attempt, bytes_sent=average.bytes_sent, bytes_received=average.bytes_received,
             compression_ratio=average.compression_ratio, seconds=0.0, digest=average.digest,
             exchange_seconds=seconds, contribution_norm=closed.norm if closed.contribution.num_samples else 0.0,
@@ -256,16 +255,18 @@ class Participant:
                 except SwarmError as error:
                     # The round is decided: this member will find itself behind, and catch up.
                     return Refused(str(error))
+            outcome.prepared.CopyFrom(kept.prepared)
             self._exchanges.committed(kept.fragment, kept.residual)
             # Applying takes memory; what this member brought is not needed any more.
             self._attempt = None
             result = dataclasses.replace(
                 kept.round_result, tensors=tensors, total_squared_norm=outcome.total_squared_norm,
                 seconds=self._clock.monotonic() - kept.began_at, residual_bytes=self._exchanges.residual_bytes,
+                lineage=messages.lineage_after(self.standing.lineage, outcome),
+                partners=messages.digests_of(outcome.partners),
             )  # fmt: skip
             self._state_digest = await self._member.apply(result)
             self.group.commit(round_number, digest)
-            outcome.prepared.CopyFrom(kept.prepared)
             before = self.standing
             self._remember([outcome])
             self._donor.committed(
@@ -332,12 +333,12 @@ class Participant:
 
         False where that cannot be told: only the last rounds are known.
         """
-        lineage, known = self.standing.lineage, {outcome.round: outcome.prepared for outcome in outcomes}
+        lineage, known = self.standing.lineage, {outcome.round: outcome for outcome in outcomes}
         for number in range(self.standing.round, snapshot.round):
-            prepared = known.get(number)
-            if prepared is None or self._own_id in prepared.member_ids:
+            outcome = known.get(number)
+            if outcome is None or self._own_id in outcome.prepared.member_ids:
                 return False
-            lineage = next_lineage(lineage, number, prepared.digest, tuple(prepared.member_ids))
+            lineage = messages.lineage_after(lineage, outcome)
         return self.is_sound and lineage == snapshot.lineage
 
     async def replay(self, committed: Committed) -> None:

@@ -13,7 +13,6 @@ from swarm.averaging import messages
 from swarm.averaging.messages import Standing
 from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
 from swarm.errors import MalformedMessage
-from swarm.lineage import next_lineage
 from swarm.rounds import RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
 
@@ -52,14 +51,14 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
     """
     outcome, prepared = header.outcome, header.outcome.prepared
     after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
-    lineage = next_lineage(before.lineage, before.round, prepared.digest, members)
+    lineage = messages.lineage_after(before.lineage, outcome)
     if outcome.round != before.round or (after.round, after.lineage) != (before.round + 1, lineage):
         raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
     result = RoundResult(
         round=before.round, tensors=tensors, num_samples=prepared.num_samples, squared_norm=prepared.squared_norm,
         total_squared_norm=outcome.total_squared_norm, members=members, lineage=lineage,
         attempts=prepared.ballot.attempt, bytes_sent=0, bytes_received=0, compression_ratio=1.0, seconds=0.0,
-        digest=prepared.digest,
+        digest=prepared.digest, partners=messages.digests_of(outcome.partners),
     )  # fmt: skip
     return Committed(before=before, after=after, result=result, outcome=outcome, state_digest=header.state_digest)
 

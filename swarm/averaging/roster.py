@@ -21,7 +21,7 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 MISSED_SECONDS = 20.0
 """After so long a silence a member will not be back soon."""
-PROBE_SHARE = 0.1
+PROBE_SHARE = 0.05
 """Of the time for which a peer has not answered: so long it is left alone."""
 
 

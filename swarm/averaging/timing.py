@@ -21,7 +21,7 @@ class Timing:
     """Deadline of a report on a new connection, where the one before broke sooner than that."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
-    probe_seconds: float = 1.0
+    probe_seconds: float = 0.5
     """Time between two calls to a suspected peer, at first."""
     forget_seconds: float = 3600.0
     """A peer that is not announced and was not heard of for so long is forgotten."""

@@ -29,6 +29,8 @@ LONGEST_GATHER_SECONDS = 5.0
 """Likewise, if a peer of the stage has not told yet what it has."""
 SETTLE_SECONDS = 0.75
 """How long a stage must have seen no change before a microbatch that it lacks is called missing."""
+LONGEST_QUIET_SECONDS = 20.0
+"""Likewise, where a peer of the stage has not told what it has."""
 SHOWN_SECONDS = 1.5
 """How long it may take, while a round goes on, until a microbatch that its trainer is done with shows as committed."""
 LOST_SECONDS = LEASE_SECONDS
@@ -108,6 +110,8 @@ class LeaseTable:
         self._wanted_at: dict[str, float] = {}
         """When they last wanted something; of late."""
         self._next: int | None = None
+        self._skipped = -1
+        """The highest id that was known when `_next` was last chosen."""
         self._round = -1
 
     @property
@@ -236,7 +240,9 @@ class LeaseTable:
         # A member that does not answer is not waited for: whoever asks now has nothing better to do, and if it comes
         # back, the replays cost nothing.
         missing = [m for m in wanted if m in away and self._seconds_since(m) >= SHOWN_SECONDS]
-        if not missing and all_committed and not view.awaits_reports and view.quiet_seconds >= SETTLE_SECONDS:
+        # A peer may serve that the leader reaches and that never reaches the leader.
+        all_told = not view.awaits_reports or view.quiet_seconds >= LONGEST_QUIET_SECONDS
+        if not missing and all_committed and all_told and view.quiet_seconds >= SETTLE_SECONDS:
             # Their trainers are done with them, yet no member counts them: the one that did must have dropped.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
         return self._lease_replays(trainer_id, missing, count, spare=may_come_back, all_granted=True)
@@ -276,8 +282,10 @@ class LeaseTable:
 
     def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
         """Each is granted once: what is given back, or expires here, another leader may have granted again."""
-        if self._next is None:
-            known = max([view.highest_microbatch, *self._leases], default=-1)
+        known = max([view.highest_microbatch, *self._leases], default=-1)
+        # Another peer has granted what is not below, which led while this one was away; or a trainer made it up.
+        if self._next is None or (known >= self._next and known != self._skipped):
+            self._skipped = known
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
             # In no run's lifetime: a trainer made one up, and ids beyond LARGEST are refused everywhere.
             is_made_up = self._next > LARGEST // 2

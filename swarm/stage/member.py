@@ -124,6 +124,7 @@ class StageMember:
                     round=result.round, parent=parent, lineage=result.lineage, digest=result.digest,
                     attempt=result.attempts, samples=result.num_samples, members=result.members,
                     state=self.state_digest, carried=self._weights.round.stepped_samples,
+                    total_squared_norm=result.total_squared_norm, partners=result.partners,
                 )
             )  # fmt: skip
             # Only now: what it steps with belongs to the round that has begun.

@@ -5,6 +5,7 @@ counts twice: every accumulation goes through the ledger here. Runs on the event
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,6 +31,8 @@ from swarm.types import PeerId
 
 REPLAY_GAP_SECONDS = 1.0
 """After which a replay that counts at a peer is offered to it again: it may have been told to give it up meanwhile."""
+_LOOK_SECONDS = 0.25
+"""Between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
 _ACKNOWLEDGED = object()
 """Subscriber of a computation that nobody will ask for again."""
 
@@ -75,8 +78,12 @@ class Stage:
     def __init__(
         self, *, config: RunConfig, backend: StageBackend, runtime: Runtime, hop: Hop | None, clock: Clock,
         tasks: asyncio.TaskGroup, limits: StageLimits, on_change: Callable[[], None] = lambda: None,
-        events: Events | None = None,
+        is_behind: Callable[[], bool] = lambda: False, events: Events | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            is_behind: whether this peer's group is at a later round, whose state is still to be had.
+        """
         self.config = config
         self.backend = backend
         self.runtime = runtime
@@ -88,6 +95,7 @@ class Stage:
         """Whether another state is about to be installed: nothing is accumulated in the one that goes."""
         self.on_change = on_change
         """Called when what counts towards the round has changed."""
+        self._is_behind = is_behind
         self._events = events or NoEvents()
         self._hop = hop
         self._clock = clock
@@ -205,7 +213,10 @@ class Stage:
             if self.backend.weights.anchor(microbatch.round) is None:
                 raise NotReady(f"this peer was not there in round {microbatch.round}")
             return
-        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must.
+        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must; for a download, which
+        # takes longer, they have it wait elsewhere.
+        if microbatch.round > self.round and self._is_behind():
+            raise Overloaded(f"this peer is at round {self.round} and catches up", retry_after_seconds=0.25)
         if self.number == 0 and microbatch.round > self.round:
             raise Overloaded(f"round {self.round} has not committed yet", retry_after_seconds=0.05)
         # What another stage lacks has to come through here, though this one has all: that stage cannot commit without.
@@ -226,6 +237,15 @@ class Stage:
                 self._new_round.clear()
                 await self._new_round.wait()
 
+    async def _wait_for_round(self, number: int) -> None:
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._limits.round_wait_seconds
+        while self.round < number:
+            if self._is_behind() or now() >= deadline:
+                raise NotReady(f"this peer is at round {self.round}, and will be for a while")
+            with contextlib.suppress(TimeoutError):
+                await self.reach_round(number, min(_LOOK_SECONDS, deadline - now()))
+
     # -- computing ---------------------------------------------------------------------------------------------------
 
     async def begin(
@@ -241,11 +261,8 @@ class Stage:
         Raises:
             StaleMicrobatch, NotReady.
         """
-        try:
-            if self.config.rounds.synchronous:
-                await self.reach_round(microbatch.round, self._limits.round_wait_seconds)
-        except TimeoutError:
-            raise NotReady(f"round {self.round} does not commit") from None
+        if self.config.rounds.synchronous:
+            await self._wait_for_round(microbatch.round)
         answers_gradient = microbatch.answers_gradient(self.number)
         start = functools.partial(
             self._start, tensors=tensors, hints=hints, subscriber=subscriber, answers_gradient=answers_gradient

@@ -143,7 +143,7 @@ class HonestRun:
                 )  # fmt: skip
         for stage, members in enumerate(stages):
             parent, digest = self.lineages[stage], f"digest {number}"
-            self.lineages[stage] = next_lineage(parent, number, digest, members)
+            self.lineages[stage] = next_lineage(parent, number, digest, members, total_squared_norm=0.0, partners=())
             for peer in members:
                 self.write(
                     peer,

@@ -389,7 +389,7 @@ def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
 
 def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_path: Path) -> None:
     run = honest(tmp_path, "diloco")
-    first = next_lineage("genesis 1", 0, "digest 0", run.members(1))
+    first = next_lineage("genesis 1", 0, "digest 0", run.members(1), total_squared_norm=0.0, partners=())
     run.lineages[1] = "again"
     for peer in run.members(1):
         run.write(peer, start(peer, 1, "diloco"))

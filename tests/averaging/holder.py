@@ -9,11 +9,10 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.donor import Donor, snapshot_id
-from swarm.averaging.messages import Standing
+from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.results import Committed
 from swarm.clock import ManualClock
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.lineage import next_lineage
 from swarm.rounds import RoundResult, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
@@ -54,7 +53,7 @@ class Holder:
             ballot=pb.Ballot(attempt=1, leader_id="m"),
         )  # fmt: skip
         outcome = pb.Outcome(round=before.round, prepared=prepared, total_squared_norm=prepared.squared_norm)
-        lineage = next_lineage(before.lineage, before.round, prepared.digest, ["m"])
+        lineage = lineage_after(before.lineage, outcome)
         result = RoundResult(
             round=before.round, tensors={"state": average}, num_samples=10, squared_norm=prepared.squared_norm,
             total_squared_norm=prepared.squared_norm, members=("m",), lineage=lineage, attempts=1, bytes_sent=5,

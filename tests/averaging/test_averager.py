@@ -7,10 +7,10 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
+from swarm.averaging.messages import lineage_after
 from swarm.averaging.participant import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, BEGIN
 from swarm.errors import PeerUnavailable
-from swarm.lineage import next_lineage
 from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -552,7 +552,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
         outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))
         tensors = (await stage.snapshot()).tensors
         snapshot = Snapshot(
-            round=1, run_samples=4, lineage=next_lineage(branch or stage.lineage, 0, "ab", ids), tensors=tensors,
+            round=1, run_samples=4, lineage=lineage_after(branch or stage.lineage, outcome), tensors=tensors,
             digest=stage.digest_of(tensors),
         )  # fmt: skip
         await averager._participant.install(snapshot, [outcome] if members else [])

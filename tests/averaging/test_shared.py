@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from swarm.config import ModelConfig, RunConfig
+from swarm.errors import PeerUnavailable
 from swarm.rounds import Contribution, RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
@@ -150,3 +152,37 @@ async def test_fragments_share_the_block_in_its_own_rounds() -> None:
         assert shared.partners(0) == {1}
         assert shared.partners(1) == set()
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("since", ["Barrier", "Commit"])
+async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_be_had(
+    since: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a line stands still: nobody ends for that, nor waits for a member that comes by."""
+    async with sharing_network(tied()) as network:
+        stages, num_refused, is_cut_off = stages_of(network, 1, 2, 3, 4), 0, False
+
+        async def cut_off(name: str, source: int, target: int) -> None:
+            nonlocal is_cut_off
+            is_cut_off = is_cut_off or (name == since and num_refused == 0)
+
+        network.before = cut_off
+        for number in (1, 2, 3, 4):
+            shared = network.peers[peer_id(number)].averager._shared
+
+            async def ask(*arguments: Any, honest: Any = shared.sum) -> Any:
+                nonlocal num_refused
+                if is_cut_off:
+                    num_refused += 1
+                    raise PeerUnavailable("the line stands still")
+                return await honest(*arguments)
+
+            monkeypatch.setattr(shared, "sum", ask)
+        learn(network, 0)
+        await until(lambda: num_refused >= 2)
+        await asyncio.sleep(0.3)
+        is_cut_off = False
+        await until(lambda: all(stage.round == 1 for stage in stages))
+        applied = [stage.shared for stage in stages if stage.results]
+        assert len(applied) >= 3, "one may have downloaded what it could not put together"
+        assert all(torch.equal(shared, applied[0]) for shared in applied)

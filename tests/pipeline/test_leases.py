@@ -18,6 +18,7 @@ from swarm.pipeline.leases import (
     LEASE_SECONDS,
     LEAST_SKIP,
     LONGEST_GATHER_SECONDS,
+    LONGEST_QUIET_SECONDS,
     LOST_SECONDS,
     MOST_SKIP,
     SETTLE_SECONDS,
@@ -336,6 +337,14 @@ def test_stage_0_says_when_there_is_nothing_new_to_do() -> None:
     assert (list(grant.microbatches), grant.spare, grant.all_granted) == ([0, 1], True, True)
 
 
+def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> None:
+    """The leader reaches it, and it does not reach the leader."""
+    leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
+    leader.committed = {0, 1, 2, 3, 4}
+    assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS - 1) == []
+    assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS) == [5]
+
+
 def test_what_a_member_may_come_back_with_is_granted_as_spare() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed, leader.counted = {2, 3, 4}, {0, 1}
@@ -428,13 +437,13 @@ def test_it_waits_for_a_peer_that_has_not_told_what_it_has_but_not_for_ever() ->
 def test_what_a_silent_member_had_is_replayed_though_another_has_not_told_what_it_has() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
     leader.committed, leader.counted = {2, 3, 4, 5}, {0}
-    assert leader.give("a", 9, quiet_seconds=60.0, awaits_reports=True) == [0]
-    assert leader.give("a", 9, quiet_seconds=60.0, awaits_reports=True, holding=[0]) == []
+    assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True) == [0]
+    assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True, holding=[0]) == []
 
 
 def test_while_a_peer_has_not_told_what_it_has_nothing_is_missing() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1, led_seconds=LONGEST_GATHER_SECONDS)
-    assert leader.give("a", 9, quiet_seconds=60.0, awaits_reports=True) == []
+    assert leader.give("a", 9, quiet_seconds=9.0, awaits_reports=True) == []
     assert leader.give("a", 9, quiet_seconds=60.0) == [*range(_SIZE)]
 
 
@@ -462,6 +471,15 @@ def test_a_leader_that_has_only_downloaded_the_state_does_not_begin_at_0_again()
     assert leader.give("a", 1)[0] > 1_000_000, "of 2^47; all that was trained on would count twice"
 
 
+def test_a_leader_that_was_away_does_not_come_to_what_another_has_granted_meanwhile() -> None:
+    leader = _Leader(_DILOCO)
+    assert leader.give("a", 5) == [*range(5)]
+    leader.highest = 1_000_000
+    first = leader.give("a", 1)[0]
+    assert first > 1_000_000 + LEAST_SKIP
+    assert leader.give("a", 2) == [first + 1, first + 2]
+
+
 @pytest.mark.parametrize("by", ["a report", "a trainer"])
 def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None:
     leader = _Leader(_DILOCO)
@@ -470,6 +488,7 @@ def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None
     granted = leader.give("a", 9, holding=[LARGEST] if by == "a trainer" else [])
     assert len(granted) == 9
     assert 0 <= granted[0] < granted[-1] < LARGEST // 2 + 9
+    assert leader.give("a", 1) == [granted[-1] + 1]
 
 
 def test_two_peers_that_take_over_at_once_grant_different_ones() -> None:

@@ -253,7 +253,8 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
     before = _sums(chain)
     entries = [_run(chain, index)[1] for index in range(num_staying, 5)]
     for stage, backend in enumerate(chain):
-        bucket, compute, seen = backend.weights.open_bucket, backend._again, []
+        seen: list[int] = []
+        bucket, compute = backend.weights.open_bucket, backend._again
 
         def again(source: Source, bucket: GradientBucket = bucket, compute: Any = compute, seen: Any = seen) -> Any:
             seen.append(bucket.num_samples)

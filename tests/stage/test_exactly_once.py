@@ -17,6 +17,7 @@ from swarm.stage import servicer
 from swarm.stage.backend import StageBackend
 from swarm.stage.ledger import EntryState
 from swarm.stage.member import StageMember
+from swarm.stage.stage import StageLimits
 from tests.support.chain import (
     DILOCO,
     ORPHAN_SECONDS,
@@ -457,6 +458,26 @@ async def test_microbatches_of_the_round_before_the_last_are_stale() -> None:
         with pytest.raises(StaleMicrobatch, match="round 0 has committed"):
             await chain.train(0)
         assert chain.counts("forwards") == [0, 0, 0]
+
+
+@pytest.mark.parametrize("falls_behind", ["before it is asked", "while they wait"])
+async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_behind: str) -> None:
+    """It has nothing to do, and would have all of it wait for its download."""
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        behind, other = chain.at(1)
+        is_behind = falls_behind == "before it is asked"
+        behind.stage._is_behind = lambda: is_behind
+        for peer in chain.peers:
+            if peer is not behind:
+                await _commit(peer)
+        other.stage.serving = is_behind
+        training = asyncio.create_task(chain.train_all([8, 9], round_number=1))
+        if not is_behind:
+            await eventually(lambda: behind.stage.num_admitted == 2)
+        is_behind = other.stage.serving = True
+        async with asyncio.timeout(StageLimits.round_wait_seconds / 2):
+            await training
+        assert [peer.stage.counters.forwards for peer in (behind, other)] == [0, 2]
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

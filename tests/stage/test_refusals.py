@@ -1,5 +1,6 @@
 """What strangers may send to a stage: refused with the right error, and the peer goes on serving."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -299,6 +300,25 @@ async def test_too_many_failures_end_in_one_clear_error() -> None:
         await chain.peers[0].stop()
         with pytest.raises(RetriesExhausted, match="stage 0: 1 peers failed in a row; the last: "):
             await chain.train(0)
+
+
+async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
+    """Those that can may be busy for long: with a round that only they have the weights of."""
+    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
+        (first, *_) = chain.peers
+        first.stage.serving, refuse, num_refused = False, first.stage.admit, 0
+
+        def admit(*arguments: Any) -> Any:
+            nonlocal num_refused
+            num_refused += not first.stage.serving
+            return refuse(*arguments)
+
+        first.stage.admit = admit  # type: ignore[assignment,method-assign]  # counts
+        training = asyncio.create_task(chain.train_all([0]))
+        await eventually(lambda: num_refused == 2)
+        first.stage.serving = True
+        await training
+        chain.assert_accumulated([0])
 
 
 def test_the_tensors_of_this_file_fit_the_configuration() -> None:
