@@ -13,7 +13,8 @@ from typing import Any
 import grpc
 
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
-from swarm.errors import PeerUnavailable
+from swarm.errors import MalformedMessage, PeerUnavailable
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -84,9 +85,13 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         call: Any = StageServiceStub(channels.channel(record)).Describe
         async with asyncio.timeout(ANSWER_SECONDS):
             reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
-    except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable) as error:
+        # JSON knows neither NaN nor infinity.
+        require_bounds(reply, finite=True)
+    except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable, MalformedMessage) as error:
         if isinstance(error, PeerUnavailable):  # It could not even be asked: TLS or none, or a certificate.
             _warn_once(str(error))
+        elif isinstance(error, MalformedMessage):
+            logger.debug("%s: a malformed reply: %s", record.peer_id, error)
         return PeerRow(
             name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round, moves=record.moves
         )

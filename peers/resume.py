@@ -21,8 +21,9 @@ from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
-from swarm.errors import Fatal, PeerUnavailable
+from swarm.errors import Fatal, MalformedMessage, PeerUnavailable
 from swarm.model.stages import shared_parameters
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -230,8 +231,12 @@ async def describe(
             call: Any = StageServiceStub(channels.channel(record)).Describe
             async with asyncio.timeout(ANSWER_SECONDS):
                 reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id))
+            require_bounds(reply, finite=True)
         except PeerUnavailable as error:
             faults.append(error)
+            return None
+        except MalformedMessage as error:
+            logger.debug("%s: a malformed reply: %s", record.peer_id, error)
             return None
         except (grpc.aio.AioRpcError, TimeoutError):
             return None

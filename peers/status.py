@@ -53,7 +53,8 @@ class StatusOptions:
     token: str | None = None
     """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
     audit: tuple[Path, ...] = ()
-    """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it."""
+    """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it, or one is
+    missing."""
     watch: bool = False
     """Go on until Ctrl-C."""
     json: bool = False

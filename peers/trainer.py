@@ -250,9 +250,10 @@ class Session:
         """Loss on held-out text; None, with a warning, if the swarm could not compute it."""
         return await self.at_rest(
             lambda round_number: held_out_loss(
-                self.hop, self.data, round_number=round_number, num_samples=self.options.evaluation_samples
+                self.hop, self.data, round_number=round_number, num_samples=self.options.evaluation_samples,
+                listener=self.loop,
             )
-        )
+        )  # fmt: skip
 
     async def write_sample(self) -> str:
         """Text that the trained swarm writes, after a held-out prompt."""
@@ -261,7 +262,7 @@ class Session:
         tokens = await self.at_rest(
             lambda round_number: generate_text(
                 self.hop, self.config, prompt, round_number=round_number, num_tokens=self.options.sample_tokens,
-                temperature=0.7, seed=self.config.data.seed,
+                temperature=0.7, seed=self.config.data.seed, listener=self.loop,
             )
         )  # fmt: skip
         if tokens is None:

@@ -477,7 +477,7 @@ def from_json(text: str, *, source: str) -> RunConfig:
     """Read the canonical form, as another peer published it. Raises ValueError with one line."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # Also numbers of too many digits, and lists in lists without end.
         raise ValueError(f"{source} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{source} is not a JSON object")

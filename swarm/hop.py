@@ -206,8 +206,9 @@ class Hop:
         return await self._until_answered(once, microbatch.num_samples, listener, attempt)
 
     async def evaluate(
-        self, tensors: Tensors, *, round_number: int, logits: TensorSpec | None = None
-    ) -> float | torch.Tensor:
+        self, tensors: Tensors, *, round_number: int, logits: TensorSpec | None = None,
+        listener: HopListener | None = None,
+    ) -> float | torch.Tensor:  # fmt: skip
         """Forward only, on the anchor of a round: the mean loss, or the last position's logits if asked for.
 
         Args:
@@ -217,16 +218,17 @@ class Hop:
             StaleMicrobatch: the swarm has moved on, and keeps that round's anchor no more.
             Fatal: a peer refused the request itself, or too many peers failed.
         """
+        heard_by = listener or HopListener()
 
         async def once(record: PeerRecord) -> float | torch.Tensor:
             try:
-                return await self._evaluate_once(record, tensors, round_number, logits)
+                return await self._evaluate_once(record, tensors, round_number, logits, heard_by)
             except RoundMismatch as error:
                 if error.peer_round > round_number:
                     raise StaleMicrobatch(f"round {round_number} is not kept any more: {error}") from None
                 raise
 
-        return await self._until_answered(once, tensors["tokens"].shape[0], HopListener(), _Attempt())
+        return await self._until_answered(once, tensors["tokens"].shape[0], heard_by, _Attempt())
 
     # -- choosing and retrying -----------------------------------------------------------------------------------
 
@@ -380,8 +382,9 @@ class Hop:
             )  # fmt: skip
 
     async def _evaluate_once(
-        self, record: PeerRecord, tensors: Tensors, round_number: int, logits: TensorSpec | None
-    ) -> float | torch.Tensor:
+        self, record: PeerRecord, tensors: Tensors, round_number: int, logits: TensorSpec | None,
+        listener: HopListener,
+    ) -> float | torch.Tensor:  # fmt: skip
         num_samples, num_tokens = tensors["tokens"].shape
         request = pb.EvaluateOpen(
             address=self._address(), round=round_number, want_logits=logits is not None,
@@ -397,7 +400,9 @@ class Hop:
             while True:
                 reply = await self._read(call, self._limits.silence_seconds)
                 kind = reply.WhichOneof("message")
-                if kind == "chunk":
+                if kind == "progress":
+                    listener.progress(reply.progress.stage, no_peer=reply.progress.no_peer)
+                elif kind == "chunk":
                     self._feed(reader, reply.chunk)
                 elif kind == "evaluated":
                     call.cancel()

@@ -116,7 +116,7 @@ def test_json_is_canonical() -> None:
     assert again.digest == run.digest
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"run": 3}', '{"x": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"run": 3}', '{"x": 1}', "[" * 12000, "1" * 5000])
 def test_wrong_json_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"^the run's configuration[^\n]*$"):
         config.from_json(text, source="the run's configuration")

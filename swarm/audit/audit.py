@@ -19,7 +19,7 @@ from swarm.audit.history import History
 from swarm.audit.log_file import Line
 from swarm.audit.rounds import Rounds
 from swarm.audit.verdict import Report
-from swarm.events import Start
+from swarm.events import Move, Start
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,8 @@ def audit(paths: Sequence[Path]) -> Report:
     called = {path: path.name if num_named[path.name] == 1 else str(path) for path in paths}
     readings = [_Reading(path, log_file.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
-    has_trainers = False
+    seen: set[int] = set()
+    """Stages that a process was at, -1 for trainers."""
     while order:
         _, number = heapq.heappop(order)
         reading = readings[number]
@@ -53,7 +54,8 @@ def audit(paths: Sequence[Path]) -> Report:
             if isinstance(line.event, Start):
                 first = first or (reading.path, line.event)
                 _check_same_run(reading.path, line.event, *first)
-                has_trainers |= line.event.stage < 0
+            if isinstance(line.event, Start | Move):
+                seen.add(line.event.stage)
             reading.history.feed(line)
             if reading.history.round > position:
                 heapq.heappush(order, (reading.history.round, number))
@@ -62,7 +64,7 @@ def audit(paths: Sequence[Path]) -> Report:
             reading.history.finish()
     if first is None:
         raise ValueError("the files hold no events")
-    return verdict.judge(first[1], rounds, findings, files=len(paths), has_trainers=has_trainers)
+    return verdict.judge(first[1], rounds, findings, files=len(paths), seen=seen)
 
 
 def _check_same_run(path: Path, start: Start, first_path: Path, first: Start) -> None:

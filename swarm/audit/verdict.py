@@ -7,7 +7,7 @@ Called by audit/audit once all files are read.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from swarm.audit.findings import Findings
 from swarm.audit.id_set import IdSet
 from swarm.audit.rounds import Round, Rounds
 from swarm.events import Start
+from swarm.types import TRAINER_STAGE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +66,21 @@ class Report:
         return asdict(self) | {"proven": self.proven}
 
 
-def judge(start: Start, rounds: Rounds, findings: Findings, *, files: int, has_trainers: bool) -> Report:
+def judge(start: Start, rounds: Rounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
     """Check what can only be checked on the whole.
 
     Args:
-        has_trainers: the files of all trainers are there.
+        seen: stages of which a file tells, and TRAINER_STAGE if one is a trainer's.
     """
     rounds.settle()
+    _check_all_seen(start, seen, findings)
     for round_, silent in rounds.unmerged():
         findings.violation(
             f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed", stage=round_.stage,
             round=round_.event.round, files=round_.files,
         )  # fmt: skip
     for round_ in rounds.rounds.values():
-        if round_.microbatches is not None and has_trainers:
+        if round_.microbatches is not None and TRAINER_STAGE in seen:
             _check_acknowledged(round_, rounds, findings)
         if round_.microbatches is not None and start.setting == "synchronous":
             _check_complete(round_, start, findings)
@@ -105,6 +107,15 @@ def _acknowledged(rounds: Rounds) -> IdSet:
     ids = rounds.acknowledged_by_stages.copy()
     ids.update(rounds.acknowledged_by_trainers)
     return ids
+
+
+def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
+    """Of whom no file tells, nothing can be refuted: it is not proven either."""
+    if TRAINER_STAGE not in seen:
+        findings.violation("no file of any was given, so nothing tells what they acknowledged", stage=TRAINER_STAGE)
+    for stage in range(start.num_stages):
+        if stage not in seen:
+            findings.violation("no file of any of its peers was given", stage=stage)
 
 
 # -- each round --------------------------------------------------------------------------------------------------------

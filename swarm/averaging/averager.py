@@ -81,6 +81,7 @@ class Averager:
         self._roster = Roster(
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
+            round_microbatches=config.microbatches_per_round if config.rounds.synchronous else None,
         )  # fmt: skip
         self._donor = Donor(
             snapshot=lambda: self._participant.snapshot(), standing=lambda: self._participant.standing,
@@ -330,7 +331,8 @@ class Averager:
             return
         # Now and then: there may be thousands of microbatches in a round, and reports come with each of them.
         if now - self._told_at.get(peer_id, -math.inf) >= self._timing.heartbeat_seconds:
-            self._told_at[peer_id] = now
+            latest = now - self._timing.heartbeat_seconds
+            self._told_at = {peer: at for peer, at in self._told_at.items() if at > latest} | {peer_id: now}
             reply.committed_gaps.extend(messages.pack_indices(self._member.progress().committed))
             reply.counted_gaps.extend(messages.pack_indices(view.counted))
 

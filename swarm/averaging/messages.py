@@ -1,5 +1,6 @@
 """Small records of averaging and their form on the wire."""
 
+import itertools
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from swarm.lineage import next_lineage
 from swarm.rounds import Progress, Snapshot
 from swarm.rpc.bounds import LARGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
+
+LONGEST_ID = 64
+"""Characters of a lineage or a peer's id: they are kept, and those of strangers as well."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -47,7 +51,8 @@ def pack_standing(standing: Standing) -> pb.Standing:
 
 
 def unpack_standing(message: pb.Standing) -> Standing:
-    """From the wire."""
+    """From the wire. Raises MalformedMessage for a lineage that is none."""
+    _require_short(message.lineage, "a lineage")
     return Standing(round=message.round, run_samples=message.run_samples, lineage=message.lineage)
 
 
@@ -57,7 +62,11 @@ def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:
 
 
 def unpack_ballot(message: pb.Ballot) -> Ballot | None:
-    """From the wire; None for a field that was left out, since attempts are numbered from 1."""
+    """From the wire; None for a field that was left out, since attempts are numbered from 1.
+
+    Raises MalformedMessage for a leader's id that is none.
+    """
+    _require_short(message.leader_id, "a leader's id")
     return Ballot(message.attempt, message.leader_id) if message.attempt else None
 
 
@@ -67,6 +76,11 @@ def require_ballot(message: pb.Ballot) -> Ballot:
     if ballot is None:
         raise MalformedMessage("the request names no attempt")
     return ballot
+
+
+def _require_short(text: str, what: str) -> None:
+    if len(text) > LONGEST_ID:
+        raise MalformedMessage(f"{what} has {len(text)} characters, at most {LONGEST_ID} are taken")
 
 
 def pack_failure(failed: MemberFailed) -> pb.Failure:
@@ -92,6 +106,11 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
             raise MalformedMessage(f"a microbatch beyond {LARGEST} is named")
         indices.append(previous)
     return frozenset(indices)
+
+
+def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
+    """Likewise, but only a round's: what else is named is left out."""
+    return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
 
 
 def unpack_shares(shares: Iterable[pb.Share]) -> Shares:

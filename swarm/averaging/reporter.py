@@ -201,9 +201,9 @@ class Reporter:
         if theirs == standing and reply.counted_gaps:
             progress = Progress(
                 round=theirs.round, lineage=theirs.lineage, run_samples=theirs.run_samples, num_samples=0,
-                committed=messages.unpack_indices(reply.committed_gaps), highest_microbatch=-1,
+                committed=self._roster.named(theirs.round, reply.committed_gaps), highest_microbatch=-1,
             )  # fmt: skip
-            self._roster.heard_of_round(peer_id, progress, messages.unpack_indices(reply.counted_gaps))
+            self._roster.heard_of_round(peer_id, progress, self._roster.named(theirs.round, reply.counted_gaps))
         prepared = reply.outcome.prepared
         if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
             try:

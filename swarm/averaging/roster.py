@@ -4,6 +4,7 @@ Used by averaging/averager. Draws on the directory's last view and on what peers
 goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from swarm.rpc.bounds import LONGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
+MOST_UNLISTED = 64
+"""Peers that are remembered though the directory does not list them: many more than join within the seconds that a
+record takes to spread, and too few to fill the memory with what somebody says in the name of peers that he made up."""
 MISSED_SECONDS = 20.0
 """After so long a silence a member will not be back soon."""
 PROBE_SHARE = 0.05
@@ -32,6 +36,8 @@ class Report:
     progress: Progress
     prepared: Ballot | None
     heard_at: float
+    num_named: int = 0
+    """Microbatches that it named, whether they are kept or not."""
 
     @property
     def standing(self) -> Standing:
@@ -57,13 +63,18 @@ class Roster:
 
     def __init__(
         self, *, own: PeerRecord, directory: Callable[[], Sequence[PeerRecord]], clock: Clock, timing: Timing,
-        branches_yield: bool,
+        branches_yield: bool, round_microbatches: int | None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            round_microbatches: of a synchronous round; None with DiLoCo.
+        """
         self.own = own
         self._directory = directory
         self._clock = clock
         self._timing = timing
         self._branches_yield = branches_yield
+        self._round_microbatches = round_microbatches
         self._contacts: dict[PeerId, tuple[PeerRecord, float]] = {}
         self._reports: dict[PeerId, Report] = {}
         self._last_words: dict[PeerId, Report] = {}
@@ -84,25 +95,49 @@ class Roster:
     def learn(self, contact: pb.Contact) -> PeerRecord:
         """Remember how a peer is reached. Raises MalformedMessage for a wrong contact."""
         record = record_of(contact, self.own.stage)
-        if record.peer_id != self.own.peer_id:
-            self._contacts[PeerId(record.peer_id)] = record, self._clock.monotonic()
+        peer_id = PeerId(record.peer_id)
+        if peer_id != self.own.peer_id:
+            # Reports come many times a second, newcomers seldom.
+            if peer_id not in self._contacts and len(self._contacts) >= MOST_UNLISTED:
+                self._make_room(peer_id)
+            self._contacts[peer_id] = record, self._clock.monotonic()
         return record
 
+    def _make_room(self, peer_id: PeerId) -> None:
+        """For one more peer. Of those that the directory does not list, who was heard of longest ago is forgotten."""
+        listed = {record.peer_id for record in self._directory()}
+        unlisted = sorted(self._contacts.keys() - listed, key=lambda peer: self._contacts[peer][1])
+        num_needless = len(unlisted) + (peer_id not in listed) - MOST_UNLISTED
+        if num_needless > 0:
+            for needless in unlisted[:num_needless]:
+                del self._contacts[needless]
+            self._forget_unknown()
+
     def hear(self, request: pb.ReportRequest) -> bool:
-        """Take a report; whether it tells of anything new. Raises MalformedMessage for a wrong contact."""
+        """Take a report; whether it tells of anything new. Raises MalformedMessage for one that makes no sense."""
+        standing, prepared = messages.unpack_standing(request.standing), messages.unpack_ballot(request.prepared)
         peer_id = PeerId(self.learn(request.sender).peer_id)
         progress = Progress(
-            round=request.standing.round, lineage=request.standing.lineage, run_samples=request.standing.run_samples,
-            num_samples=request.num_samples, committed=messages.unpack_indices(request.committed_gaps),
-            highest_microbatch=request.highest_microbatch, spare=messages.unpack_indices(request.spare_gaps),
+            round=standing.round, lineage=standing.lineage, run_samples=standing.run_samples,
+            num_samples=request.num_samples, committed=self.named(standing.round, request.committed_gaps),
+            highest_microbatch=request.highest_microbatch, spare=self.named(standing.round, request.spare_gaps),
         )  # fmt: skip
         previous = self._reports.get(peer_id)
-        prepared = messages.unpack_ballot(request.prepared)
-        report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
+        report = Report(
+            progress=progress, prepared=prepared, heard_at=self._clock.monotonic(),
+            num_named=len(request.committed_gaps),
+        )  # fmt: skip
         self._reports[peer_id] = report
         self._listen(peer_id, report)
         self.answered(peer_id, report.standing)
-        return previous is None or previous.progress != progress or previous.prepared != prepared
+        return previous is None or dataclasses.replace(previous, heard_at=report.heard_at) != report
+
+    def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
+        """The microbatches of a round that a peer names. With DiLoCo none: which it has, nobody asks."""
+        size = self._round_microbatches
+        if size is None:
+            return frozenset()
+        return messages.unpack_indices_of(range(round_number * size, (round_number + 1) * size), gaps)
 
     def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
         """A peer gave a sign of life; `standing` is None while it is about to move."""
@@ -167,8 +202,12 @@ class Roster:
         """Peers that are not announced and were not heard of for long: in weeks they would become many."""
         oldest = self._clock.monotonic() - self._timing.forget_seconds
         self._contacts = {p: contact for p, contact in self._contacts.items() if contact[1] >= oldest}
+        self._forget_unknown()
+
+    def _forget_unknown(self) -> None:
+        """All that was noted of peers that cannot be reached any more, for nobody knows how."""
         known = self._peers(serving=False).keys()
-        for by_peer in (self._reports, self._standings, self._answered_at, self._suspects):
+        for by_peer in (self._reports, self._last_words, self._standings, self._answered_at, self._suspects):
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
 

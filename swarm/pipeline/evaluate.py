@@ -13,14 +13,19 @@ import torch
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal
-from swarm.hop import Hop
+from swarm.hop import Hop, HopListener
 from swarm.rpc.wire import TensorSpec
 
 _CONCURRENCY = 4
 
 
-async def held_out_loss(hop: Hop, data: Microbatches, *, round_number: int, num_samples: int) -> float:
+async def held_out_loss(
+    hop: Hop, data: Microbatches, *, round_number: int, num_samples: int, listener: HopListener | None = None
+) -> float:
     """Mean loss in nats per token over about `num_samples` held-out samples.
+
+    Args:
+        listener: hears which stage is waited for; that may last until somebody serves it.
 
     Raises:
         Fatal: no chain of peers holds that round's anchor (any more).
@@ -31,7 +36,7 @@ async def held_out_loss(hop: Hop, data: Microbatches, *, round_number: int, num_
     async def one(batch: npt.NDArray[np.int32]) -> float:
         async with room:
             tokens = {"tokens": torch.from_numpy(batch)}
-            loss = await hop.evaluate(tokens, round_number=round_number)
+            loss = await hop.evaluate(tokens, round_number=round_number, listener=listener)
             assert isinstance(loss, float)
             return loss
 
@@ -47,11 +52,12 @@ async def held_out_loss(hop: Hop, data: Microbatches, *, round_number: int, num_
 
 async def generate(
     hop: Hop, config: RunConfig, prompt: Sequence[int], *, round_number: int, num_tokens: int, temperature: float,
-    seed: int,
+    seed: int, listener: HopListener | None = None,
 ) -> list[int]:  # fmt: skip
     """Continue a prompt, one token after another, each through the whole chain; gives the new tokens.
 
-    Raises Fatal as `held_out_loss` does. Without a cache: meant for a sample at the end of a run, not for serving.
+    Tells `listener`, and raises Fatal, as `held_out_loss` does. Without a cache: meant for a sample at the end of a
+    run, not for serving.
     """
     generator = torch.Generator().manual_seed(seed)
     logits_spec = TensorSpec(shape=(1, config.model.vocab_size), encoding="fp32")
@@ -59,7 +65,9 @@ async def generate(
     for _ in range(num_tokens):
         # The chain answers for the last position; the column after it is a target that is not used.
         context = torch.tensor([[*tokens[-config.data.sequence_length :], 0]], dtype=torch.int32)
-        logits = await hop.evaluate({"tokens": context}, round_number=round_number, logits=logits_spec)
+        logits = await hop.evaluate(
+            {"tokens": context}, round_number=round_number, logits=logits_spec, listener=listener
+        )
         assert isinstance(logits, torch.Tensor)
         weights = torch.softmax(logits[0] / temperature, dim=-1)
         tokens.append(int(torch.multinomial(weights, 1, generator=generator)))

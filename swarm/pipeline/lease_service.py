@@ -5,6 +5,7 @@ and keeps what it was granted alive by asking again.
 """
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence, Set
@@ -20,12 +21,15 @@ from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.rpc.address import check_address
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.callers import Caller, caller_of, subtract
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
 
 MAX_COUNT = 1024
 """Microbatches granted in one call, at most."""
@@ -235,8 +239,12 @@ class LeaseClient:
             # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the answer.
             async with asyncio.timeout(seconds):
                 reply: pb.AcquireReply = await call(request)
+            require_bounds(reply, finite=True)
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         except TimeoutError:
             raise Retryable("no answer to a request for leases") from None
+        except MalformedMessage as error:
+            logger.debug("%s: a malformed reply: %s", record.peer_id, error)
+            raise Retryable(f"a malformed reply: {error}") from None
         return reply

@@ -5,6 +5,7 @@ committed a round, that is one step, with figures gathered over the stages.
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from typing import Any
 import grpc
 
 from swarm.errors import SwarmError
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
 
 _KEPT_REPORTS = 64
 _ANSWER_SECONDS = 2.0
@@ -130,7 +134,7 @@ class RoundWatcher:
         return StepReport(
             step=step,
             run_samples=min(entry.run_samples for entry in rounds),
-            gradient_norm=norms[0] if self._synchronous else math.sqrt(sum(norm**2 for norm in norms)),
+            gradient_norm=norms[0] if self._synchronous else math.hypot(*norms),
             learning_rate=rounds[0].learning_rate,
             aggregate_seconds=max(entry.aggregate_seconds for entry in rounds),
             num_members=sum(entry.num_members for entry in rounds),
@@ -138,7 +142,7 @@ class RoundWatcher:
             num_bytes=sent + sum(entry.bytes_received for entry in rounds),
             compression_ratio=plain / sent if sent else 1.0,
             averaged_fraction=sum(entry.averaged_fraction for entry in rounds) / len(rounds),
-            contribution_norm=math.sqrt(sum(entry.contribution_norm**2 for entry in rounds)),
+            contribution_norm=math.hypot(*(entry.contribution_norm for entry in rounds)),
             exchange_seconds=max(entry.exchange_seconds for entry in rounds),
             wait_seconds=max(entry.wait_seconds for entry in rounds),
             num_attempts=max(entry.attempts for entry in rounds),
@@ -159,8 +163,11 @@ class RoundWatcher:
                 call: Any = StageServiceStub(self._channels.channel(record)).Describe
                 async with asyncio.timeout(wait_seconds + _ANSWER_SECONDS):
                     reply: pb.DescribeReply = await call(request)
+                # Its figures are added up and written down.
+                require_bounds(reply, finite=True)
             except (grpc.aio.AioRpcError, TimeoutError, SwarmError) as error:
                 cause = translate(error) if isinstance(error, grpc.aio.AioRpcError) else error
+                logger.debug("stage %d: %s does not tell where it is: %s", stage, record.peer_id, cause)
                 silent = (
                     silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({str(cause) or 'no answer'})"
                 )

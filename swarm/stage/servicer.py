@@ -24,7 +24,7 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, Microbatch, route_entries
+from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, HopListener, Microbatch, route_entries
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
@@ -252,16 +252,18 @@ class StageServicer(StageServiceServicer):
                 )
                 return output
 
-        output = await self._with_progress(context, asyncio.ensure_future(in_turn()))
+        output = await self._with_progress(context, asyncio.ensure_future(in_turn()), _Awaited(self._stage.number))
         if not backend.is_last:
             assert self._hop is not None
+            awaited = _Awaited(self._hop.stage)
             downstream = asyncio.ensure_future(
                 self._hop.evaluate(
                     {TOKENS: tensors[TOKENS], HIDDEN: output}, round_number=opening.round,
                     logits=logits_spec(self._config, opening.num_samples) if opening.want_logits else None,
+                    listener=awaited,
                 )
             )  # fmt: skip
-            output = await self._with_progress(context, downstream)
+            output = await self._with_progress(context, downstream, awaited)
         if opening.want_logits:
             for chunk in chunks(LOGITS, output):
                 await send(context, pb.EvaluateReply(chunk=chunk))
@@ -269,10 +271,11 @@ class StageServicer(StageServiceServicer):
         evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
         await send(context, pb.EvaluateReply(evaluated=evaluated))
 
-    async def _with_progress(self, context: Context, work: "asyncio.Future[Any]") -> Any:
+    async def _with_progress(self, context: Context, work: "asyncio.Future[Any]", awaited: "_Awaited") -> Any:
         try:
             while not (await asyncio.wait([work], timeout=PROGRESS_SECONDS))[0]:
-                await send(context, pb.EvaluateReply(progress=pb.Progress(stage=self._stage.number)))
+                progress = pb.Progress(stage=awaited.stage, no_peer=awaited.no_peer)
+                await send(context, pb.EvaluateReply(progress=progress))
         finally:
             work.cancel()
         return work.result()
@@ -281,6 +284,17 @@ class StageServicer(StageServiceServicer):
 
     def _check_address(self, address: pb.Address) -> None:
         check_address(address, run_id=self._config.run_id, stage=self._stage.number)
+
+
+class _Awaited(HopListener):
+    """The deepest stage that an evaluation waits for, and whether nobody serves it."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.no_peer = False
+
+    def progress(self, stage: int, *, no_peer: bool) -> None:
+        self.stage, self.no_peer = stage, no_peer
 
 
 async def _refuse(context: Context, error: Exception) -> None:

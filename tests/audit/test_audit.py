@@ -367,6 +367,30 @@ def test_a_missing_file_leaves_its_peers_contributions_unproven(tmp_path: Path) 
     assert len(unproven) == ROUNDS
 
 
+@BOTH
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_without_any_file_leaves_the_run_unproven(tmp_path: Path, setting: str, stage: int) -> None:
+    """With DiLoCo nothing else would show it: the stages' rounds are judged by themselves."""
+    run = honest(tmp_path, setting)
+    report = audit([path for path in run.files if not path.name.startswith(f"peer-{stage}")])
+    assert one_violation(report, "no file of any") == f"stage {stage}: no file of any of its peers was given"
+
+
+@BOTH
+def test_a_run_without_a_trainers_file_is_unproven(tmp_path: Path, setting: str) -> None:
+    run = honest(tmp_path, setting)
+    report = audit([path for path in run.files if path.name != "trainer.jsonl"])
+    (violation,) = report.violations
+    assert violation == "trainer: no file of any was given, so nothing tells what they acknowledged"
+    assert not report.proven
+
+
+def test_a_stage_that_a_peer_moved_to_has_a_file(tmp_path: Path) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.write("peer-0b", Move(stage=1))
+    assert audit([path for path in run.files if not path.name.startswith("peer-1")]).proven
+
+
 def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
     """The same microbatches on both: that is no duplicate."""
     run = HonestRun(tmp_path)

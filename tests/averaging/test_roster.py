@@ -2,15 +2,17 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
-from swarm.averaging.roster import MISSED_SECONDS, Roster
+from swarm.averaging.roster import MISSED_SECONDS, MOST_UNLISTED, Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.clock import ManualClock
+from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.averaging.doubles import record
@@ -23,21 +25,20 @@ HERE = Standing(run_samples=0, round=0, lineage="00")
 class Group:
     """This peer's roster, which has heard of two microbatches at another member."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, round_microbatches: int | None = 100) -> None:
         self.clock = ManualClock()
         self.listed = [record(2)]
         self.roster = Roster(
-            own=record(1), directory=lambda: self.listed, clock=self.clock, timing=TIMING, branches_yield=True
-        )
+            own=record(1), directory=lambda: self.listed, clock=self.clock, timing=TIMING, branches_yield=True,
+            round_microbatches=round_microbatches,
+        )  # fmt: skip
         self.report(3, 4)
 
-    def report(self, *committed: int, by: PeerRecord | None = None) -> None:
-        self.roster.hear(
-            pb.ReportRequest(
-                sender=contact_of(by or record(2)), standing=messages.pack_standing(HERE),
-                committed_gaps=messages.pack_indices(committed),
-            )
-        )  # fmt: skip
+    def report(self, *committed: int, by: PeerRecord | None = None, **other: Any) -> bool:
+        fields: dict[str, Any] = {
+            "standing": messages.pack_standing(HERE), "committed_gaps": messages.pack_indices(committed)
+        }  # fmt: skip
+        return self.roster.hear(pb.ReportRequest(sender=contact_of(by or record(2)), **(fields | other)))
 
     @property
     def committed(self) -> set[int]:
@@ -212,3 +213,72 @@ def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pyt
         group.report(*range(first, first + 5))
     assert len(group.roster.counted) <= 10
     assert len(group.lost) <= 10
+
+
+def _remembered(roster: Roster) -> set[PeerId]:
+    """Of whom there is anything."""
+    noted = (roster._contacts, roster._reports, roster._last_words, roster._standings, roster._answered_at)
+    return {peer_id for by_peer in (*noted, roster._suspects) for peer_id in by_peer}
+
+
+def test_made_up_peers_do_not_fill_the_memory() -> None:
+    group = Group()
+    for number in range(10, 500):
+        group.clock.advance(0.001)
+        group.report(5, by=record(number))
+        # A call to one that was forgotten meanwhile may still fail, or be answered.
+        group.roster.suspect(PeerId(record(max(10, number - 100)).peer_id))
+        group.roster.answered(PeerId(record(max(10, number - 200)).peer_id), HERE)
+    newest = {PeerId(record(number).peer_id) for number in range(500 - MOST_UNLISTED, 500)}
+    assert group.roster.members(HERE).keys() == newest | {OTHER}, "who is listed is not forgotten, however long silent"
+    assert len(_remembered(group.roster)) <= MOST_UNLISTED + 3
+
+
+def test_a_newcomer_that_reports_is_not_forgotten_for_those_that_were_heard_of_before_it() -> None:
+    """Its record has not spread yet."""
+    group = Group()
+    newcomer = record(3)
+    for number in range(10, 500):
+        group.clock.advance(0.001)
+        if number % (MOST_UNLISTED // 2) == 0:
+            group.report(6, by=newcomer)
+        group.report(5, by=record(number))
+        assert number < MOST_UNLISTED or PeerId(newcomer.peer_id) in group.roster.members(HERE)
+    group.listed.append(newcomer)
+    for number in range(500, 1000):
+        group.report(5, by=record(number))
+    assert {OTHER, newcomer.peer_id} <= group.roster.members(HERE).keys()
+
+
+def test_what_is_named_of_another_round_is_left_out() -> None:
+    group = Group(round_microbatches=10)
+    elsewhere: dict[str, Any] = {"standing": pb.Standing(round=2, lineage="02")}
+    group.report(3, 9, 10, 1 << 40)
+    assert group.committed == {3, 9}
+    group.report(3, 19, 20, 29, 30, **elsewhere, spare_gaps=messages.pack_indices([7, 20]))
+    (report,) = group.roster.members(Standing(run_samples=0, round=2, lineage="02")).values()
+    assert report.progress.committed == {20, 29}
+    assert report.progress.spare == {20}
+
+
+def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:
+    group = Group(round_microbatches=None)
+    assert not group.committed
+    assert not group.roster.counted
+    assert not group.report(3, 4)
+    assert group.report(3, 4, 5), "there is news all the same"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"standing": pb.Standing(lineage="0" * 65)},
+        {"prepared": pb.Ballot(attempt=1, leader_id="0" * 65)},
+    ],
+    ids=["lineage", "leader"],
+)
+def test_long_texts_are_not_kept(fields: dict[str, Any]) -> None:
+    group = Group()
+    with pytest.raises(MalformedMessage, match="has 65 characters, at most 64 are taken"):
+        group.report(by=record(3), **fields)
+    assert PeerId(record(3).peer_id) not in _remembered(group.roster)

@@ -36,6 +36,14 @@ def test_a_refuted_run_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "stage 1, round 0, microbatch 3: missing in a committed round" in out
 
 
+def test_a_missing_trainers_file_is_no_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    files = [str(path) for path in run.files if path.name != "trainer.jsonl"]
+    assert status.main(["--audit", *files]) == process.EXIT_FAILURE
+    assert capsys.readouterr().out.splitlines()[-1] == "refuted: 1 violations"
+
+
 def test_what_is_no_event_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.jsonl").write_text("what?\n")
     arguments = ["--audit", str(tmp_path / "x.jsonl")]

@@ -1,10 +1,15 @@
-"""Who is on the way from one stage to another, as people see it."""
+"""What peers answer, and who is on the way from one stage to another, as people see it."""
 
+import json
+import math
+from functools import partial
 from typing import Any
 
-from peers.observe import with_moves
+from peers.observe import observe, with_moves
 from peers.view import PeerRow, StageRow, SwarmView
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState
+from tests.support.chain import SYNCHRONOUS, running_chain
 
 MOVER, OTHER = "a" * 40, "b" * 40
 
@@ -72,3 +77,15 @@ def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is
         StageRow(stage=1, peers=(PeerRow(name="b", peer_id="", state="moving", moving_from=0),)),
     )
     assert SwarmView(run="r", stages=rows).empty_stages == [0]
+
+
+async def test_an_answer_that_makes_no_sense_is_none() -> None:
+    """One peer's figures are not to keep those of all others from being shown."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        for peer, rate in zip(chain.peers, (1.0, math.nan, 1.0), strict=True):
+            answer = partial(pb.DescribeReply, peer_id=peer.peer_id, state="serving", samples_per_second=rate)
+            peer.servicer._describe = answer
+        records = {stage: [peer.record] for stage, peer in enumerate(chain.peers)}
+        seen = await observe(SYNCHRONOUS.run_id, records, (), chain.peers[0].channels)
+    stages = json.loads(seen.to_json())["stages"]
+    assert [row["peers"][0]["state"] for row in stages] == ["serving", "unreachable", "serving"]

@@ -262,6 +262,15 @@ async def test_a_peer_that_serves_another_stage_by_now_holds_nothing_of_this_one
             assert [reply.round for reply in replies] == ([6] if stage == STAGE else [])
 
 
+async def test_who_tells_of_a_round_that_nobody_counts_to_does_not_answer() -> None:
+    async with running_chain(CHAIN_SYNCHRONOUS) as chain:
+        (peer,) = chain.at(STAGE)
+        peer.servicer._describe = partial(_describe, STAGE, iter([1 << 58, 6]), 0)
+        for expected in ([], [6]):
+            replies = await describe(CHAIN_SYNCHRONOUS, [peer.record], chain.peers[0].channels)
+            assert [reply.round for reply in replies] == expected
+
+
 async def test_only_peers_that_answer_count() -> None:
     others, num_looks = await _find({0: [7], 2: [8]})
     assert others == Others(rounds={0: 7, 2: 8}, samples=128)

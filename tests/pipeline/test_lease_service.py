@@ -5,12 +5,15 @@ import dataclasses
 import random
 from typing import Any
 
+import grpc
+
 from swarm.clock import ManualClock
 from swarm.errors import PeerUnavailable, WrongStage
 from swarm.pipeline.lease_service import FAILED_SECONDS, GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
-from swarm.rpc.channels import ChannelPool
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import lease_pb2 as pb
+from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 from tests.support.chain import SYNCHRONOUS
@@ -130,6 +133,32 @@ async def test_a_leader_that_failed_is_not_waited_for_again_because_others_do_no
     leader = first.peer_id
     clock.advance(FAILED_SECONDS)
     assert await acquire() == (False, [third, first, second]), "it may be back"
+
+
+async def test_an_answer_that_makes_no_sense_is_none() -> None:
+    answers = [pb.AcquireReply(round=1 << 58, microbatches=[1]), pb.AcquireReply(round=3, microbatches=[1])]
+
+    class Servicer(LeaseServiceServicer):
+        async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireReply:
+            return answers.pop(0)
+
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_LeaseServiceServicer_to_server(Servicer(), server)
+    port = bind_server(server, "127.0.0.1", 0, None)
+    await server.start()
+    record = PeerRecord(
+        peer_id="0" * 40, announced_at=0.0, stage=0, endpoint=f"127.0.0.1:{port}", state=PeerState.SERVING
+    )
+    channels = ChannelPool(insecure=True)
+    client = LeaseClient(
+        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: [record], channels=channels, clock=ManualClock()
+    )
+    leased = [await client.acquire(0, 1, holding=(), released=(), wait_seconds=0.0) for _ in range(2)]
+    assert leased[0] is None
+    assert leased[1] is not None
+    assert leased[1].round == 3
+    await channels.close()
+    await server.stop(None)
 
 
 async def test_who_waits_is_answered_when_something_changes() -> None:
