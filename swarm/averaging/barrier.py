@@ -7,12 +7,13 @@ answers carry squared norms, because clipping goes by the norm of the whole mode
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import BARRIER, Caller, record_of
 from swarm.clock import Clock
-from swarm.errors import SwarmError
+from swarm.errors import MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -85,6 +86,8 @@ class Barrier:
                 timeout_seconds = self._timing.call_seconds if is_trial else patience_seconds
                 try:
                     reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+                    if not (math.isfinite(reply.squared_norm) and reply.squared_norm >= 0.0):
+                        raise MalformedMessage(f"{target.peer_id} names a squared norm of {reply.squared_norm}")
                     failed.discard(target.peer_id)
                     if reply.ready:
                         return reply

@@ -24,6 +24,8 @@ class OtherStage:
         self.ready_at, self.back_at = self.clock.monotonic() + ready_at, self.clock.monotonic() + back_at
         self.calls: list[tuple[int, float]] = []
         """Whom this stage asked, and how long that took."""
+        self.lie: float | None = None
+        """What the lower one says for the norm, which would clip everybody's gradient."""
 
     async def call(self, peer: PeerRecord, method: Any, request: Any, *, timeout_seconds: float) -> Any:
         started_at = self.clock.monotonic()
@@ -38,7 +40,10 @@ class OtherStage:
             raise DeadlineExceeded("no answer") from None
         finally:
             self.calls.append((number, self.clock.monotonic() - started_at))
-        return pb.BarrierReply(ready=self.clock.monotonic() >= self.ready_at, leader=contact_of(record(number, 1)))
+        if is_cut_off and self.lie is not None:
+            return pb.BarrierReply(ready=True, squared_norm=self.lie, leader=contact_of(record(1, 1)))
+        is_ready = self.clock.monotonic() >= self.ready_at
+        return pb.BarrierReply(ready=is_ready, squared_norm=4.0, leader=contact_of(record(number, 1)))
 
     async def wait(self) -> float:
         """Wait for it, as stage 0 does; how long it is ready by then, in seconds."""
@@ -49,7 +54,7 @@ class OtherStage:
         )  # fmt: skip
         replies = await barrier.wait_for([1], 7)
         assert replies is not None
-        assert replies[1].ready
+        assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)
         return self.clock.monotonic() - self.ready_at
 
 
@@ -69,3 +74,12 @@ async def test_one_that_could_not_be_reached_is_tried_again() -> None:
     await stage.wait()
     assert sum(number == 1 for number, _ in stage.calls) > 3
     assert stage.calls[-1][0] == 1, "since it has answered, it is believed to lead"
+
+
+@pytest.mark.parametrize("lie", [float("nan"), float("inf"), -1.0])
+@in_virtual_time
+async def test_a_norm_that_is_none_is_not_believed_and_another_peer_of_that_stage_asked(lie: float) -> None:
+    stage = OtherStage(ready_at=0.0, back_at=0.0)
+    stage.lie = lie
+    await stage.wait()
+    assert [number for number, _ in stage.calls] == [1, 2]
