@@ -173,7 +173,8 @@ def main(argv: Sequence[str]) -> int:
     device = choose_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    own = own_config(options, token)
+    with process.interruptible():
+        own = own_config(options, token)
     identity = claim_identity(options.identity, CACHE / "identities", _label(options).replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
