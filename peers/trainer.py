@@ -30,6 +30,7 @@ from peers.network import (
     say_who_may_join,
 )
 from peers.report import Report
+from peers.sole_writer import require_sole_writer
 from peers.stage_peer import CACHE
 from peers.token_option import admitted, find_token, stop_or_expiry
 from swarm.certificates import Role
@@ -125,6 +126,8 @@ def main(argv: Sequence[str]) -> int:
     addresses, token = find_token(
         options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
     )
+    options.output.mkdir(parents=True, exist_ok=True)
+    require_sole_writer(options.output, f"--output {options.output}")
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
         identity = admitted(generate(), token)
