@@ -244,7 +244,8 @@ class LocalSwarm:
         ]  # fmt: skip
         addresses = [peer.dht_address for peer in self.peers if peer.dht_address][:4]
         if addresses:
-            arguments += ["--initial-peers", *addresses]
+            own_class = self.config.model.custom_class
+            arguments += ["--initial-peers", *addresses, *(["--allow-class", own_class] if own_class else [])]
         else:
             arguments += ["--config", str(options.config)] if options.config else ["--preset", options.preset or PRESET]
             arguments += ["--stages", str(options.stages)] if options.stages else []
