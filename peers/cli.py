@@ -17,6 +17,9 @@ from peers.process import EXIT_USAGE
 Options = TypeVar("Options")
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_RULE = re.compile(r"[-\u2500]{4,}")
+_NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
+"""Of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -47,11 +50,13 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
 
 def _one_line(box: str, options: type[object]) -> str:
     """The part of tyro's box that says what is wrong; its borders depend on the terminal's encoding."""
-    lines = [line.strip("| \u2502") for line in _TERMINAL_CODES.sub("", box).splitlines()[1:]]
-    sections = [section for section in re.split(r"[-\u2500]{4,}", " ".join(lines)) if section.strip()]
+    text = _TERMINAL_CODES.sub("", box).partition("\n")[2]
+    lines = [line.strip("| \u2502") for line in text.splitlines()]
+    sections = [section for section in _RULE.split(" ".join(lines)) if section.strip()]
     # An option with a typing error is both missing and unrecognized: the latter says more.
     section = next((section for section in sections if "Unrecognized options" in section), sections[0])
     message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
     if message.startswith("Missing from"):
-        return f"missing {', '.join(re.findall(r'--[a-z-]+', message))}"
+        explained = next(part for part in _RULE.split(text) if "Missing from" in part)
+        return f"missing {', '.join(_NAME.findall(explained))}"
     return message[:1].lower() + message[1:]

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import swarm
+from peers.sole_writer import require_sole_writer
 from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.event_log import EventLog, boot_id
@@ -14,10 +15,16 @@ from swarm.events import Events, NoEvents, Start
 
 
 def open_events(path: Path | None, clock: Clock) -> Events:
-    """The log, or nothing if none is wanted. Raises OSError if the file can neither be opened nor made."""
+    """The log, or nothing if none is wanted.
+
+    Raises:
+        ValueError: another process writes to the file.
+        OSError: it can neither be opened nor made.
+    """
     if path is None:
         return NoEvents()
     path.parent.mkdir(parents=True, exist_ok=True)
+    require_sole_writer(path, f"--events {path}")
     return EventLog(path, clock)
 
 

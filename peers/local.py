@@ -24,6 +24,7 @@ from rich.console import Console
 from peers import cli, process
 from peers.live_table import LiveTable
 from peers.observe import observe
+from peers.sole_writer import require_sole_writer
 from peers.supervisor import Child, Supervisor
 from peers.token_option import VARIABLE, admitted, find_token
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
@@ -125,8 +126,12 @@ def main(argv: Sequence[str]) -> int:
     if token is not None:
         # For the children: command lines can be read by everybody on this machine.
         os.environ[VARIABLE] = str(token)
-    options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder, Supervisor(options.output / "logs") as children:
+    logs = options.output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    require_sole_writer(logs, f"--output {options.output}")
+    # The folder itself is our trainer's, later on: we write to metrics.jsonl beside it. Now nobody else may have it.
+    os.close(require_sole_writer(options.output, f"--output {options.output}"))
+    with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder, Supervisor(logs) as children:
         return asyncio.run(LocalSwarm(options, config, children, Path(folder), admitted(generate(), token)).run())
 
 
@@ -239,7 +244,8 @@ class LocalSwarm:
         ]  # fmt: skip
         addresses = [peer.dht_address for peer in self.peers if peer.dht_address][:4]
         if addresses:
-            arguments += ["--initial-peers", *addresses]
+            own_class = self.config.model.custom_class
+            arguments += ["--initial-peers", *addresses, *(["--allow-class", own_class] if own_class else [])]
         else:
             arguments += ["--config", str(options.config)] if options.config else ["--preset", options.preset or PRESET]
             arguments += ["--stages", str(options.stages)] if options.stages else []

@@ -1,11 +1,12 @@
 """What every program does with its own process: environment, logging, exit codes, signals, death with its parent.
 
-Called by peers/commands before a program is loaded, by the programs for `stop_event`, and by peers/supervisor
-for `die_with_parent`. Knows nothing about swarms, and imports neither grpc nor hivemind: both read the environment
-that is prepared here.
+Called by peers/commands before a program is loaded, by the programs for `interruptible` and `stop_event`, and by
+peers/supervisor for `die_with_parent`. Knows nothing about swarms, and imports neither grpc nor hivemind: both read
+the environment that is prepared here.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -91,6 +92,20 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         fault = faults[0]
         print(f"{prog}: error: {_describe(fault)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clear away."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def stop_event() -> asyncio.Event:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class PeerOptions:
     token: str | None = None
     """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
     come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    allow_class: str | None = None
+    """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
     config: Path | None = None
     """TOML file of a new run."""
     preset: str | None = None
@@ -173,7 +176,8 @@ def main(argv: Sequence[str]) -> int:
     device = choose_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    own = own_config(options, token)
+    with process.interruptible():
+        own = own_config(options, token)
     identity = claim_identity(options.identity, CACHE / "identities", _label(options).replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
@@ -246,6 +250,17 @@ def require_stage(config: RunConfig, stage: int) -> None:
         raise WrongStage(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
 
 
+def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
+    """Raise ValueError if the run has a class of its own that our user has named neither in a file nor in an option."""
+    name = config.model.custom_class
+    # With a configuration of our own, the run's is the same.
+    if name and own is None and name != allowed:
+        raise ValueError(
+            f"this run would have this machine import and run {name!r}, its model.custom_class: "
+            f"if you trust that code, add --allow-class {shlex.quote(name)}"
+        )
+
+
 async def run(
     options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
     checkpoints: CheckpointWriter | None, events: Events, token: Token | None,
@@ -253,6 +268,7 @@ async def run(
     """Join, serve and leave. Raises what Mover.run raises."""
     clock = SystemClock()
     config = await agree_on_config(node, own, options.initial_peers, clock, identity.authority)
+    require_allowed_class(config, own, options.allow_class)
     if options.stage != "auto":
         require_stage(config, options.stage)
     directory = Directory(node, identity, config.run_id, clock)
@@ -364,9 +380,10 @@ def announce_to_people(
     trainers = with_token(addresses[:5], "TOKEN" if token else "")
     watched = with_token(list(map(str, [entry, *known.entries(2)])), "TOKEN" if token else "")
     insecure = " --insecure" if options.insecure else ""
+    own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
     last = config.stages.num_stages - 1
     print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id}")
-    print(f"  join:   swarm-peer --stage N --initial-peers {peers}{insecure}")
+    print(f"  join:   swarm-peer --stage N --initial-peers {peers}{own_class}{insecure}")
     print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
     print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
     if token:

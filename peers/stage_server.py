@@ -39,7 +39,7 @@ from swarm.events import Events, Join
 from swarm.hop import Hop
 from swarm.identity import Identity
 from swarm.lookup import DirectoryServicer
-from swarm.model.stages import build_stage
+from swarm.model.stages import build_stage, is_out_of_memory
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rounds import Snapshot
@@ -126,7 +126,9 @@ class StageServer:
         try:
             module = build_stage(config, stage, device=options.device)
             weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
-        except (RuntimeError, MemoryError) as error:  # torch has no class of its own for a CPU that has no more memory.
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise Fatal(
                 f"stage {stage} does not fit on {options.device}: {reason}; take more stages, or another --device"

@@ -79,7 +79,8 @@ class Supervisor:
         """
         self._log_folder.mkdir(parents=True, exist_ok=True)
         log = self._log_folder / f"{name}.log"
-        with log.open("ab") as output:
+        # For the user alone: the lines with which others join a locked run have the token in them.
+        with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

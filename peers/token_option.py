@@ -43,13 +43,20 @@ def find_token(
         role: what the program needs.
 
     Raises:
-        ValueError: no token, two different ones, one that has expired or is a trainer's only, or no TLS.
+        ValueError: no token, an empty one, two different ones, one that has expired or is a trainer's only, or no TLS.
         OSError: a file with a token cannot be read.
     """
     parted = [address.partition("#") for address in given_addresses]
     addresses = tuple(address for address, _, _ in parted)
-    given = [text for text in (option, *(text for _, _, text in parted)) if text]
-    tokens = {str(token): token for token in map(read_token, given or filter(None, [environment.get(VARIABLE)]))}
+    sources = [("--token", option), *((f"what follows {address}#", text) for address, mark, text in parted if mark)]
+    given = [(where, text) for where, text in sources if text is not None]
+    if not given and VARIABLE in environment:
+        given = [(VARIABLE, environment[VARIABLE])]
+    for where, text in given:
+        # A shell variable that is not set, say: what was to be a locked run must not begin as an open one.
+        if not text:
+            raise ValueError(f"{where} is empty: it takes a token; for an open run leave it out")
+    tokens = {str(token): token for token in (read_token(text) for _, text in given)}
     if len(tokens) > 1:
         raise ValueError("--token and the addresses bring different tokens: leave all but one out")
     if not tokens:

@@ -30,6 +30,7 @@ from peers.network import (
     say_who_may_join,
 )
 from peers.report import Report
+from peers.sole_writer import require_sole_writer
 from peers.stage_peer import CACHE
 from peers.token_option import admitted, find_token, stop_or_expiry
 from swarm.certificates import Role
@@ -125,20 +126,26 @@ def main(argv: Sequence[str]) -> int:
     addresses, token = find_token(
         options.token, options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure, clock=clock
     )
+    options.output.mkdir(parents=True, exist_ok=True)
+    require_sole_writer(options.output, f"--output {options.output}")
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
-        return asyncio.run(run(options, node, addresses, admitted(generate(), token), events))
+        identity = admitted(generate(), token)
+        config = asyncio.run(agree_on_config(node, None, addresses, clock, identity.authority))
+        # In the main thread, outside of any event loop: to prepare text may take minutes, and a thread cannot be ended.
+        with process.interruptible():
+            corpus, data = open_corpus(config, options.dataset)
+        return asyncio.run(run(options, config, corpus, data, node, identity, events))
     finally:
         node.shutdown()
 
 
 async def run(
-    options: TrainerOptions, node: DhtNode, addresses: Sequence[str], identity: Identity, events: Events
-) -> int:
-    """Join, train, and leave; gives the exit code."""
+    options: TrainerOptions, config: RunConfig, corpus: corpora.Corpus, data: Microbatches, node: DhtNode,
+    identity: Identity, events: Events,
+) -> int:  # fmt: skip
+    """Train, and leave; gives the exit code."""
     clock = SystemClock()
-    config = await agree_on_config(node, None, addresses, clock, identity.authority)
-    corpus, data = await asyncio.to_thread(open_corpus, config, options.dataset)
     say_who_may_join(identity.authority)
     name = options.name or default_name()
     events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))

@@ -151,11 +151,12 @@ class SwarmProcesses:
         name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
         self._num_started += 1
         addresses = [peer.dht_address for peer in self.peers[:8]]
+        joining = ["--initial-peers", *addresses, *allow_class(self.config)]
         arguments = [
             "--stage", str(stage), "--name", name[:64], "--host", "127.0.0.1", "--threads", "1", "--device", "cpu",
             "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(self.ready_file(name)),
             *self._event_log(name),
-            *(["--initial-peers", *addresses] if addresses else ["--config", str(self.folder / "run.toml")]),
+            *(joining if addresses else ["--config", str(self.folder / "run.toml")]),
         ]  # fmt: skip
         return self.children.start(name, self.program("peer", arguments), environment=environment)
 
@@ -174,6 +175,11 @@ class SwarmProcesses:
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
         )  # fmt: skip
         return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
+
+
+def allow_class(config: RunConfig) -> list[str]:
+    """What a joiner has to be told of a run with a model of its own."""
+    return ["--allow-class", config.model.custom_class] if config.model.custom_class else []
 
 
 def program(name: str, arguments: Sequence[str]) -> list[str]:

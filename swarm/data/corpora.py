@@ -9,13 +9,17 @@ separator. Files are ordered by the hash of their path below their common folder
 is held out, is a fair sample of it. Only UTF-8 files without NUL characters count as text; others are skipped.
 """
 
+import contextlib
+import fcntl
 import glob
 import hashlib
 import json
 import os
+import shutil
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +38,9 @@ _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests",
 # The build's own settings: they differ between machines with the same Python.
 _NOT_STDLIB_FILES = ("_sysconfigdata", "python-config")
 _CACHE_VERSION = 1
+_PREPARING, _LOCK = ".preparing-", "lock"
+_LOCKED_SECONDS = 60.0
+"""How long it may take until a folder that is new is locked."""
 _PIECE_CHARACTERS = 2**18
 """Files are read and tokenized in pieces of whole lines, about this long: memory stays flat for a file of any size."""
 
@@ -69,13 +76,15 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     """Tokenize the dataset into `cache_dir`, unless it is there already, and map it into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
-    Several processes may call this at once: each writes a file of its own, and the last rename wins.
+    Several processes may call this at once: each writes a file of its own, and the last rename wins. What a process
+    left that was killed meanwhile is removed.
 
     Raises:
         ValueError: one line, if the dataset or the tokenizer is missing, unreadable, empty, or too short for one
             microbatch in either part.
     """
     tokenizer = tokenizers.load(config.tokenizer)
+    _sweep(cache_dir)
     try:
         source, documents = _open(config)
         key = hashlib.sha256(
@@ -199,8 +208,8 @@ def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, con
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256(f"{tokenizer.identity}\n{dtype.str}\n".encode())
     remaining = config.max_tokens or sys.maxsize
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".preparing-") as folder:
-        written = Path(folder, path.name)
+    with _own_folder(path.parent) as folder:
+        written = folder / path.name
         with written.open("wb") as file:
             for ids in _encode(documents, tokenizer):
                 data = ids[:remaining].tobytes()
@@ -218,6 +227,28 @@ def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, con
         # The digest first: who sees the tokens finds their digest too.
         _digest_path(written).replace(_digest_path(path))
         written.replace(path)
+
+
+@contextlib.contextmanager
+def _own_folder(parent: Path) -> Iterator[Path]:
+    """A new folder, removed at the end. The lock, which ends with this process, keeps others' `_sweep` away."""
+    with tempfile.TemporaryDirectory(dir=parent, prefix=_PREPARING) as name:
+        folder = Path(name)
+        with (folder / _LOCK).open("wb") as lock:
+            # A file system without locks gives none to those who sweep, either.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+
+
+def _sweep(cache_dir: Path) -> None:
+    """Remove what processes left that were killed while they prepared: folders that are not new, and not locked."""
+    for folder in cache_dir.glob(f"{_PREPARING}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _LOCKED_SECONDS:
+                with (folder / _LOCK).open("ab") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
 
 
 def _encode(documents: Iterator[_Document], tokenizer: Tokenizer) -> Iterator[TokenIds]:

@@ -47,6 +47,7 @@ from swarm.model.layers import (
 )
 
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
 
 
 def layer_ranges(config: RunConfig) -> list[range]:
@@ -145,16 +146,28 @@ def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) ->
     """Make a stage's module with its initial weights: the same bits at every peer and under any cut.
 
     Raises:
-        ValueError: `model.custom_class` cannot be imported or is not a module class.
+        ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
     """
-    stage_class = _custom_class(config.model.custom_class) if config.model.custom_class else StageModule
-    module = stage_class(config, stage, layer_ranges(config)[stage])
-    init_parameters = getattr(module, "init_parameters", None)
-    if init_parameters is None:
-        initialise(module, config)
-    else:
-        init_parameters(config.data.seed)
+    if not config.model.custom_class:
+        return _with_initial_weights(StageModule, config, stage).to(device)
+    stage_class = _custom_class(config.model.custom_class)
+    try:
+        module = _with_initial_weights(stage_class, config, stage)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"model.custom_class {config.model.custom_class!r} cannot be made for stage {stage}: {reason}"
+        ) from error
     return module.to(device)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it says that the device or this machine has no more memory; of a CPU torch only says so in words."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    )
 
 
 @torch.no_grad()
@@ -181,14 +194,25 @@ def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_NV, rearrange(targets_BT, "b t -> (b t)"))
 
 
+def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage: int) -> nn.Module:
+    module = stage_class(config, stage, layer_ranges(config)[stage])
+    init_parameters = getattr(module, "init_parameters", None)
+    if init_parameters is None:
+        initialise(module, config)
+    else:
+        init_parameters(config.data.seed)
+    return module
+
+
 def _custom_class(name: str) -> type[nn.Module]:
     try:
         found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
-            f"model.custom_class {name!r} cannot be imported ({error}): name it as package.module:Class "
+            f"model.custom_class {name!r} cannot be imported ({reason}): name it as package.module:Class "
             "and install its package, or put it on PYTHONPATH"
-        ) from None
+        ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
     return found

@@ -165,6 +165,42 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
     assert sorted(file.suffix for file in cache.iterdir()) == [".sha256", ".tokens"]
 
 
+def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> None:
+    """But not the folder of one that lives, nor one that its process has just made and not yet locked."""
+    program = (
+        "import sys; from pathlib import Path; from swarm.data import corpora\n"
+        "with corpora._own_folder(Path(sys.argv[1])) as folder: print(folder, flush=True); sys.stdin.readline()"
+    )
+    cache.mkdir(parents=True)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(cache)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=Path(corpora.__file__).parents[2],
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    folders = []
+    for process in processes:
+        assert process.stdout is not None
+        folders.append(Path(process.stdout.readline().strip()))
+    alive, dead = folders
+    processes[1].kill()
+    processes[1].wait()
+    new, unlocked = cache / ".preparing-new", cache / ".preparing-unlocked"
+    for path in (new, unlocked):
+        path.mkdir()
+        (path / "some.tokens").write_bytes(b"half")
+    for path in (alive, dead, unlocked):
+        os.utime(path, (1, 1))
+    corpora.prepare(_config(folder), cache_dir=cache)
+    assert set(cache.glob(".preparing-*")) == {alive, new}
+    os.utime(new, (1, 1))
+    corpora.prepare(_config(folder), cache_dir=cache)
+    assert set(cache.glob(".preparing-*")) == {alive}, "also when the corpus is there already"
+    processes[0].communicate("go\n", timeout=30)
+    assert not list(cache.glob(".preparing-*"))
+
+
 def test_stdlib(cache: Path) -> None:
     """The default dataset is there on every machine, and its tests are not in it."""
     corpus = corpora.prepare(DataConfig(max_tokens=300_000), cache_dir=cache)

@@ -30,8 +30,9 @@ SECONDS_PER_SAMPLE = 0.4
 PERIOD_SECONDS = 40.0
 MEASURED_SECONDS = 90.0
 LEAST_SHARE = 0.85
+CUSTOM_CLASS = "scripts.benches.paced_stage:PacedTransformer"
 CHANGES = {
-    "num_layers = 2": 'num_layers = 3\ncustom_class = "scripts.benches.paced_stage:PacedTransformer"',
+    "num_layers = 2": f'num_layers = 3\ncustom_class = "{CUSTOM_CLASS}"',
     "num_stages = 2": f"num_stages = {NUM_STAGES}",
     "round_samples = 64": "round_samples = 60",
     "inner_batch_samples = 8": "inner_batch_samples = 12",
@@ -122,7 +123,7 @@ def _by_id(swarm: RealSwarm) -> dict[str, RealPeer]:
 
 
 def test_a_peer_moves_to_the_stage_that_lost_two(swarm: Swarm) -> None:
-    options = ["--rebalance-every", str(PERIOD_SECONDS)]
+    options = ["--rebalance-every", str(PERIOD_SECONDS), "--allow-class", CUSTOM_CLASS]
     swarm.start_peers(["auto"], *options)
     swarm.start_peers(["auto"] * (NUM_STAGES * PEERS_PER_STAGE - 1), *options)
     with Watch(swarm.address) as watch:

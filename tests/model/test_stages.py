@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.func import functional_call
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.model.layers import FIXED_STD, DropoutKey
-from swarm.model.stages import build_stage, layer_ranges, token_loss
+from swarm.model.stages import build_stage, is_out_of_memory, layer_ranges, token_loss
 from swarm.model.transformer import build_transformer
 
 MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)
@@ -251,10 +252,26 @@ class SeededMixer(Mixer):
             nn.init.constant_(parameter, seed)
 
 
+class Broken(Mixer):
+    """Fails in one way or another."""
+
+    error: Exception = RuntimeError("mat1 and mat2\nshapes cannot be multiplied")
+
+    def init_parameters(self, seed: int) -> None:
+        raise self.error
+
+
+class Greedy(Mixer):
+    """Does not fit on any machine."""
+
+    def init_parameters(self, seed: int) -> None:
+        torch.empty(1 << 50)
+
+
 @pytest.fixture
 def _custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("custom_models")
-    vars(module).update(Mixer=Mixer, SeededMixer=SeededMixer, number=3)
+    vars(module).update(Mixer=Mixer, SeededMixer=SeededMixer, Broken=Broken, Greedy=Greedy, number=3)
     monkeypatch.setitem(sys.modules, "custom_models", module)
 
 
@@ -292,3 +309,37 @@ def test_a_wrong_custom_class_is_named_in_one_line(name: str, fault: str) -> Non
         build_stage(make_config((4,), custom_class=name), 0, device="cpu")
     assert name in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_module_that_fails_as_it_is_imported_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_models.py").write_text("raise RuntimeError('wrong\\nversion')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"^model.custom_class 'broken_models:A' cannot be imported \(wrong version\)"):
+        build_stage(make_config((4,), custom_class="broken_models:A"), 0, device="cpu")
+
+
+@pytest.mark.usefixtures("_custom_models")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Broken.error, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (TypeError("takes 3 positional arguments"), "TypeError: takes 3 positional arguments"),
+    ],
+)
+def test_a_custom_class_that_fails_is_named_in_one_line(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Broken, "error", error)
+    expected = f"^model.custom_class 'custom_models:Broken' cannot be made for stage 1: {reason}$"
+    with pytest.raises(ValueError, match=expected):
+        build_stage(make_config((2, 2), custom_class="custom_models:Broken"), 1, device="cpu")
+
+
+@pytest.mark.usefixtures("_custom_models")
+def test_a_custom_class_that_does_not_fit_is_no_fault_of_it() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        build_stage(make_config((4,), custom_class="custom_models:Greedy"), 0, device="cpu")
+    assert is_out_of_memory(raised.value)
+    assert not is_out_of_memory(RuntimeError("memory format is not supported"))

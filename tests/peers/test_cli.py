@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+import tyro
 
 from peers.cli import parse
 
@@ -27,6 +28,16 @@ class _Options:
     def __post_init__(self) -> None:
         if self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Show what is in a file."""
+
+    file: tyro.conf.Positional[Path]
+    """File to show, as with --output of another program."""
+    stage: int
+    """Stage to show; a line so long that it does not fit into one of the box, and so goes on in the next one of it."""
 
 
 def test_options_are_read() -> None:
@@ -55,6 +66,18 @@ def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as stop:
         parse(_Options, prog="swarm-x", argv=argv.split())
     assert stop.value.code == 2
+    assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"), [("", "missing PATH, --stage"), ("x", "missing --stage"), ("--stage 1", "missing PATH")]
+)
+def test_what_is_missing_is_named_and_nothing_else(
+    argv: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments without an option are, by what they take; options that an explanation names are not."""
+    with pytest.raises(SystemExit):
+        parse(_Arguments, prog="swarm-x", argv=argv.split())
     assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
 
 

@@ -1,6 +1,7 @@
 """swarm-local with children that are only written down: what it refuses, deletes, waits for and kills."""
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,16 @@ def test_the_first_peer_gets_what_was_asked_for(
     command = children.commands["peer-1"]
     options_at = [index for index, word in enumerate(command) if word in _CHOSEN]
     assert [word for index in options_at for word in command[index : index + 2]] == expected
+
+
+def test_those_who_join_are_told_of_a_model_that_the_user_s_configuration_names(tmp_path: Path) -> None:
+    swarm, children = _swarm(tmp_path, config=Path("x.toml"))
+    model = dataclasses.replace(swarm.config.model, custom_class="mine:Model")
+    swarm.config = dataclasses.replace(swarm.config, model=model)
+    _serve(swarm, swarm._start_peer(0))
+    swarm._start_peer(1)
+    assert "--allow-class" not in children.commands["peer-1"]
+    assert " --allow-class mine:Model" in " ".join(children.commands["peer-2"])
 
 
 # -- the start ---------------------------------------------------------------------------------------------------------

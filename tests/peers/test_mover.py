@@ -107,15 +107,26 @@ async def test_a_joiner_serves_no_initial_weights_though_its_first_question_was_
             assert (await peer.state())[0] == ROUND
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say"),
+            "CUDA out of memory. Tried to allocate 40.00 GiB",
+        ),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "DefaultCPUAllocator: can't allocate memory"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
 async def test_a_stage_that_does_not_fit_is_one_line(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, error: Exception, reason: str,
 ) -> None:  # fmt: skip
     """Whoever moves there goes back."""
 
     def no_memory(run: RunConfig, stage: int, *, device: torch.device) -> torch.nn.Module:
         if stage == 1:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 40.00 GiB\nand much more to say")
+            raise error
         return build_stage(run, stage, device=device)
 
     async with (
@@ -126,9 +137,20 @@ async def test_a_stage_that_does_not_fit_is_one_line(
         monkeypatch.setattr(stage_server, "build_stage", no_memory)
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
-    assert (
-        "stage 1 does not fit on cpu: CUDA out of memory. Tried to allocate 40.00 GiB; take more stages" in caplog.text
-    )
+    assert f"stage 1 does not fit on cpu: {reason}; take more stages" in caplog.text
+
+
+async def test_what_is_not_about_memory_is_not_said_to_be(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run: RunConfig, stage: int, *, device: torch.device) -> torch.nn.Module:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(stage_server, "build_stage", broken)
+    peer = LocalPeer(config, store, resume=trained)
+    async with asyncio.TaskGroup() as tasks:
+        with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
+            peer._make(0, 0, False, tasks)
 
 
 async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from peers.stage_peer import PeerOptions, open_checkpoints
+from peers.stage_peer import PeerOptions, open_checkpoints, require_allowed_class
+from swarm.config import ModelConfig, RunConfig
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,20 @@ def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> No
     writer = open_checkpoints(PeerOptions(preset="tiny", checkpoint=folder), owner="me")
     assert writer is not None
     assert writer.had_any
+
+
+def test_whose_code_runs_here_is_for_the_user_to_say() -> None:
+    run = RunConfig(model=ModelConfig(custom_class="theirs:Model"))
+    require_allowed_class(RunConfig(), None, None)
+    require_allowed_class(RunConfig(), None, "theirs:Model")
+    require_allowed_class(run, run, None)
+    require_allowed_class(run, None, "theirs:Model")
+    for allowed in (None, "", "theirs", "ours:Model"):
+        with pytest.raises(ValueError, match=r"if you trust that code, add --allow-class theirs:Model$"):
+            require_allowed_class(run, None, allowed)
+
+
+def test_what_is_to_be_typed_is_one_word_to_a_shell() -> None:
+    run = RunConfig(model=ModelConfig(custom_class="a:B; rm -rf ~"))
+    with pytest.raises(ValueError, match=r"add --allow-class 'a:B; rm -rf ~'$"):
+        require_allowed_class(run, None, None)

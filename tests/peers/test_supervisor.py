@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -122,6 +123,17 @@ def test_environment_is_added(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         child = supervisor.start("env", ["sh", "-c", "echo $COLOUR $PATH"], environment={"COLOUR": "red"})
         assert _first_line(child.log) == f"red {os.environ['PATH']}"
+
+
+def test_logs_are_for_the_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with Supervisor(tmp_path / "logs") as supervisor:
+            child = supervisor.start("first", ["echo", "ADDRESS#TOKEN"])
+            _first_line(child.log)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(child.log.stat().st_mode) == 0o600
 
 
 def test_children_die_when_the_supervisor_is_killed(tmp_path: Path) -> None:

@@ -57,6 +57,20 @@ def test_wrong_tokens_are_one_line(tmp_path: Path) -> None:
         _find(f"@{tmp_path / 'missing'}")
 
 
+def test_an_empty_token_is_not_the_same_as_none() -> None:
+    """An owner whose shell variable is not set must not begin an open run."""
+    rest = " is empty: it takes a token; for an open run leave it out$"
+    with pytest.raises(ValueError, match=f"^--token{rest}"):
+        _find("", *ADDRESSES)
+    with pytest.raises(ValueError, match=f"^--token{rest}"):
+        _find("", f"{ADDRESSES[0]}#{PEER}", environment={"SWARM_TOKEN": PEER})
+    with pytest.raises(ValueError, match=f"^what follows {ADDRESSES[1]}#{rest}"):
+        _find(None, ADDRESSES[0], f"{ADDRESSES[1]}#", environment={"SWARM_TOKEN": PEER})
+    with pytest.raises(ValueError, match=f"^SWARM_TOKEN{rest}"):
+        _find(None, *ADDRESSES, environment={"SWARM_TOKEN": ""})
+    assert _find(PEER, environment={"SWARM_TOKEN": ""}) == ((), PEER)
+
+
 def test_trainers_may_use_any_token() -> None:
     assert _find(TRAINER, role=Role.TRAINER)[1] == TRAINER
     assert _find(PEER, role=Role.TRAINER)[1] == PEER

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +96,8 @@ class Cast:
     disk: Path
     """Where all checkpoints are written."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    joining: Sequence[str] = ()
+    """Further options of a peer that joins."""
     roles: list[Role] = field(default_factory=list)
     unexpected: list[Exit] = field(default_factory=list)
     """Who ended without having been told to, and why."""
@@ -238,7 +240,7 @@ class Cast:
         ]  # fmt: skip
         (self.disk / role.name).mkdir(exist_ok=True)
         addresses = self._addresses(role)
-        joining = ["--initial-peers", *addresses] if addresses else ["--config", str(self.config)]
+        joining = ["--initial-peers", *addresses, *self.joining] if addresses else ["--config", str(self.config)]
         return [*arguments, *joining, *self._common(role)]
 
     def _trainer(self, role: Role) -> list[str]:

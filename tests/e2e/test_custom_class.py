@@ -1,0 +1,64 @@
+"""A run whose model is a class of its own: a joiner imports nothing that its user has not named."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.supervisor import Supervisor
+from tests.support.swarm import RealSwarm, command, run, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+OWN_MODEL = """
+import os
+from swarm.model.stages import StageModule
+
+class Model(StageModule):
+    pass
+
+with open(os.environ["IMPORTED"], "a") as file:
+    file.write("imported\\n")
+"""
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """Where the module writes a line whenever it is imported."""
+    return tmp_path / "imported"
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealSwarm]:
+    (tmp_path / "own_model.py").write_text(OWN_MODEL, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("IMPORTED", str(imported))
+    with Supervisor(tmp_path / "logs", grace_seconds=3.0) as children:
+        swarm = RealSwarm(tmp_path, children)
+        text = swarm.config.read_text(encoding="utf-8")
+        swarm.config.write_text(text.replace("[model]", '[model]\ncustom_class = "own_model:Model"'), encoding="utf-8")
+        swarm.start_peers([0])
+        yield swarm
+
+
+def test_a_joiner_imports_what_its_user_named_and_nothing_else(swarm: RealSwarm, imported: Path) -> None:
+    assert imported.read_text().count("imported") == 1, "whoever has the configuration needs no option"
+    own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
+    for options in ([], ["--allow-class", "own_model:Other"]):
+        result = run("peer", "--stage", "1", "--initial-peers", swarm.address, *own, *options)
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert result.stderr.endswith("if you trust that code, add --allow-class own_model:Model\n")
+    assert imported.read_text().count("imported") == 1
+
+    log = (swarm.folder / "logs" / "peer-1.log").read_text()
+    printed = next(line for line in log.splitlines() if line.strip().startswith("join:"))
+    line = ["1" if word == "N" else word for word in shlex.split(printed)[2:]]
+    ready = swarm.folder / "second.json"
+    second = swarm.children.start("second", command("peer", *line, *own, "--ready-file", str(ready)))
+    wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")
+    assert imported.read_text().count("imported") == 2
+    trainer = swarm.start_trainer("trainer", steps=2)
+    assert swarm.wait_for_end(trainer) == 0
+    assert imported.read_text().count("imported") == 2, "a trainer holds no parameters"

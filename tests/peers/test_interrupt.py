@@ -1,0 +1,82 @@
+"""Ctrl-C and SIGTERM while a program prepares its text, which takes for ever here."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.swarm import CONFIG, wait_until, write_text
+
+SLOW_TOKENIZER = """
+import sys, time
+from peers import commands
+from swarm.data.tokenizers import ByteTokenizer
+
+def encode(self, text):
+    for _ in range(3000):
+        time.sleep(0.01)
+
+ByteTokenizer.encode = encode
+"""
+PEER = "commands.peer()"
+TRAINER = """
+from pathlib import Path
+from swarm import config as configs
+from peers import trainer
+
+class Node:
+    def shutdown(self):
+        print("node ends", flush=True)
+
+async def agree_on_config(*arguments):
+    return configs.load(Path("run.toml"))
+
+trainer.dht_node.start = lambda **arguments: Node()
+trainer.agree_on_config = agree_on_config
+commands.trainer()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    dataset = write_text(tmp_path / "text.txt")
+    (tmp_path / "run.toml").write_text(CONFIG.format(dataset=dataset, setting="diloco"), encoding="utf-8")
+
+    def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+        root = str(Path(__file__).parents[2])
+        return subprocess.Popen(
+            [sys.executable, "-c", SLOW_TOKENIZER + program, *arguments],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": root}, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [(PEER, ["--config", "run.toml"], ""), (TRAINER, ["--initial-peers", "x"], "node ends\n")],
+    ids=["peer", "trainer"],
+)
+def test_it_ends_at_once_and_leaves_nothing(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, program: str, arguments: list[str], said: str,
+    number: signal.Signals,
+) -> None:  # fmt: skip
+    process = start(program, *arguments)
+    corpora = tmp_path / "cache" / "swarm" / "corpora"
+    try:
+        wait_until(lambda: list(corpora.glob(".preparing-*/*.tokens")), 60, "the text to be prepared")
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.endswith(": interrupted\n")
+    assert len(errors.splitlines()) == 1
+    assert output == said
+    assert not list(corpora.iterdir())
