@@ -208,7 +208,15 @@ async def run(
 
 
 def open_corpus(config: RunConfig, dataset: str | None) -> tuple[corpora.Corpus, Microbatches]:
-    """This machine's copy of the run's text. Raises CorpusMismatch if it is another, ValueError if there is none."""
+    """This machine's copy of the run's text.
+
+    Raises:
+        CorpusMismatch: it is another.
+        ValueError: there is none, or the run does not say which it is.
+    """
+    if dataset is None and not config.data.digest:
+        # Else whoever began the run could have any file of ours tokenized, and see what comes of it.
+        raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
     tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
     local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
     corpus = corpora.prepare(local, cache_dir=CACHE / "corpora")

@@ -1,6 +1,7 @@
 """What a trainer does between its steps and at the end, with a chain of real stages."""
 
 import asyncio
+import dataclasses
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from peers.report import Report
-from peers.trainer import Session, TrainerOptions
+from peers.trainer import Session, TrainerOptions, open_corpus
 from swarm.clock import SystemClock
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Directory
@@ -77,3 +78,13 @@ async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_
             chain.update(records)
             assert await waiting == expected
             assert caplog.messages == [line]
+
+
+def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("one line, and then another\n" * 100)
+    config = dataclasses.replace(
+        SYNCHRONOUS, data=dataclasses.replace(SYNCHRONOUS.data, dataset=str(secret), digest="")
+    )
+    with pytest.raises(ValueError, match="does not say which text .* name yours with --dataset"):
+        open_corpus(config, None)
