@@ -86,5 +86,5 @@ def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: P
     config = dataclasses.replace(
         SYNCHRONOUS, data=dataclasses.replace(SYNCHRONOUS.data, dataset=str(secret), digest="")
     )
-    with pytest.raises(ValueError, match="does not say which text .* name yours with --dataset"):
+    with pytest.raises(ValueError, match="does not say which text it is trained on: name yours with --dataset"):
         open_corpus(config, None)
