@@ -342,7 +342,7 @@ class StageWeights:
         # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
         closed = self._closed
         if not contributed:
-            carried = self._learnt(names)
+            carried = self._learnt(names, self._unaveraged_samples[fragment])
             carried_samples = self.round.stepped_samples if carried else 0
         elif closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
             carried = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
@@ -360,12 +360,16 @@ class StageWeights:
         self.version = self._publish(None if carried else stepped)
         return carried_samples, {**anchor, **stepped}
 
-    def _learnt(self, names: Iterable[str]) -> Tensors:
+    def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
 
-        Nothing if none were taken in this round, nor if it is not finite: who went astray is to come back.
+        Nothing if it is not finite: who went astray is to come back.
+
+        Args:
+            num_samples: that these steps have used. With fragments they may all be of earlier rounds, in which it was
+                the turn of others.
         """
-        if not self.round.stepped_samples:
+        if not num_samples:
             return {}
         anchor = self._anchors[self.round.number]
         learnt = {name: (self.masters[name] - anchor[name].to(self.masters[name].device)).detach() for name in names}
@@ -405,7 +409,7 @@ class StageWeights:
         """
         anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
         outer = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
-        learnt = self._learnt(self.masters) if carry and self._outer is not None else {}
+        learnt = self._learnt(self.masters, sum(self._unaveraged_samples)) if carry else {}
         if learnt:
             new_round.stepped_samples = self.round.stepped_samples
         else:

@@ -541,6 +541,33 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
 
 
 @pytest.mark.parametrize("moment", ["commit", "install"])
+def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragment_has_averaged(moment: str) -> None:
+    weights, learnt = _away(num_fragments=2)
+    others = _overlapping(0, num_fragments=2)
+    for _ in range(3):
+        _commit_without_steps(others)
+    # Round 1 averages the bias with what this peer has learnt; the weight's turn is round 2.
+    _commit_without_steps(weights)
+    assert weights.round.stepped_samples == 0
+    if moment == "commit":
+        _commit_without_steps(weights, contributed=False)
+    else:
+        weights.install(others.state_tensors(), Round(number=3), carry=True)
+    assert weights.state_digest() == others.state_digest()
+    expected = _values(others.masters)
+    expected["weight"] += learnt["weight"]
+    _assert_same(dict(weights.masters), expected)
+    _assert_same(weights.version.parameters, expected)
+    assert weights.round.stepped_samples == 0, "they have counted towards round 1"
+    assert weights.close().num_samples == 0
+    _commit_without_steps(weights)
+    closing = weights.close()
+    assert (closing.num_samples, closing.round_samples) == (8, 0)
+    for name, value in closing.tensors.items():
+        torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("moment", ["commit", "install"])
 def test_who_went_astray_keeps_nothing(moment: str) -> None:
     weights, _ = _away()
     others = _overlapping(0)
