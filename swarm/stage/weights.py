@@ -162,6 +162,8 @@ class StageWeights:
         self._old_versions: list[Version] = []
         """DiLoCo: those that inner steps have to wait for."""
         self._anchors: dict[int, Tensors] = {}
+        self._evaluated: tuple[Tensors, Tensors] | None = None
+        """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
         self._begin(Round(lineage=lineage), self.version.parameters)
 
     # -- microbatches ------------------------------------------------------------------------------------------
@@ -172,6 +174,21 @@ class StageWeights:
         They are on the CPU with DiLoCo, and on the stage's device in the synchronous setting, which computes with them.
         """
         return self._anchors.get(round_number)
+
+    def on_device(self, anchor: Tensors) -> Tensors:
+        """An anchor where the stage computes.
+
+        If it is elsewhere, a copy is kept for the evaluation's next microbatches, one at most: until another anchor is
+        asked for, or a round begins.
+        """
+        device = next(iter(self.masters.values())).device
+        if all(value.device == device for value in anchor.values()):
+            return anchor
+        if self._evaluated is None or self._evaluated[0] is not anchor:
+            # First, memory for what follows.
+            self._evaluated = None
+            self._evaluated = anchor, moved(anchor, device)
+        return self._evaluated[1]
 
     def version_for(self, round_number: int) -> Version:
         """The weights with which a microbatch is computed: the newest; in the synchronous setting its round's own.
@@ -376,7 +393,7 @@ class StageWeights:
         return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
-        self.round, self._closed = new_round, None
+        self.round, self._closed, self._evaluated = new_round, None, None
         self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]

@@ -486,6 +486,30 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     assert newcomer.state_digest() == holder.state_digest()
 
 
+def test_one_copy_of_an_anchor_is_kept_where_evaluation_computes() -> None:
+    weights = _weights("diloco")
+    _commit_without_steps(weights)
+    before, anchor = weights.anchor(0), weights.anchor(1)
+    assert before is not None
+    assert anchor is not None
+    # On a CPU nothing is copied or kept.
+    assert weights.on_device(anchor) is anchor
+    assert weights._evaluated is None
+    weights.masters = {name: nn.Parameter(value.to("meta")) for name, value in weights.masters.items()}
+    copy = weights.on_device(anchor)
+    assert {value.device.type for value in copy.values()} == {"meta"}
+    assert weights.on_device(anchor) is copy, "one upload for all microbatches"
+    kept = [weakref.ref(value) for value in copy.values()]
+    del copy
+    other = weights.on_device(before)
+    assert [value() for value in kept] == [None] * 2, "another anchor takes its place"
+    kept = [weakref.ref(value) for value in other.values()]
+    del other
+    weights.masters = dict(_module().named_parameters())
+    _commit_without_steps(weights)
+    assert [value() for value in kept] == [None] * 2, "it is not kept into the next round"
+
+
 def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]]:
     """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by them."""
     weights = _overlapping(0, num_fragments)
