@@ -6,14 +6,15 @@ Shapes: D elements of the vector.
 """
 
 import asyncio
+import dataclasses
 import time
 from dataclasses import dataclass
 
 import torch
 
 from swarm.averaging.allreduce import AllReduceTransport, Average, butterfly, gather
-from swarm.averaging.feedback import ErrorFeedback, Residual
-from swarm.averaging.reduction import HandOut, Reduction, squared_norm
+from swarm.averaging.feedback import ErrorFeedback, Owed, Residual
+from swarm.averaging.reduction import HandOut, MemberFailed, Reduction, squared_norm
 from swarm.averaging.shares import Shares
 from swarm.compression import layout
 from swarm.compression.codec import contribution_codec, result_codec
@@ -22,6 +23,9 @@ from swarm.rounds import Contribution
 
 SMOOTHING = 0.3
 """Weight of the newest measurement of the own line."""
+LEAST_WEIGHT = 0.01
+"""Of the mean weight. A contribution that counts for less carries nothing of what is owed to sums: over its weight that
+would be nearly all that is sent of it, or out of range."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,8 +80,7 @@ class Exchanges:
         """What the other members of an exchange will ask this one for."""
         if self._gathers(shares):
             return HandOut(shares)
-        own_part = shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]
-        feedback = self._feedback.get(closed.contribution.fragment)
+        own_part, feedback = self._own_part(shares), self._feedback.get(closed.contribution.fragment)
         return Reduction(
             shares, self._own_id, codec=self.codec, result_codec=self.result_codec,
             owed_P=feedback.owed(own_part) if feedback else None,
@@ -89,19 +92,48 @@ class Exchanges:
     ) -> tuple[Average, float]:  # fmt: skip
         """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
         started_at = time.perf_counter()
+        try:
+            # Only here is the weight known.
+            vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
+        except BaseException:
+            # The others may be asking for it already.
+            exchanged.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
+            raise
         if isinstance(exchanged, HandOut):
             average = await gather(
-                closed.vector_D, own_id=self._own_id, shares=shares, hand_out=exchanged, codec=self.codec,
+                vector_D, own_id=self._own_id, shares=shares, hand_out=exchanged, codec=self.codec,
                 transport=transport,
             )  # fmt: skip
         else:
             average = await butterfly(
-                closed.vector_D, own_id=self._own_id, shares=shares, reduction=exchanged, codec=self.codec,
+                vector_D, own_id=self._own_id, shares=shares, reduction=exchanged, codec=self.codec,
                 result_codec=self.result_codec, transport=transport, timeout_seconds=timeout_seconds,
             )  # fmt: skip
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
+        if elsewhere:
+            residual = await asyncio.to_thread(self._settle, average.residual, shares, elsewhere)
+            average = dataclasses.replace(average, residual=residual)
         return average, time.perf_counter() - started_at
+
+    def _carry(self, closed: Closed, shares: Shares) -> tuple[torch.Tensor, list[Owed]]:
+        """The contribution, with what this member owes to sums that it does not make now; and that."""
+        feedback = self._feedback.get(closed.contribution.fragment)
+        elsewhere = feedback.elsewhere(self._own_part(shares)) if feedback else []
+        if feedback is None or not elsewhere or not self._carries(shares):
+            return closed.vector_D, elsewhere
+        return feedback.carry(closed.vector_D, elsewhere, shares.of(self._own_id).weight), elsewhere
+
+    def _settle(self, residual: Residual, shares: Shares, elsewhere: list[Owed]) -> Residual:
+        """The residual of such a contribution; if nothing came with it, all stays owed, as it is."""
+        if residual.contribution_D is not None and self._carries(shares):
+            weight = shares.of(self._own_id).weight
+            elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
+        return dataclasses.replace(residual, elsewhere=elsewhere)
+
+    def _carries(self, shares: Shares) -> bool:
+        own = shares.of(self._own_id)
+        return own.num_samples > 0 and own.weight * len(shares.senders) >= LEAST_WEIGHT
 
     def committed(self, fragment: int, residual: Residual) -> None:
         """The exchange that left this residual was committed."""
@@ -114,6 +146,12 @@ class Exchanges:
         """Another state was installed: what this member owed was about weights that it no longer has."""
         self._last = None
         self._feedback.clear()
+
+    def _own_part(self, shares: Shares) -> slice:
+        """What this member sums for all; in a gather nobody does."""
+        if self._gathers(shares):
+            return slice(0, 0)
+        return shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]
 
     def _gathers(self, shares: Shares) -> bool:
         is_small = len(shares.members) <= self._config.gather_members

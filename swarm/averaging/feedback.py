@@ -5,14 +5,41 @@ encoded to C(decay * e + c) is decay * e + c - C(decay * e + c). It is transacti
 residual, and the commit of that very exchange makes it real, so an attempt that comes to nothing loses nothing.
 
 The owner of a part encodes the sum again. What that drops is kept likewise, and added to the next sum over the same
-elements.
+elements. Where this member does not make that sum (in a gather nobody does, and parts move), its contribution carries
+what is owed, divided by the weight with which it will be multiplied. What encoding drops there stays owed to sums, by
+that weight: as a residual of the contribution it would count by the weight of another round, and so many times over
+where members come and go.
 
 Shapes: D elements of the vector, P of a part.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Owed:
+    """What encoding sums over a part's elements dropped."""
+
+    part: slice
+    sum_P: torch.Tensor
+
+    def within(self, start: int, stop: int) -> "Owed | None":
+        """Of these elements alone; shares memory."""
+        start, stop = max(start, self.part.start), min(stop, self.part.stop)
+        if start >= stop:
+            return None
+        return Owed(slice(start, stop), self.sum_P[start - self.part.start : stop - self.part.start])
+
+    def outside(self, part: slice) -> "list[Owed]":
+        """Of all but a part's elements."""
+        if self.within(part.start, part.stop) is None:
+            return [self]
+        rests = (self.within(self.part.start, part.start), self.within(part.stop, self.part.stop))
+        # Copies: what was cut off would stay in memory.
+        return [Owed(rest.part, rest.sum_P.clone()) for rest in rests if rest is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +50,13 @@ class Residual:
         contribution_D: of this member's contribution; None if it sent none.
         part: the part that this member owned.
         sum_P: of the sum there; None if nothing was encoded again.
+        elsewhere: what earlier sums over other elements still owe.
     """
 
     contribution_D: torch.Tensor | None
     part: slice
     sum_P: torch.Tensor | None
+    elsewhere: Sequence[Owed] = ()
 
 
 class ErrorFeedback:
@@ -40,13 +69,14 @@ class ErrorFeedback:
     def __init__(self, decay: float) -> None:
         self._decay = decay
         self._contribution_D: torch.Tensor | None = None
-        self._part = slice(0, 0)
-        self._sum_P: torch.Tensor | None = None
+        self._sums: list[Owed] = []
+        """No two of the same elements."""
 
     @property
     def num_bytes(self) -> int:
         """Memory that the residual takes."""
-        return sum(tensor.nbytes for tensor in (self._contribution_D, self._sum_P) if tensor is not None)
+        own_bytes = 0 if self._contribution_D is None else self._contribution_D.nbytes
+        return own_bytes + sum(owed.sum_P.nbytes for owed in self._sums)
 
     def compensate(self, contribution_D: torch.Tensor) -> torch.Tensor:
         """The contribution with what earlier rounds owe; may be the same tensor, never writes to it."""
@@ -56,15 +86,41 @@ class ErrorFeedback:
 
     def owed(self, part: slice) -> torch.Tensor | None:
         """What earlier sums over a part's elements owe, shape (P,)."""
-        start, end = max(part.start, self._part.start), min(part.stop, self._part.stop)
-        if self._sum_P is None or start >= end:
+        sums = [owed for owed in (known.within(part.start, part.stop) for known in self._sums) if owed is not None]
+        if not sums:
             return None
         owed_P = torch.zeros(part.stop - part.start)
-        owed_P[start - part.start : end - part.start] = self._sum_P[start - self._part.start : end - self._part.start]
+        for owed in sums:
+            owed_P[owed.part.start - part.start : owed.part.stop - part.start] = owed.sum_P
         return owed_P.mul_(self._decay)
+
+    def elsewhere(self, part: slice) -> list[Owed]:
+        """What earlier sums over other elements owe, as it was dropped."""
+        return [rest for owed in self._sums for rest in owed.outside(part)]
+
+    def carry(self, vector_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> torch.Tensor:
+        """A contribution with what is owed elsewhere; never writes to it.
+
+        Args:
+            weight: of the contribution in the sum.
+        """
+        vector_D = vector_D.clone()
+        for owed in elsewhere:
+            vector_D[owed.part].add_(owed.sum_P, alpha=self._decay / weight)
+        return vector_D
+
+    @staticmethod
+    def still_owed(residual_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> list[Owed]:
+        """Take out of such a contribution's residual what is owed to sums."""
+        still = [Owed(owed.part, residual_D[owed.part] * weight) for owed in elsewhere]
+        for owed in elsewhere:
+            residual_D[owed.part] = 0.0
+        return still
 
     def commit(self, residual: Residual) -> None:
         """The exchange that left this residual was committed."""
         if residual.contribution_D is not None:
             self._contribution_D = residual.contribution_D
-        self._part, self._sum_P = residual.part, residual.sum_P
+        self._sums = list(residual.elsewhere)
+        if residual.sum_P is not None:
+            self._sums.append(Owed(residual.part, residual.sum_P))

@@ -282,9 +282,9 @@ class StageBackend:
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, wire_inputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], *, want_logits: bool
+        self, wire_inputs: Mapping[str, torch.Tensor], parameters: dict[str, torch.Tensor], *, want_logits: bool
     ) -> torch.Tensor:
-        """Forward without dropout on given weights.
+        """Forward without dropout on given weights, an anchor's as a rule.
 
         Returns:
             The hidden state for the next stage as it travels; at the last stage the mean loss (shape ()),
@@ -292,8 +292,7 @@ class StageBackend:
         """
         self._check_inputs(wire_inputs)
         # With DiLoCo they are kept on the CPU.
-        masters = self.weights.masters
-        parameters = {name: value.to(masters[name].device) for name, value in parameters.items()}
+        parameters = self.weights.on_device(parameters)
         with torch.no_grad():
             outputs: torch.Tensor = torch.func.functional_call(
                 self.module, parameters, (self._hidden_or_tokens(wire_inputs),),

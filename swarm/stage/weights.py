@@ -162,6 +162,8 @@ class StageWeights:
         self._old_versions: list[Version] = []
         """DiLoCo: those that inner steps have to wait for."""
         self._anchors: dict[int, Tensors] = {}
+        self._evaluated: tuple[Tensors, Tensors] | None = None
+        """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
         self._begin(Round(lineage=lineage), self.version.parameters)
 
     # -- microbatches ------------------------------------------------------------------------------------------
@@ -172,6 +174,21 @@ class StageWeights:
         They are on the CPU with DiLoCo, and on the stage's device in the synchronous setting, which computes with them.
         """
         return self._anchors.get(round_number)
+
+    def on_device(self, anchor: Tensors) -> Tensors:
+        """An anchor where the stage computes.
+
+        If it is elsewhere, a copy is kept for the evaluation's next microbatches, one at most: until another anchor is
+        asked for, or a round begins.
+        """
+        device = next(iter(self.masters.values())).device
+        if all(value.device == device for value in anchor.values()):
+            return anchor
+        if self._evaluated is None or self._evaluated[0] is not anchor:
+            # First, memory for what follows.
+            self._evaluated = None
+            self._evaluated = anchor, moved(anchor, device)
+        return self._evaluated[1]
 
     def version_for(self, round_number: int) -> Version:
         """The weights with which a microbatch is computed: the newest; in the synchronous setting its round's own.
@@ -342,7 +359,7 @@ class StageWeights:
         # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
         closed = self._closed
         if not contributed:
-            carried = self._learnt(names)
+            carried = self._learnt(names, self._unaveraged_samples[fragment])
             carried_samples = self.round.stepped_samples if carried else 0
         elif closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
             carried = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
@@ -360,19 +377,23 @@ class StageWeights:
         self.version = self._publish(None if carried else stepped)
         return carried_samples, {**anchor, **stepped}
 
-    def _learnt(self, names: Iterable[str]) -> Tensors:
+    def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
         """What inner steps have added to parameters since their last average.
 
-        Nothing if none were taken in this round, nor if it is not finite: who went astray is to come back.
+        Nothing if it is not finite: who went astray is to come back.
+
+        Args:
+            num_samples: that these steps have used. With fragments they may all be of earlier rounds, in which it was
+                the turn of others.
         """
-        if not self.round.stepped_samples:
+        if not num_samples:
             return {}
         anchor = self._anchors[self.round.number]
         learnt = {name: (self.masters[name] - anchor[name].to(self.masters[name].device)).detach() for name in names}
         return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
-        self.round, self._closed = new_round, None
+        self.round, self._closed, self._evaluated = new_round, None, None
         self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
@@ -405,7 +426,7 @@ class StageWeights:
         """
         anchor = {name.removeprefix("anchor/"): t for name, t in tensors.items() if name.startswith("anchor/")}
         outer = {name.removeprefix("outer/"): t for name, t in tensors.items() if name.startswith("outer/")}
-        learnt = self._learnt(self.masters) if carry and self._outer is not None else {}
+        learnt = self._learnt(self.masters, sum(self._unaveraged_samples)) if carry else {}
         if learnt:
             new_round.stepped_samples = self.round.stepped_samples
         else:

@@ -1,5 +1,4 @@
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,42 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.averaging.allreduce import Average, butterfly, gather
-from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload, Reduction
+from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
 from swarm.config import AveragingConfig
-from swarm.errors import MalformedMessage, PeerUnavailable
+from swarm.errors import MalformedMessage
+from tests.averaging.hall import Door, Hall
 
 FP32 = simple_codec("fp32")
-
-
-@dataclass
-class Hall:
-    """All members' sides in one process."""
-
-    sides: dict[str, Exchanged]
-    silent: set[str] = field(default_factory=set)
-
-    async def exchange(self, sender: str, peer_id: str, part: Buffer) -> Payload:
-        if peer_id in self.silent:
-            raise PeerUnavailable("hung up")
-        side = self.sides[peer_id]
-        if sender in side.missing:
-            await side.add(sender, bytes(part))
-        return await side.result()
-
-
-@dataclass
-class Door:
-    """One member's way into the hall."""
-
-    hall: Hall
-    own_id: str
-
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
-        payload = await self.hall.exchange(self.own_id, peer_id, part)
-        assert len(payload.encoded) == reply_bytes
-        return payload
 
 
 def shares_of(samples: list[int], num_elements: int, tile: int = 1, only_owner: str | None = None) -> Shares:

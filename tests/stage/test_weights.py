@@ -486,6 +486,30 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     assert newcomer.state_digest() == holder.state_digest()
 
 
+def test_one_copy_of_an_anchor_is_kept_where_evaluation_computes() -> None:
+    weights = _weights("diloco")
+    _commit_without_steps(weights)
+    before, anchor = weights.anchor(0), weights.anchor(1)
+    assert before is not None
+    assert anchor is not None
+    # On a CPU nothing is copied or kept.
+    assert weights.on_device(anchor) is anchor
+    assert weights._evaluated is None
+    weights.masters = {name: nn.Parameter(value.to("meta")) for name, value in weights.masters.items()}
+    copy = weights.on_device(anchor)
+    assert {value.device.type for value in copy.values()} == {"meta"}
+    assert weights.on_device(anchor) is copy, "one upload for all microbatches"
+    kept = [weakref.ref(value) for value in copy.values()]
+    del copy
+    other = weights.on_device(before)
+    assert [value() for value in kept] == [None] * 2, "another anchor takes its place"
+    kept = [weakref.ref(value) for value in other.values()]
+    del other
+    weights.masters = dict(_module().named_parameters())
+    _commit_without_steps(weights)
+    assert [value() for value in kept] == [None] * 2, "it is not kept into the next round"
+
+
 def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]]:
     """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by them."""
     weights = _overlapping(0, num_fragments)
@@ -538,6 +562,33 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
             torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
         _commit_without_steps(weights)
     assert weights.close().num_samples == 0, "it counts once"
+
+
+@pytest.mark.parametrize("moment", ["commit", "install"])
+def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragment_has_averaged(moment: str) -> None:
+    weights, learnt = _away(num_fragments=2)
+    others = _overlapping(0, num_fragments=2)
+    for _ in range(3):
+        _commit_without_steps(others)
+    # Round 1 averages the bias with what this peer has learnt; the weight's turn is round 2.
+    _commit_without_steps(weights)
+    assert weights.round.stepped_samples == 0
+    if moment == "commit":
+        _commit_without_steps(weights, contributed=False)
+    else:
+        weights.install(others.state_tensors(), Round(number=3), carry=True)
+    assert weights.state_digest() == others.state_digest()
+    expected = _values(others.masters)
+    expected["weight"] += learnt["weight"]
+    _assert_same(dict(weights.masters), expected)
+    _assert_same(weights.version.parameters, expected)
+    assert weights.round.stepped_samples == 0, "they have counted towards round 1"
+    assert weights.close().num_samples == 0
+    _commit_without_steps(weights)
+    closing = weights.close()
+    assert (closing.num_samples, closing.round_samples) == (8, 0)
+    for name, value in closing.tensors.items():
+        torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("moment", ["commit", "install"])
