@@ -11,9 +11,10 @@ import grpc
 import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
-from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.callers import MAX_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
 from swarm.rpc.wire import TensorReader, TensorSpec
+from swarm.stage.slots import LARGEST
 
 FIRST_SECONDS = 10.0
 """Longest wait for the first message: a stream that says nothing is not kept."""
@@ -24,6 +25,23 @@ DRAIN_SECONDS = 5.0
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
+
+
+def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
+    """Of one caller: so much that slots alone hold back the microbatches of an honest one.
+
+    A request is kept until it is acknowledged, and its slot is free once it is answered. So to those that have a slot
+    here come those that were answered: as many as may still have one on their way back through the stages before.
+
+    Args:
+        specs: of one request.
+        max_in_flight: the most microbatches that are admitted here at once.
+    """
+    return max(MAX_BYTES, (max_in_flight + LARGEST) * _num_bytes(specs))
+
+
+def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    return sum(spec.num_bytes for spec in specs.values())
 
 
 class Incoming:
@@ -54,7 +72,7 @@ class Incoming:
     def expect(self, specs: Mapping[str, TensorSpec]) -> None:
         """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already."""
         if self._reader is None:
-            num_bytes = sum(spec.num_bytes for spec in specs.values())
+            num_bytes = _num_bytes(specs)
             self._reader = TensorReader(specs)
             self._expected_bytes = num_bytes
             self._callers.keep(self.caller, num_bytes)
