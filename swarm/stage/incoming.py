@@ -21,7 +21,7 @@ FIRST_SECONDS = 10.0
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """Whoever sends tensors more slowly than this, beyond the wait for one message, is cut off: he may hold a slot."""
 DRAIN_SECONDS = 5.0
-"""Longest wait for a refused caller to finish sending."""
+"""Longest wait for a refused caller to finish sending, beyond what all of it takes at the slowest rate."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
@@ -54,6 +54,8 @@ class Incoming:
         self._reader: TensorReader | None = None
         self._expected_bytes = 0
         self._kept_bytes = 0
+        self._due = 0.0
+        """When all that is expected is there at the slowest rate, by the loop's clock."""
 
     async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
@@ -75,6 +77,7 @@ class Incoming:
             num_bytes = _num_bytes(specs)
             self._reader = TensorReader(specs)
             self._expected_bytes = num_bytes
+            self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
             self._callers.keep(self.caller, num_bytes)
             self._kept_bytes = num_bytes
 
@@ -99,10 +102,12 @@ class Incoming:
         """Read away what the caller is still sending.
 
         A call that ends while its caller writes ends for the caller with an internal error of gRPC's, not with
-        what we have to say.
+        what we have to say: it would take a busy peer for a broken one. Nothing of it is kept.
         """
+        self.close()
+        self._reader = None
         try:
-            async with asyncio.timeout(DRAIN_SECONDS):
+            async with asyncio.timeout_at(max(self._due, asyncio.get_running_loop().time()) + DRAIN_SECONDS):
                 while self._expected_bytes > 0:
                     await self.read()
         except (TimeoutError, DeadlineExceeded):
