@@ -8,7 +8,7 @@ retry that will join it. Never touches weights.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -138,7 +138,8 @@ class StageServicer(StageServiceServicer):
             if tensors is None:
                 tensors = await incoming.tensors()
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
-            computation = await self._stage.begin(microbatch, tensors, hints, context)
+            still_waiting = self._signs_of_life(context)
+            computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
             try:
                 await self._stream_news(context, computation)
                 self._stage.counters.rerouted_backwards += opening.rerouted_backward
@@ -149,6 +150,19 @@ class StageServicer(StageServiceServicer):
             return computation
         finally:
             self._stage.leave(slot)
+
+    def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
+        """To be called while this stage is what is waited for: a caller would take silence for death."""
+        now = asyncio.get_running_loop().time
+        said_at = now()
+
+        async def say() -> None:
+            nonlocal said_at
+            if now() - said_at >= PROGRESS_SECONDS:
+                said_at = now()
+                await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
+
+        return say
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
         route: Mapping[int, PeerId] = {}

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -237,7 +237,7 @@ class Stage:
                 self._new_round.clear()
                 await self._new_round.wait()
 
-    async def _wait_for_round(self, number: int) -> None:
+    async def _wait_for_round(self, number: int, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         now = asyncio.get_running_loop().time
         deadline = now() + self._limits.round_wait_seconds
         while self.round < number:
@@ -245,12 +245,14 @@ class Stage:
                 raise NotReady(f"this peer is at round {self.round}, and will be for a while")
             with contextlib.suppress(TimeoutError):
                 await self.reach_round(number, min(_LOOK_SECONDS, deadline - now()))
+            if still_waiting is not None and self.round < number:
+                await still_waiting()
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
     async def begin(
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
-        subscriber: object,
+        subscriber: object, still_waiting: Callable[[], Awaitable[None]] | None = None,
     ) -> Computation:  # fmt: skip
         """The computation that answers a microbatch, new or known; `subscriber` gets the answer.
 
@@ -258,11 +260,15 @@ class Stage:
         have not accumulated. Where they differ, the new activations get a gradient of their own, which is accumulated
         only if none has been yet.
 
+        Args:
+            still_waiting: called every now and then while the microbatch's round has not begun here. Whatever it raises
+                ends the wait, and nothing has been begun.
+
         Raises:
             StaleMicrobatch, NotReady.
         """
         if self.config.rounds.synchronous:
-            await self._wait_for_round(microbatch.round)
+            await self._wait_for_round(microbatch.round, still_waiting)
         answers_gradient = microbatch.answers_gradient(self.number)
         start = functools.partial(
             self._start, tensors=tensors, hints=hints, subscriber=subscriber, answers_gradient=answers_gradient

@@ -16,11 +16,12 @@ import torch
 from swarm import optim
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, RetriesExhausted
-from swarm.hop import HopLimits, Microbatch
+from swarm.hop import HopLimits, HopListener, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
-from swarm.stage.backend import TOKENS, logits_spec
+from swarm.stage import servicer
+from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
 from swarm.stage.incoming import Incoming
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
@@ -409,6 +410,47 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
             peer.stage.round_began()
         await chain.ack(await training)
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
+
+
+async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than silence is borne; who would be longer still says so, and is not banned for it either."""
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(silence_seconds=1.0, retry_seconds=0.02)) as chain:
+        first = chain.peers[0]
+        await first.runtime.control(lambda: _apply(first, first.weights.close().tensors))
+        second = chain.peers[1].stage
+        second._limits = dataclasses.replace(second._limits, round_wait_seconds=3.0)
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: second.num_admitted == 1)
+        await asyncio.sleep(2.0)
+        assert second.num_admitted == 1
+        await eventually(lambda: second.num_admitted == 0)  # Not ready, for now.
+        await eventually(lambda: second.num_admitted == 1)
+        assert _failures(chain.peers[0].router) == 0
+        for peer in chain.peers[1:]:
+            await peer.runtime.control(partial(_apply, peer, peer.weights.close().tensors))
+            peer.stage.round_began()
+        await chain.ack(await training)
+        assert chain.counts("forwards") == [1, 1, 1]
+        chain.assert_idle()
+
+
+async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS) as chain:
+        second = chain.peers[1]
+        num_tasks = len(asyncio.all_tasks())
+        microbatch = Microbatch(index=8, round=1, num_samples=2)
+        tensors = {TOKENS: tokens(SYNCHRONOUS, 8), HIDDEN: torch.zeros(2, 16, 32)}
+        waiting = asyncio.create_task(chain.peers[0].hop.train(microbatch, tensors, HopListener(), {}))
+        await eventually(lambda: second.stage.num_admitted == 1)
+        await asyncio.sleep(0.5)
+        waiting.cancel()
+        await eventually(lambda: second.stage.num_admitted == 0)
+        await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
+        assert second.servicer._callers.num_bytes == 0
+        assert second.stage.ledger.find(8) is None
+        chain.assert_idle()
 
 
 # -- busy peers --------------------------------------------------------------------------------------------------------
