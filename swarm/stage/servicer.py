@@ -239,13 +239,12 @@ class StageServicer(StageServiceServicer):
             )
         specs = request_specs(self._config, self._stage.number, opening.num_samples, opening.sequence_length)
         incoming.expect(specs)
-        # With DiLoCo the stages need not be at one round: each answers with its newest anchor up to the named one.
         synchronous = self._config.rounds.synchronous
-        round_number = opening.round if synchronous else min(opening.round, self._stage.round)
         backend = self._stage.backend
 
         def anchor() -> dict[str, torch.Tensor]:
-            parameters = backend.weights.anchor(round_number)
+            # With DiLoCo the stages need not be at one round: each answers with its newest anchor up to the named one.
+            parameters = backend.weights.anchor(opening.round if synchronous else min(opening.round, self._stage.round))
             if parameters is None:
                 raise RoundMismatch(
                     f"round {opening.round} is not kept, this peer is at {self._stage.round}",
@@ -258,12 +257,12 @@ class StageServicer(StageServiceServicer):
 
         async def in_turn() -> Any:
             async with self._turns.setdefault(incoming.caller, asyncio.Lock()), self._evaluating:
-                # Not before: what waits must not keep a round's weights.
-                parameters = anchor()
                 output, _ = await self._stage.runtime.run(
-                    lambda: backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
-                    priority=Priority.EVALUATE,
-                )
+                    # The anchor not before: what waits must not keep a round's weights.
+                    lambda: backend.evaluate(tensors, anchor(), want_logits=opening.want_logits),
+                    # A forward among the others: behind all of them it would never have its turn at a bottleneck.
+                    priority=Priority.FORWARD, age=self._stage.next_age(),
+                )  # fmt: skip
                 return output
 
         output = await self._with_progress(context, asyncio.ensure_future(in_turn()), _Awaited(self._stage.number))

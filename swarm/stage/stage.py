@@ -230,6 +230,10 @@ class Stage:
         if entry is not None and entry.state is EntryState.COMMITTED:
             raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
 
+    def next_age(self) -> int:
+        """Of new work at the compute thread: it comes after what was there before, of the same kind."""
+        return next(self._ages)
+
     async def reach_round(self, number: int, seconds: float) -> None:
         """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
         async with asyncio.timeout(seconds):
@@ -323,7 +327,7 @@ class Stage:
             hints = microbatch.known_by({**earlier.result().route, **hints})
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
-            age=next(self._ages), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
+            age=self.next_age(), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
             adopts=adopts, earlier=earlier,
             # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),

@@ -15,7 +15,7 @@ import torch
 
 from swarm import optim
 from swarm.config import RoundsConfig, RunConfig, WireConfig
-from swarm.errors import Overloaded, RetriesExhausted
+from swarm.errors import Overloaded, RetriesExhausted, StaleMicrobatch
 from swarm.hop import HopLimits, HopListener, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
@@ -23,6 +23,7 @@ from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
 from swarm.stage.incoming import Incoming
+from swarm.stage.task_queue import Priority
 from swarm.stage.weights import GradientBucket, Version
 from tests.support.chain import (
     DILOCO,
@@ -559,3 +560,46 @@ async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
         assert await chain.trainer.evaluate(batch, round_number=1) != before
         with pytest.raises(RetriesExhausted, match="round 2 is not kept, this peer is at 1"):
             await chain.trainer.evaluate(batch, round_number=2)
+
+
+async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After what was there before it, and before what comes later: else it would never end at a bottleneck."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        last, order = chain.peers[2], list[str]()
+        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
+        evaluate = last.backend.evaluate
+        monkeypatch.setattr(
+            last.backend, "evaluate", lambda *args, **named: [order.append("evaluate"), evaluate(*args, **named)][1]
+        )  # fmt: skip
+
+        def forward(name: str) -> asyncio.Task[tuple[None, float]]:
+            work = last.runtime.run(partial(order.append, name), priority=Priority.FORWARD, age=last.stage.next_age())
+            return asyncio.create_task(work)
+
+        async with last.held():
+            forwards = [forward("before")]
+            await eventually(lambda: last.runtime.queue_length == 2)
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, round_number=0))
+            await eventually(lambda: last.runtime.queue_length == 3)
+            forwards += [forward("after") for _ in range(3)]
+            await eventually(lambda: last.runtime.queue_length == 6)
+        await asyncio.gather(evaluating, *forwards)
+        assert order == ["before", "evaluate", "after", "after", "after"]
+
+
+async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        last = chain.peers[2]
+        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
+        async with last.held():
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, round_number=0))
+            await eventually(lambda: last.runtime.queue_length == 2)
+            # Control work comes first: two rounds pass.
+            passing = [
+                asyncio.create_task(last.runtime.control(lambda: _apply(last, last.weights.close().tensors)))
+                for _ in range(2)
+            ]  # fmt: skip
+            await eventually(lambda: last.runtime.queue_length == 4)
+        await asyncio.gather(*passing)
+        with pytest.raises(StaleMicrobatch, match="round 0 is not kept"):
+            await evaluating
