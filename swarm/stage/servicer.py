@@ -8,6 +8,7 @@ retry that will join it. Never touches weights.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -152,9 +153,12 @@ class StageServicer(StageServiceServicer):
             self._stage.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """To be called while this stage is what is waited for: a caller would take silence for death."""
+        """To be called while this stage is what is waited for: a caller would take silence for death.
+
+        The first time at once, and once a second: that is also how a caller learns that its tensors have arrived.
+        """
         now = asyncio.get_running_loop().time
-        said_at = now()
+        said_at = -math.inf
 
         async def say() -> None:
             nonlocal said_at
@@ -165,6 +169,7 @@ class StageServicer(StageServiceServicer):
         return say
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
+        # There are news at once, of its own subscription.
         route: Mapping[int, PeerId] = {}
         while not computation.done:
             await computation.news(PROGRESS_SECONDS)

@@ -247,10 +247,10 @@ class Stage:
         while self.round < number:
             if self._is_behind() or now() >= deadline:
                 raise NotReady(f"this peer is at round {self.round}, and will be for a while")
+            if still_waiting is not None:
+                await still_waiting()
             with contextlib.suppress(TimeoutError):
                 await self.reach_round(number, min(_LOOK_SECONDS, deadline - now()))
-            if still_waiting is not None and self.round < number:
-                await still_waiting()
 
     # -- computing ---------------------------------------------------------------------------------------------------
 
@@ -265,8 +265,8 @@ class Stage:
         only if none has been yet.
 
         Args:
-            still_waiting: called every now and then while the microbatch's round has not begun here. Whatever it raises
-                ends the wait, and nothing has been begun.
+            still_waiting: called at once and every now and then while the microbatch's round has not begun here. What
+                it raises ends the wait, and nothing has been begun.
 
         Raises:
             StaleMicrobatch, NotReady.

@@ -177,7 +177,12 @@ async def test_a_full_window_is_counted_once_for_all_that_waits(monkeypatch: pyt
         await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
         assert len(world.loop._queue) > 1
         counted: list[int] = []
-        monkeypatch.setattr(world.loop, "_has_room", lambda number: bool(counted.append(number)))
+
+        def has_room(round_number: int) -> bool:
+            counted.append(round_number)
+            return False
+
+        monkeypatch.setattr(world.loop, "_has_room", has_room)
         assert world.loop._next() is None
         assert counted == [0]
 
