@@ -53,7 +53,8 @@ from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_serv
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
-from swarm.stage.backend import GraphBudget, StageBackend, reply_specs
+from swarm.stage.backend import GraphBudget, StageBackend, reply_specs, request_specs
+from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
@@ -120,7 +121,10 @@ class StageServer:
         self._held_at = 0
         """Round of the peers that hold the stage, when this one began."""
         self._channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
-        self._callers = Callers(clock)
+        max_in_flight = options.max_in_flight or config.stages.num_stages + 2
+        limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST)
+        most_in_flight = max(limits.max_in_flight, limits.largest_in_flight)
+        self._callers = Callers(clock, max_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         try:
@@ -145,11 +149,7 @@ class StageServer:
             )  # fmt: skip
         self._stage = Stage(
             config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
-            limits=StageLimits(
-                max_in_flight=options.max_in_flight or config.stages.num_stages + 2,
-                largest_in_flight=options.max_in_flight or LARGEST,
-            ),
-            is_behind=lambda: self._averager.is_behind, events=self._events,
+            limits=limits, is_behind=lambda: self._averager.is_behind, events=self._events,
         )  # fmt: skip
         self._hop = hop
         self._member = StageMember(

@@ -52,8 +52,9 @@ async def watch_connections(*, stage: int, router: Router, channels: ChannelPool
         while True:
             records = router.records(stage)
             connected, previously = {r.endpoint for r in records if channels.is_connected(r)}, connected
+            broken = previously - connected
             for record in records:
-                if record.endpoint in previously - connected:
+                if record.endpoint in broken:
                     # Whatever call it was that broke it: a hop would wait for the next connection.
                     router.failed(PeerId(record.peer_id), is_unreachable=True)
             for record in router.unreachable(stage):

@@ -7,6 +7,7 @@ the peers that worked on it before are asked first. Never looks into the tensors
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -318,13 +319,12 @@ class Hop:
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
-            opened_at = self._clock.monotonic()
             await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
             if not request.eager:
                 accepted = self._admitted(await self._read(call, self._limits.open_seconds))
                 tensors = {} if accepted.has_tensors else tensors
                 self._set_refused(attempt, False)
-            accepted_at = self._clock.monotonic()
+            sending_at, arrived_at = self._clock.monotonic(), math.inf
             self._num_sending += 1
             try:
                 for name, tensor in tensors.items():
@@ -340,6 +340,9 @@ class Hop:
             stalled_since = self._clock.monotonic()
             while True:
                 reply = await self._read(call, self._limits.silence_seconds)
+                # The peer says something as soon as it has all tensors, before it computes. When they were written
+                # tells less: buffers take megabytes.
+                arrived_at = min(arrived_at, self._clock.monotonic())
                 kind = reply.WhichOneof("message")
                 if kind == "progress":
                     if reply.progress.stage != self.stage:
@@ -372,7 +375,7 @@ class Hop:
                 peer_id, num_samples=microbatch.num_samples,
                 # A replay takes less of a peer than what it will mostly be asked for.
                 busy_seconds=None if microbatch.is_replay else done.busy_seconds,
-                link_seconds=None if request.eager else accepted_at - opened_at, queue_length=done.queue_length,
+                link_seconds=arrived_at - sending_at if tensors else None, queue_length=done.queue_length,
             )  # fmt: skip
             route = {entry.stage: PeerId(entry.peer_id) for entry in done.route}
             return HopReply(

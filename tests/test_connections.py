@@ -3,6 +3,7 @@
 import asyncio
 import random
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -139,6 +140,34 @@ async def test_a_peer_whose_connection_breaks_is_banned_though_nothing_was_hande
         assert not peer.is_banned
         await peer.server.stop(None)
         await eventually(lambda: peer.is_banned)
+
+
+async def test_a_look_at_many_connections_takes_no_time() -> None:
+    """It is on the event loop, twice a second: what has broken is found once, not for every peer."""
+    records = [
+        PeerRecord(peer_id=_ID, stage=0, endpoint=f"192.0.2.1:{port}", state=PeerState.SERVING, announced_at=0.0)
+        for port in range(1, 5001)
+    ]  # fmt: skip
+    looks: list[float] = []
+
+    class Everybody(Router):
+        def records(self, stage: int) -> list[PeerRecord]:
+            return records
+
+    class Connected(ChannelPool):
+        def is_connected(self, record: PeerRecord) -> bool:
+            return True
+
+    class Looks(ManualClock):
+        async def sleep(self, seconds: float) -> None:
+            looks.append(time.thread_time())
+            if len(looks) == 3:
+                raise asyncio.CancelledError
+
+    clock, channels = Looks(), Connected(insecure=True)
+    with suppress(asyncio.CancelledError):
+        await watch_connections(stage=0, router=Everybody(clock, random.Random(0)), channels=channels, clock=clock)
+    assert looks[2] - looks[1] < 0.1
 
 
 async def test_a_peer_that_is_announced_elsewhere_is_not_banned() -> None:

@@ -210,7 +210,9 @@ class TrainLoop(HopListener):
         if self._paused:
             return None
         waiting = (work for work in self._queue if work.microbatch.index not in self._in_flight)
-        return next((work for work in waiting if self._has_room(work.microbatch.round)), None)
+        # All that waits is mostly of one round: what is in flight is counted once for each.
+        has_room = functools.cache(self._has_room)
+        return next((work for work in waiting if has_room(work.microbatch.round)), None)
 
     def _has_room(self, round_number: int) -> bool:
         """Whether one more of that round may be under way.

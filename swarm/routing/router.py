@@ -75,7 +75,8 @@ class Router:
         Args:
             busy_seconds: the peer's own computing for these samples, as it reports it: the time of the whole call
                 contains everything downstream. None if it says nothing about others.
-            link_seconds: what the link added, as the caller measured it; None if this call could not tell.
+            link_seconds: what the link added, as the caller measured it: its tensors' way, and a word's way back. None
+                if nothing was sent.
             queue_length: tasks that wait at the peer.
         """
         queue = self._queue_of(peer_id)

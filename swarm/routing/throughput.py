@@ -41,7 +41,9 @@ class SecondsPerSample:
     keep equally much of our work in flight at every peer. While queues are short, equal peers differ by their
     links and the nearer one gets more. A link costs no throughput as long as enough is in flight, and when the
     near peers are saturated their queues grow until the far ones look as good: no capacity is left unused for
-    being far away.
+    being far away. A line that is full has a queue too, though the peer behind it knows of none: what is sent at once
+    takes longer, all of it, until the peer's share is what the line carries. Where it is our own line that is full,
+    everybody is as far away, and gets alike until there is a queue at the slower ones.
     """
 
     def __init__(self) -> None:
@@ -75,7 +77,8 @@ class SecondsPerSample:
 
         Args:
             busy_seconds: the peer's own computing, forward and backward, for these samples.
-            link_seconds: what the link added; None if this call could not tell.
+            link_seconds: what the link added, from the first byte sent to the word that all have arrived; None if
+                nothing was sent.
             queue_length: tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's
                 work, and a microbatch waits for both: so each waiting task costs one `busy_seconds`.
             at_most: as in `announced`.

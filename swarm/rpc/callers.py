@@ -16,8 +16,10 @@ from swarm.errors import IntegrityError, Overloaded
 MAX_CALLS = 1024
 """Of one caller, under way at one time; waiting calls of a trainer are most of an honest one's."""
 MAX_BYTES = 256 << 20
-"""Kept for the calls of one caller."""
+"""Kept for the calls of one caller, at least; a stage peer's own microbatches may need more (stage/incoming)."""
 RETRY_SECONDS = 1.0
+KEPT_RETRY_SECONDS = 0.05
+"""After which something more may be kept: as soon as one call ends, as with slots."""
 CALLS_PER_SECOND = 500.0
 """Begun by one caller; those beyond it wait, so that nobody has this peer busy with answering calls alone."""
 BURST_CALLS = 1000
@@ -87,7 +89,7 @@ class Callers:
         """
         held = self._num_bytes[caller]
         if held and held + num_bytes > self._max_bytes:
-            raise Overloaded(f"{held} bytes of this caller are kept already", retry_after_seconds=RETRY_SECONDS)
+            raise Overloaded(f"{held} bytes of this caller are kept already", retry_after_seconds=KEPT_RETRY_SECONDS)
         self._num_bytes[caller] += num_bytes
 
     def release(self, caller: Caller, num_bytes: int) -> None:

@@ -228,7 +228,7 @@ class _Hop:
             peer_id,
             Answer(
                 num_samples=self._pipeline.num_samples, busy_seconds=self._busy_seconds, queue_length=queue_length,
-                link_seconds=None if self._is_eager else 2 * self._one_way,
+                link_seconds=2 * self._one_way,
                 call_seconds=self._timeline.monotonic() - self._sent_at - self._downstream_seconds,
             ),
         )  # fmt: skip

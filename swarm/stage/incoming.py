@@ -11,19 +11,37 @@ import grpc
 import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
-from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.callers import MAX_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
 from swarm.rpc.wire import TensorReader, TensorSpec
+from swarm.stage.slots import LARGEST
 
 FIRST_SECONDS = 10.0
 """Longest wait for the first message: a stream that says nothing is not kept."""
 SLOWEST_BYTES_PER_SECOND = 32 << 10
 """Whoever sends tensors more slowly than this, beyond the wait for one message, is cut off: he may hold a slot."""
 DRAIN_SECONDS = 5.0
-"""Longest wait for a refused caller to finish sending."""
+"""Longest wait for a refused caller to finish sending, beyond what all of it takes at the slowest rate."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
+
+
+def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
+    """Of one caller: so much that slots alone hold back the microbatches of an honest one.
+
+    A request is kept until it is acknowledged, and its slot is free once it is answered. So to those that have a slot
+    here come those that were answered: as many as may still have one on their way back through the stages before.
+
+    Args:
+        specs: of one request.
+        max_in_flight: the most microbatches that are admitted here at once.
+    """
+    return max(MAX_BYTES, (max_in_flight + LARGEST) * _num_bytes(specs))
+
+
+def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
+    return sum(spec.num_bytes for spec in specs.values())
 
 
 class Incoming:
@@ -36,6 +54,8 @@ class Incoming:
         self._reader: TensorReader | None = None
         self._expected_bytes = 0
         self._kept_bytes = 0
+        self._due = 0.0
+        """When all that is expected is there at the slowest rate, by the loop's clock."""
 
     async def read(self, seconds: float = MESSAGE_SECONDS) -> Any:
         """The next message, or None at the end of the stream. Raises DeadlineExceeded."""
@@ -54,9 +74,10 @@ class Incoming:
     def expect(self, specs: Mapping[str, TensorSpec]) -> None:
         """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already."""
         if self._reader is None:
-            num_bytes = sum(spec.num_bytes for spec in specs.values())
+            num_bytes = _num_bytes(specs)
             self._reader = TensorReader(specs)
             self._expected_bytes = num_bytes
+            self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
             self._callers.keep(self.caller, num_bytes)
             self._kept_bytes = num_bytes
 
@@ -81,10 +102,12 @@ class Incoming:
         """Read away what the caller is still sending.
 
         A call that ends while its caller writes ends for the caller with an internal error of gRPC's, not with
-        what we have to say.
+        what we have to say: it would take a busy peer for a broken one. Nothing of it is kept.
         """
+        self.close()
+        self._reader = None
         try:
-            async with asyncio.timeout(DRAIN_SECONDS):
+            async with asyncio.timeout_at(max(self._due, asyncio.get_running_loop().time()) + DRAIN_SECONDS):
                 while self._expected_bytes > 0:
                     await self.read()
         except (TimeoutError, DeadlineExceeded):

@@ -8,7 +8,8 @@ retry that will join it. Never touches weights.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -138,7 +139,8 @@ class StageServicer(StageServiceServicer):
             if tensors is None:
                 tensors = await incoming.tensors()
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
-            computation = await self._stage.begin(microbatch, tensors, hints, context)
+            still_waiting = self._signs_of_life(context)
+            computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
             try:
                 await self._stream_news(context, computation)
                 self._stage.counters.rerouted_backwards += opening.rerouted_backward
@@ -150,7 +152,24 @@ class StageServicer(StageServiceServicer):
         finally:
             self._stage.leave(slot)
 
+    def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
+        """To be called while this stage is what is waited for: a caller would take silence for death.
+
+        The first time at once, and once a second: that is also how a caller learns that its tensors have arrived.
+        """
+        now = asyncio.get_running_loop().time
+        said_at = -math.inf
+
+        async def say() -> None:
+            nonlocal said_at
+            if now() - said_at >= PROGRESS_SECONDS:
+                said_at = now()
+                await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
+
+        return say
+
     async def _stream_news(self, context: Context, computation: Computation) -> None:
+        # There are news at once, of its own subscription.
         route: Mapping[int, PeerId] = {}
         while not computation.done:
             await computation.news(PROGRESS_SECONDS)
@@ -225,13 +244,12 @@ class StageServicer(StageServiceServicer):
             )
         specs = request_specs(self._config, self._stage.number, opening.num_samples, opening.sequence_length)
         incoming.expect(specs)
-        # With DiLoCo the stages need not be at one round: each answers with its newest anchor up to the named one.
         synchronous = self._config.rounds.synchronous
-        round_number = opening.round if synchronous else min(opening.round, self._stage.round)
         backend = self._stage.backend
 
         def anchor() -> dict[str, torch.Tensor]:
-            parameters = backend.weights.anchor(round_number)
+            # With DiLoCo the stages need not be at one round: each answers with its newest anchor up to the named one.
+            parameters = backend.weights.anchor(opening.round if synchronous else min(opening.round, self._stage.round))
             if parameters is None:
                 raise RoundMismatch(
                     f"round {opening.round} is not kept, this peer is at {self._stage.round}",
@@ -244,12 +262,12 @@ class StageServicer(StageServiceServicer):
 
         async def in_turn() -> Any:
             async with self._turns.setdefault(incoming.caller, asyncio.Lock()), self._evaluating:
-                # Not before: what waits must not keep a round's weights.
-                parameters = anchor()
                 output, _ = await self._stage.runtime.run(
-                    lambda: backend.evaluate(tensors, parameters, want_logits=opening.want_logits),
-                    priority=Priority.EVALUATE,
-                )
+                    # The anchor not before: what waits must not keep a round's weights.
+                    lambda: backend.evaluate(tensors, anchor(), want_logits=opening.want_logits),
+                    # A forward among the others: behind all of them it would never have its turn at a bottleneck.
+                    priority=Priority.FORWARD, age=self._stage.next_age(),
+                )  # fmt: skip
                 return output
 
         output = await self._with_progress(context, asyncio.ensure_future(in_turn()), _Awaited(self._stage.number))

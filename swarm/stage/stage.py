@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -230,6 +230,10 @@ class Stage:
         if entry is not None and entry.state is EntryState.COMMITTED:
             raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
 
+    def next_age(self) -> int:
+        """Of new work at the compute thread: it comes after what was there before, of the same kind."""
+        return next(self._ages)
+
     async def reach_round(self, number: int, seconds: float) -> None:
         """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
         async with asyncio.timeout(seconds):
@@ -237,12 +241,14 @@ class Stage:
                 self._new_round.clear()
                 await self._new_round.wait()
 
-    async def _wait_for_round(self, number: int) -> None:
+    async def _wait_for_round(self, number: int, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         now = asyncio.get_running_loop().time
         deadline = now() + self._limits.round_wait_seconds
         while self.round < number:
             if self._is_behind() or now() >= deadline:
                 raise NotReady(f"this peer is at round {self.round}, and will be for a while")
+            if still_waiting is not None:
+                await still_waiting()
             with contextlib.suppress(TimeoutError):
                 await self.reach_round(number, min(_LOOK_SECONDS, deadline - now()))
 
@@ -250,7 +256,7 @@ class Stage:
 
     async def begin(
         self, microbatch: Microbatch, tensors: Mapping[str, torch.Tensor], hints: Mapping[int, PeerId],
-        subscriber: object,
+        subscriber: object, still_waiting: Callable[[], Awaitable[None]] | None = None,
     ) -> Computation:  # fmt: skip
         """The computation that answers a microbatch, new or known; `subscriber` gets the answer.
 
@@ -258,11 +264,15 @@ class Stage:
         have not accumulated. Where they differ, the new activations get a gradient of their own, which is accumulated
         only if none has been yet.
 
+        Args:
+            still_waiting: called at once and every now and then while the microbatch's round has not begun here. What
+                it raises ends the wait, and nothing has been begun.
+
         Raises:
             StaleMicrobatch, NotReady.
         """
         if self.config.rounds.synchronous:
-            await self._wait_for_round(microbatch.round)
+            await self._wait_for_round(microbatch.round, still_waiting)
         answers_gradient = microbatch.answers_gradient(self.number)
         start = functools.partial(
             self._start, tensors=tensors, hints=hints, subscriber=subscriber, answers_gradient=answers_gradient
@@ -317,7 +327,7 @@ class Stage:
             hints = microbatch.known_by({**earlier.result().route, **hints})
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
-            age=next(self._ages), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
+            age=self.next_age(), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
             adopts=adopts, earlier=earlier,
             # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),

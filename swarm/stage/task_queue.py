@@ -22,7 +22,7 @@ class Priority(IntEnum):
     """Short work on the stage's state: closing a bucket, a snapshot, a commit."""
     BACKWARD = 1
     FORWARD = 2
-    EVALUATE = 3
+    """An evaluation is one too."""
 
 
 @dataclass(order=True)
@@ -56,7 +56,7 @@ class TaskQueue:
             Overloaded: the queue is full. Only new work is refused: there is little control work, and a
                 backward ends something that was taken on.
         """
-        if len(self._heap) >= self._capacity and priority >= Priority.FORWARD:
+        if len(self._heap) >= self._capacity and priority is Priority.FORWARD:
             raise Overloaded(f"{len(self._heap)} tasks wait already", retry_after_seconds=1.0)
         task = Task(priority=priority, age=age, number=next(self._numbers), work=work, future=Future())
         heapq.heappush(self._heap, task)

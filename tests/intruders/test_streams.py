@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from swarm import certificates
-from swarm.rpc.callers import MAX_CALLS
+from swarm.errors import Overloaded
+from swarm.rpc.callers import MAX_BYTES, MAX_CALLS, Caller
 from swarm.rpc.channels import MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import chunks
+from swarm.rpc.wire import TensorSpec, chunks
 from swarm.stage import incoming, servicer
 from swarm.stage.backend import HIDDEN, TOKENS
+from swarm.stage.slots import LARGEST
 from tests.intruders.host import Host, resident_bytes, running
 from tests.support import locked
 from tests.support.chain import eventually
@@ -243,6 +245,28 @@ async def test_what_is_kept_for_one_caller_is_bounded() -> None:
         for call in calls:
             call.cancel()
         await eventually(lambda: host.num_idle == (0, 0, 0))
+
+
+@pytest.mark.parametrize("max_in_flight", [4, 200])
+async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
+    max_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large microbatches are: those that have a slot, and those that were answered and wait for the Ack."""
+    monkeypatch.setattr(incoming, "MAX_BYTES", 1)
+    async with running(max_in_flight=max_in_flight) as host:
+        callers = host.server._callers
+        num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
+        for _ in range(max_in_flight + LARGEST):
+            callers.keep(Caller("neighbour"), num_bytes)
+        with pytest.raises(Overloaded):
+            callers.keep(Caller("neighbour"), num_bytes)
+        callers.release(Caller("neighbour"), callers.num_bytes)
+
+
+def test_what_is_kept_for_one_caller_is_never_less_than_always() -> None:
+    assert incoming.max_kept_bytes({TOKENS: TensorSpec(shape=(2, 17), encoding="int32")}, LARGEST) == MAX_BYTES
+    hidden = TensorSpec(shape=(8, 2048, 4096), encoding="bf16")
+    assert incoming.max_kept_bytes({HIDDEN: hidden}, LARGEST) >= LARGEST * hidden.num_bytes
 
 
 # -- one caller's flood ------------------------------------------------------------------------------------------------

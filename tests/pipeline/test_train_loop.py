@@ -170,6 +170,23 @@ async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() ->
         assert world.num_granted == 4 + 2
 
 
+async def test_a_full_window_is_counted_once_for_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each answer, whatever the number of those that wait."""
+    async with running(max_in_flight=4) as world:
+        world.num_there = 100
+        await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
+        assert len(world.loop._queue) > 1
+        counted: list[int] = []
+
+        def has_room(round_number: int) -> bool:
+            counted.append(round_number)
+            return False
+
+        monkeypatch.setattr(world.loop, "_has_room", has_room)
+        assert world.loop._next() is None
+        assert counted == [0]
+
+
 async def test_a_stage_0_that_came_back_from_a_checkpoint_gets_its_round_though_the_window_is_full() -> None:
     """What fills it, and what waits, belongs to the next round, which waits for this one."""
     async with running(SYNCHRONOUS, max_in_flight=4, first=1) as world:

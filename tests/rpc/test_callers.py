@@ -64,8 +64,9 @@ def test_callers_are_forgotten() -> None:
 def test_what_is_kept_for_one_caller_is_limited() -> None:
     callers = Callers(max_bytes=100)
     callers.keep(ONE, 60)
-    with pytest.raises(Overloaded, match="60 bytes of this caller are kept already"):
+    with pytest.raises(Overloaded, match="60 bytes of this caller are kept already") as refused:
         callers.keep(ONE, 60)
+    assert refused.value.retry_after_seconds <= 0.1, "as for a slot: a call that ends makes room at once"
     callers.keep(OTHER, 60)
     assert callers.num_bytes == 120
     callers.release(ONE, 60)

@@ -15,14 +15,17 @@ import torch
 
 from swarm import optim
 from swarm.config import RoundsConfig, RunConfig, WireConfig
-from swarm.errors import Overloaded, RetriesExhausted
-from swarm.hop import HopLimits, Microbatch
+from swarm.errors import Overloaded, RetriesExhausted, StaleMicrobatch
+from swarm.hop import HopLimits, HopListener, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
-from swarm.stage.backend import TOKENS, logits_spec
+from swarm.stage import servicer
+from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
 from swarm.stage.incoming import Incoming
+from swarm.stage.task_queue import Priority
 from swarm.stage.weights import GradientBucket, Version
+from swarm.types import PeerId
 from tests.support.chain import (
     DILOCO,
     INT8,
@@ -35,6 +38,7 @@ from tests.support.chain import (
     running_chain,
     tokens,
 )  # fmt: skip
+from tests.support.proxy import Direction, Proxy
 from tests.support.rounding import RoundingModel, rounding_reference
 
 _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, dropout=0.2))
@@ -411,6 +415,125 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
         assert [peer.stage.ledger.committed(1) for peer in chain.peers] == [{8}] * 3
 
 
+async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than silence is borne; who would be longer still says so, and is not banned for it either."""
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(silence_seconds=1.0, retry_seconds=0.02)) as chain:
+        first = chain.peers[0]
+        await first.runtime.control(lambda: _apply(first, first.weights.close().tensors))
+        second = chain.peers[1].stage
+        second._limits = dataclasses.replace(second._limits, round_wait_seconds=3.0)
+        training = asyncio.create_task(chain.train(8, round_number=1))
+        await eventually(lambda: second.num_admitted == 1)
+        await asyncio.sleep(2.0)
+        assert second.num_admitted == 1
+        await eventually(lambda: second.num_admitted == 0)  # Not ready, for now.
+        await eventually(lambda: second.num_admitted == 1)
+        await asyncio.sleep(2.0)
+        assert _failures(chain.peers[0].router) == 0
+        for peer in chain.peers[1:]:
+            await peer.runtime.control(partial(_apply, peer, peer.weights.close().tensors))
+            peer.stage.round_began()
+        await chain.ack(await training)
+        # Nor is the line to it taken for slow: two samples waited for two seconds.
+        readings = {reading.stage: reading for reading in first.router.statistics()}
+        assert readings[1].expected_seconds_per_sample < 0.5
+        assert chain.counts("forwards") == [1, 1, 1]
+        chain.assert_idle()
+
+
+async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
+    async with running_chain(SYNCHRONOUS) as chain:
+        second = chain.peers[1]
+        num_tasks = len(asyncio.all_tasks())
+        microbatch = Microbatch(index=8, round=1, num_samples=2)
+        tensors = {TOKENS: tokens(SYNCHRONOUS, 8), HIDDEN: torch.zeros(2, 16, 32)}
+        waiting = asyncio.create_task(chain.peers[0].hop.train(microbatch, tensors, HopListener(), {}))
+        await eventually(lambda: second.stage.num_admitted == 1)
+        await asyncio.sleep(0.5)
+        waiting.cancel()
+        await eventually(lambda: second.stage.num_admitted == 0)
+        await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
+        assert second.servicer._callers.num_bytes == 0
+        assert second.stage.ledger.find(8) is None
+        chain.assert_idle()
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_time_that_tensors_take_is_the_links() -> None:
+    """Buffers take them at once, and a small message passes: only the peer knows when they are there."""
+    data = dataclasses.replace(SYNCHRONOUS.data, sequence_length=512)
+    config = dataclasses.replace(DILOCO, data=data)
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
+        near, far = chain.at(1)
+        host, port = far.record.endpoint.split(":")
+        async with Proxy(host, int(port)) as proxy:
+            proxy.links[Direction.TO_SERVER].bytes_per_second = 200_000
+            chain.update([
+                peer.record if peer is not far else peer.record.model_copy(update={"endpoint": proxy.address})
+                for peer in chain.peers
+            ])  # fmt: skip
+            for index in range(12):
+                await chain.train_all([index])
+            readings = chain.peers[0].router.statistics()
+            seconds = {reading.peer_id: reading.expected_seconds_per_sample for reading in readings}
+            hidden_bytes = 2 * 512 * 32 * 4
+            assert seconds[far.peer_id] > 0.5 * hidden_bytes / 200_000 / 2, seconds
+            assert seconds[far.peer_id] > 2 * seconds[near.peer_id], seconds
+
+
+@pytest.mark.parametrize("eager", [False, True])
+async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question that comes first without a credit is no part of it."""
+    links: list[float | None] = []
+    async with running_chain(DILOCO) as chain:
+        await chain.train_all([0])
+        router, credits = chain.peers[0].router, chain.peers[0].hop._credits
+        assert credits.left(chain.peers[1].peer_id) == 1
+        if not eager:
+            credits.drop(chain.peers[1].peer_id)
+        succeeded, read = router.succeeded, Incoming.read
+
+        def note(peer_id: PeerId, **learnt: Any) -> None:
+            links.append(learnt["link_seconds"])
+            succeeded(peer_id, **learnt)
+
+        async def slowly(incoming: Incoming, *args: float) -> Any:
+            message = await read(incoming, *args)
+            if message is not None and message.WhichOneof("message") in ("open", "chunk"):
+                await asyncio.sleep(0.5)
+            return message
+
+        monkeypatch.setattr(router, "succeeded", note)
+        monkeypatch.setattr(Incoming, "read", slowly)
+        await chain.train_all([1])
+    [link] = links
+    assert link is not None
+    # Two tensors of one chunk each; with a credit they wait for the question, which goes along with them.
+    assert 1.0 <= link < (2.0 if eager else 1.5)
+
+
+async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a peer that knows what comes would look nearer than it is."""
+    links: list[float | None] = []
+    async with running_chain(SYNCHRONOUS) as chain:
+        succeeded = chain.router.succeeded
+
+        def note(peer_id: PeerId, **learnt: Any) -> None:
+            links.append(learnt["link_seconds"])
+            succeeded(peer_id, **learnt)
+
+        monkeypatch.setattr(chain.router, "succeeded", note)
+        first = await chain.train(0)
+        again = await chain.train(0, hints={0: chain.peers[0].peer_id})
+        first.close()
+        await chain.ack(again)
+    assert [link is None for link in links] == [False, True]
+
+
 # -- busy peers --------------------------------------------------------------------------------------------------------
 
 
@@ -517,3 +640,49 @@ async def test_the_anchor_of_the_round_before_can_still_be_evaluated() -> None:
         assert await chain.trainer.evaluate(batch, round_number=1) != before
         with pytest.raises(RetriesExhausted, match="round 2 is not kept, this peer is at 1"):
             await chain.trainer.evaluate(batch, round_number=2)
+
+
+async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After what was there before it, and before what comes later: else it would never end at a bottleneck."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        last, order = chain.peers[2], list[str]()
+        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
+        evaluate = last.backend.evaluate
+
+        def note(*args: Any, **named: Any) -> torch.Tensor:
+            order.append("evaluate")
+            return evaluate(*args, **named)
+
+        monkeypatch.setattr(last.backend, "evaluate", note)
+
+        def forward(name: str) -> asyncio.Task[tuple[None, float]]:
+            work = last.runtime.run(partial(order.append, name), priority=Priority.FORWARD, age=last.stage.next_age())
+            return asyncio.create_task(work)
+
+        async with last.held():
+            forwards = [forward("before")]
+            await eventually(lambda: last.runtime.queue_length == 2)
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, round_number=0))
+            await eventually(lambda: last.runtime.queue_length == 3)
+            forwards += [forward("after") for _ in range(3)]
+            await eventually(lambda: last.runtime.queue_length == 6)
+        await asyncio.gather(evaluating, *forwards)
+        assert order == ["before", "evaluate", "after", "after", "after"]
+
+
+async def test_an_evaluation_that_waits_keeps_no_rounds_weights() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        last = chain.peers[2]
+        inputs = {TOKENS: tokens(SYNCHRONOUS, 99), HIDDEN: torch.zeros(2, 16, 32)}
+        async with last.held():
+            evaluating = asyncio.create_task(chain.peers[1].hop.evaluate(inputs, round_number=0))
+            await eventually(lambda: last.runtime.queue_length == 2)
+            # Control work comes first: two rounds pass.
+            passing = [
+                asyncio.create_task(last.runtime.control(lambda: _apply(last, last.weights.close().tensors)))
+                for _ in range(2)
+            ]  # fmt: skip
+            await eventually(lambda: last.runtime.queue_length == 4)
+        await asyncio.gather(*passing)
+        with pytest.raises(StaleMicrobatch, match="round 0 is not kept"):
+            await evaluating

@@ -12,6 +12,7 @@ from swarm.errors import (
     IncompatibleVersion,
     MalformedMessage,
     NotReady,
+    Overloaded,
     PeerUnavailable,
     RetriesExhausted,
     RoundMismatch,
@@ -25,6 +26,7 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, chunks
+from swarm.stage import incoming
 from swarm.stage.backend import HIDDEN, TOKENS, request_specs
 from swarm.types import PROTOCOL_VERSION
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
@@ -155,6 +157,31 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
         await _send(chain.peers[1], "Train", requests)
     for peer in chain.peers[1:]:
         await peer.stage.settle_round(0, frozenset())
+
+
+def _busy(_: Any) -> None:
+    raise Overloaded("enough in flight", retry_after_seconds=0.05)
+
+
+async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that its call ended while it wrote; what it sends meanwhile is not kept."""
+    monkeypatch.setattr(incoming, "DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 1 << 10)
+    peer = chain.peers[1]
+    monkeypatch.setattr(peer.stage, "_check_round", _busy)
+    async with grpc.aio.insecure_channel(peer.record.endpoint, options=CLIENT_OPTIONS) as channel:
+        stub: Any = StageServiceStub(channel)
+        call = stub.Train(timeout=20)
+        await call.write(_open(eager=True))
+        for part in _tensors(tokens=_TOKENS, hidden=_HIDDEN):
+            await asyncio.sleep(0.5)
+            assert peer.servicer._callers.num_bytes == 0
+            await call.write(part)
+        await call.done_writing()
+        assert (await call.read()).WhichOneof("message") == "busy"
+        assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_a_peer_that_is_leaving_says_so(chain: Chain) -> None:

@@ -33,15 +33,14 @@ def test_backward_of_a_newer_microbatch_precedes_an_older_forward() -> None:
     queue = TaskQueue(10)
     queue.push(lambda: "forward 0", priority=Priority.FORWARD, age=0)
     queue.push(lambda: "backward 3", priority=Priority.BACKWARD, age=3)
-    queue.push(lambda: "evaluate", priority=Priority.EVALUATE, age=0)
     queue.push(lambda: "backward 1", priority=Priority.BACKWARD, age=1)
     queue.push(lambda: "control", priority=Priority.CONTROL, age=0)
-    assert _popped(queue) == ["control", "backward 1", "backward 3", "forward 0", "evaluate"]
+    assert _popped(queue) == ["control", "backward 1", "backward 3", "forward 0"]
 
 
 def test_a_task_that_nobody_wants_is_gone_at_once() -> None:
     queue = TaskQueue(10)
-    unwanted = queue.push(lambda: "unwanted", priority=Priority.EVALUATE, age=0)
+    unwanted = queue.push(lambda: "unwanted", priority=Priority.FORWARD, age=0)
     queue.push(lambda: "wanted", priority=Priority.FORWARD, age=1)
     queue.drop(unwanted)
     assert unwanted.future.cancelled()
@@ -66,13 +65,12 @@ def test_a_task_that_was_popped_goes_on() -> None:
     assert not task.future.cancelled()
 
 
-@pytest.mark.parametrize("priority", [Priority.FORWARD, Priority.EVALUATE])
-def test_a_full_queue_refuses_new_work(priority: Priority) -> None:
+def test_a_full_queue_refuses_new_work() -> None:
     queue = TaskQueue(2)
     for age in range(2):
         queue.push(lambda: None, priority=Priority.FORWARD, age=age)
     with pytest.raises(Overloaded) as refusal:
-        queue.push(lambda: None, priority=priority, age=2)
+        queue.push(lambda: None, priority=Priority.FORWARD, age=2)
     assert refusal.value.retry_after_seconds > 0
     assert len(queue) == 2
 

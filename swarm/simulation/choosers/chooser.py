@@ -17,8 +17,8 @@ class Answer:
     num_samples: int
     busy_seconds: float
     """The peer's own computing, forward and backward."""
-    link_seconds: float | None
-    """Round trip; None if the tensors went along with the request."""
+    link_seconds: float
+    """There and back, without the question whether the peer takes it."""
     queue_length: int
     """Tasks that wait or run at the peer."""
     call_seconds: float
