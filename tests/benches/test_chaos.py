@@ -1,6 +1,8 @@
 """What chaos makes of event logs, and that its faults come to an end."""
 
 import random
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,11 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 
 from peers.supervisor import Supervisor
 from scripts.benches.chaos import figures
-from scripts.benches.chaos.cast import Cast, Usage
+from scripts.benches.chaos.cast import Cast, Role, Usage, children_of
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.program import read_clock, set_clock, wind
 from scripts.benches.throttle import Throttle
+from tests.support.swarm import wait_until
 
 
 def _begin(number: int, lineage: str, attempt: int = 1) -> dict[str, Any]:
@@ -120,6 +123,42 @@ def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: st
 def test_what_nobody_alive_can_suffer_hits_nobody(cast: Cast, name: str) -> None:
     with fault(KINDS[name], cast, random.Random(0)) as victims:
         assert victims == []
+
+
+FORKS_IN_A_THREAD = """
+import subprocess, sys, threading, time
+children = []
+child = "import time; open('/proc/self/comm', 'w').write('p2pd'); time.sleep(60)"
+def fork():
+    children.append(subprocess.Popen([sys.executable, "-c", child]))
+    time.sleep(60)
+threading.Thread(target=fork, daemon=True).start()
+while not children:
+    time.sleep(0.01)
+sys.exit(-children[0].wait())
+"""
+
+
+def _children(role: Role) -> list[str]:
+    assert role.child is not None
+    return list(children_of(role.child.pid).values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_a_p2pd_that_a_thread_forked_is_killed_and_who_has_none_is_not_hit(cast: Cast) -> None:
+    """The DHT's thread forks the real one."""
+    with cast.children as children:
+        for role in cast.peers(0):
+            role.child = children.start(role.name, [sys.executable, "-c", FORKS_IN_A_THREAD])
+            role.ready = True
+        wait_until(lambda: all(_children(role) == ["p2pd"] for role in cast.peers(0)), 30.0, "their children")
+        with fault(KINDS["kill-dht"], cast, random.Random(0)) as (victim,):
+            (end,) = wait_until(children.exits, 30.0, "the end")
+            assert (end.name, end.returncode) == (victim.name, signal.SIGKILL)
+        for role in cast.peers(0):
+            role.child = children.start(role.name, ["sleep", "60"])
+        with fault(KINDS["kill-dht"], cast, random.Random(0)) as victims:
+            assert victims == []
 
 
 def test_a_clock_that_jumps_is_right_again_later(cast: Cast) -> None:

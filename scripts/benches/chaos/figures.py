@@ -81,7 +81,7 @@ def of(
     return {
         "rounds_committed_share": sum(second <= bound for second in seconds) / max(1, len(seconds)),
         "first_attempt_share": sum(number <= 1 for number in attempts) / max(1, len(attempts)),
-        "faults_per_round": len(struck) * len(stages) / max(1, len(attempts)),
+        "faults_per_round": sum(bool(one.names) for one in struck) * len(stages) / max(1, len(attempts)),
         "throughput_of_live_capacity": share_of_possible(rates, calm_rates, capacities),
         "samples_per_second": {"storm": rates, "undisturbed": calm_rates},
         "live_capacity_mean": statistics.fmean(capacities),
