@@ -59,9 +59,41 @@ def test_a_round_that_has_not_ended_counts_with_the_time_it_has_taken() -> None:
 def test_throughput_counts_from_commit_to_commit() -> None:
     chain = figures.chain([[_commit(0, "0", "1", 10.0), _commit(1, "1", "2", 25.0), _commit(2, "2", "3", 30.0)]])
     samples = chain[0].samples
-    assert figures.throughput(chain, (12.0, 40.0)) == 2 * samples / 20.0
-    assert figures.throughput(chain, (5.0, 28.0)) == samples / 15.0, "none was committed before"
-    assert figures.throughput(chain, (26.0, 29.0)) == figures.throughput([], (0.0, 40.0)) == 0.0
+    assert figures.throughput(chain, (12.0, 27.0)) == 2 * samples / 20.0
+    assert figures.throughput(chain, (10.0, 25.0)) == 2 * samples / 20.0, "exactly between two"
+    assert figures.throughput(chain, (5.0, 28.0)) == 2 * samples / 20.0, "none was committed before"
+    assert figures.throughput(chain, (26.0, 29.0)) == samples / 5.0
+    assert figures.throughput([], (0.0, 40.0)) == figures.throughput(chain, (0.0, 5.0)) == 0.0
+    assert figures.throughput(chain[:1], (0.0, 10.0)) == 0.0
+
+
+def test_throughput_falls_by_a_stall_at_a_windows_end() -> None:
+    before = [_commit(number, str(number), str(number + 1), 10.0 * (number + 1)) for number in range(5)]
+    (stalled,) = [_commit(5, "5", "6", 150.0)]
+    chain = figures.chain([[*before, stalled]])
+    assert figures.throughput(chain, (10.0, 60.0)) == 5 * 8 / 140.0, "up to the commit that ended it"
+    chain = figures.chain([before])
+    assert figures.throughput(chain, (10.0, 90.0)) == 4 * 8 / 80.0, "there is none after it"
+    assert figures.throughput(chain, (60.0, 90.0)) == 0.0
+
+
+PASSES = {
+    **figures.GOALS, "duplicates": 0, "violations": [], "trainer_exits": 0, "missing": 0, "goes_on": True,
+}  # fmt: skip
+
+
+def test_a_swarm_that_has_stopped_for_good_does_not_pass() -> None:
+    honest = figures.chain([[_commit(number, str(number), str(number + 1), 10.0 * number) for number in range(20)]])
+    stopped = honest[:11]
+    last = (140.0, 180.0)
+    assert figures.goes_on({0: honest, 1: honest}, last)
+    assert not figures.goes_on({0: honest, 1: stopped}, last)
+    assert not figures.goes_on({0: honest, 1: []}, last)
+    storm, calm = (60.0, 120.0), [(0.0, 40.0), last]
+    rates = [figures.throughput(stopped, storm)], [figures.throughput(stopped, window) for window in calm]
+    assert figures.share_of_possible(*rates, [1.0]) > 1.0, "what it is held against has fallen as well"
+    assert figures.passed(PASSES)
+    assert not figures.passed({**PASSES, "goes_on": False})
 
 
 def test_each_part_of_a_storm_is_held_against_what_was_before_and_after_it() -> None:
