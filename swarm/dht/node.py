@@ -296,6 +296,7 @@ async def _join(
 ) -> Any:  # fmt: skip
     from hivemind.dht import DHTNode
     from hivemind.dht.protocol import ValidationError
+    from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P
     from hivemind.utils.multiaddr import Multiaddr
 
@@ -307,6 +308,9 @@ async def _join(
     try:
         node = await DHTNode.create(
             p2p=p2p,
+            # After a restart the same as before. With a new one others would know one peer as two nodes, store every
+            # record there twice, and take the second refusal for an answer.
+            node_id=DHTID.generate(str(p2p.peer_id)),
             initial_peers=reached,
             client_mode=client_mode,
             record_validator=validator,

@@ -239,6 +239,18 @@ def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
     again.shutdown()
 
 
+async def test_a_restarted_node_is_one_node_to_others(start: Start, tmp_path: Path) -> None:
+    """As two, it would be handed every record twice, and its second answer is that it has it already."""
+    witness = start()
+    for number in range(3):
+        node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key")
+        key, expiration = f"restart {number}", time.time() + 30
+        assert await witness.store(key, OWNER.peer_id, _sealed(key, expiration), expiration)
+        assert list(witness._node.protocol.routing_table.uid_to_peer_id.values()) == [node._p2p.peer_id]
+        node.shutdown()
+    witness.shutdown()
+
+
 async def test_after_the_end_calls_fail_at_once(start: Start, first: DhtNode) -> None:
     node = start(first.addresses())
     node.shutdown()
