@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -323,6 +324,29 @@ async def test_p2pd_that_cannot_start_is_tried_again_and_the_end_does_not_wait(
     begin = time.monotonic()
     node.shutdown()
     assert time.monotonic() - begin < 5.0
+
+
+async def test_p2pd_is_brought_back_whatever_goes_wrong_at_first(
+    start: Start, first: DhtNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_node, "RESTART_SECONDS", 0.05)
+    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
+    start_all, faults = dht_node._start_all, iter([asyncio.IncompleteReadError(b"", 1), RuntimeError("odd")])
+
+    async def dies_meanwhile(*arguments: Any, **options: Any) -> Any:
+        if fault := next(faults, None):
+            raise fault
+        return await start_all(*arguments, **options)
+
+    async def fails() -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(dht_node, "_start_all", dies_meanwhile)
+    monkeypatch.setattr(node._p2p, "shutdown", fails)
+    os.kill(node._process._process.pid, signal.SIGKILL)
+    await _store_once_it_is_back(node, "whatever")
+    assert next(faults, None) is None
+    node.shutdown()
 
 
 async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
