@@ -30,6 +30,9 @@ CALL_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 RECONNECT_SECONDS = 5.0
 """Time between two attempts to reach nodes that are known but have dropped out of the routing table."""
+ALONE_SECONDS = 120.0
+"""For how long a node whose neighbours have all gone takes that for an outage: each of them has been tried again by
+then. Later they have left for good, and what the node stores itself is all that there is."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
 START_SECONDS = 30.0
@@ -72,6 +75,7 @@ class DhtNode:
         self._validator = validator
         self._known = dict.fromkeys(known)
         self._client_mode = client_mode
+        self._alone_since: float | None = None
         self._take(running)
         self._background = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._stay_alive())]
 
@@ -105,11 +109,27 @@ class DhtNode:
         """All unexpired records under a key: subkey -> (value, expiration).
 
         Raises:
-            PeerUnavailable: no DHT, or no answer in time.
+            PeerUnavailable: no DHT, no answer in time, or no other node, where there were some not long ago.
         """
-        # Without `latest`, whatever the node itself stores would do for an answer.
-        found = await self._call(self._node.get(key, latest=True), timeout_seconds)
+        found = await self._call(self._get(key), timeout_seconds)
         return {} if found is None else {subkey: (value, expires) for subkey, (value, expires) in found.value.items()}
+
+    async def _get(self, key: str) -> Any:
+        # Without `latest`, whatever the node itself stores would do for an answer.
+        found = await self._node.get(key, latest=True)
+        # Without neighbours it does all the same, and everybody else's records would seem to have expired.
+        now = asyncio.get_running_loop().time()
+        if self._has_neighbours or self._client_mode or not self._known:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        if self._alone_since is not None and now - self._alone_since < ALONE_SECONDS:
+            raise PeerUnavailable("no other node of the DHT answers")
+        return found
+
+    @property
+    def _has_neighbours(self) -> bool:
+        return bool(self._node.protocol.routing_table.uid_to_peer_id)
 
     def remember(self, address: str) -> None:
         """Note another node's address, to reach it again should it drop out of the routing table."""
@@ -183,12 +203,13 @@ class DhtNode:
         finally:
             task.cancel()
         # A client stores nothing itself, so what it finds without neighbours means nothing.
-        if self._client_mode and not self._node.protocol.routing_table.uid_to_peer_id:
+        if self._client_mode and not self._has_neighbours:
             raise PeerUnavailable("no node of the DHT answers")
         return result
 
     def _remember(self, address: str) -> None:
-        if address in self._visible:
+        # Its own, or one that it had in an earlier life.
+        if address in self._visible or address.endswith(f"/p2p/{self._p2p.peer_id}"):
             return
         self._known.pop(address, None)
         self._known[address] = None

@@ -1,6 +1,7 @@
 """DHT nodes: real ones, with real p2pd processes."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -376,11 +377,56 @@ async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pyt
     expiration = time.time() + 30
     value = _sealed("parted", expiration)
     assert await two.store("parted", OWNER.peer_id, value, expiration)
-    deadline = time.monotonic() + 5
-    while not await one.get("parted"):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
+    found: dict[str, tuple[bytes, float]] = {}
+    async with asyncio.timeout(5.0):
+        while not found:
+            with contextlib.suppress(PeerUnavailable):
+                found = await one.get("parted")
+            await asyncio.sleep(0.1)
     for node in (one, two):
+        node.shutdown()
+
+
+async def _until_alone(node: DhtNode) -> None:
+    """Read until it says that nobody answers."""
+    async with asyncio.timeout(30.0):
+        with contextlib.suppress(PeerUnavailable):
+            while True:
+                await node.get("own")
+    with pytest.raises(PeerUnavailable, match="no other node of the DHT answers"):
+        await node.get("own")
+
+
+async def _announce(node: DhtNode, lifetime_seconds: float) -> dict[str, tuple[bytes, float]]:
+    expiration = time.time() + lifetime_seconds
+    value = _sealed("own", expiration)
+    assert await node.store("own", OWNER.peer_id, value, expiration)
+    return {OWNER.peer_id: (value, expiration)}
+
+
+async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they have been gone for so long that it must be the only one left."""
+    left = start()
+    left.remember(left.addresses()[0])
+    own = await _announce(left, 40.0)
+    assert await left.get("own") == own, "it is the first, and remembers nobody but itself"
+    client, other = start(left.addresses(), client_mode=True), start(left.addresses())
+    left.remember(other.addresses()[0])
+    assert await left.get("own") == own
+    other.shutdown()
+    await _until_alone(left)
+    own = await _announce(left, 50.0)
+    assert await client.get("own") == own, "whoever looks for it finds it"
+    newcomer = start(left.addresses())
+    assert await newcomer.get("own") == await left.get("own") == own
+    newcomer.shutdown()
+    await _until_alone(left)
+    monkeypatch.setattr(dht_node, "ALONE_SECONDS", 0.5)
+    await asyncio.sleep(0.6)
+    assert await left.get("own") == own
+    for node in (client, left):
         node.shutdown()
 
 
