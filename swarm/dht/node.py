@@ -20,6 +20,7 @@ from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.dht import addresses, daemon
 from swarm.dht.loop_thread import LoopThread
+from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
 from swarm.errors import PeerUnavailable
 
@@ -63,7 +64,7 @@ class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
     def __init__(
-        self, *, thread: LoopThread, running: _Running, validator: RecordValidator, known: Sequence[str],
+        self, *, thread: LoopThread, running: _Running, validator: RecordValidator, clock: Clock, known: Sequence[str],
         client_mode: bool, run: Callable[[Sequence[str]], Coroutine[Any, Any, _Running]],
     ) -> None:  # fmt: skip
         """
@@ -73,6 +74,7 @@ class DhtNode:
         self._thread = thread
         self._run = run
         self._validator = validator
+        self._clock = clock
         self._known = dict.fromkeys(known)
         self._client_mode = client_mode
         self._alone_since: float | None = None
@@ -102,8 +104,21 @@ class DhtNode:
         Raises:
             PeerUnavailable: no DHT, or no answer in time.
         """
-        call = self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
-        return bool(await self._call(call, timeout_seconds))
+        return bool(await self._call(self._store(key, subkey, value, expiration), timeout_seconds))
+
+    async def _store(self, key: str, subkey: str, value: bytes, expiration: float) -> Any:
+        self._forget_far(key)
+        return await self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
+
+    def _forget_far(self, key: str) -> None:
+        """Drop what this node took itself while its clock was ahead: it would refuse all that expires before that, and
+        others all that it stores beside it. What others announce comes again."""
+        from hivemind.dht.routing import DHTID
+
+        storage, key_id = self._node.protocol.storage, DHTID.generate(key)
+        found = storage.get(key_id)
+        if found is not None and found.expiration_time > self._clock.time() + MAX_LIFETIME_SECONDS:
+            del storage.data[key_id], storage.key_to_heap[key_id]
 
     async def get(self, key: str, *, timeout_seconds: float = CALL_SECONDS) -> dict[str, tuple[bytes, float]]:
         """All unexpired records under a key: subkey -> (value, expiration).
@@ -298,8 +313,9 @@ async def _open(
     except TimeoutError:
         raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
     return DhtNode(
-        thread=thread, running=running, validator=validator, known=initial_peers, client_mode=client_mode, run=run
-    )
+        thread=thread, running=running, validator=validator, clock=clock, known=initial_peers, client_mode=client_mode,
+        run=run,
+    )  # fmt: skip
 
 
 async def _start_all(

@@ -29,6 +29,15 @@ NOBODY = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
 Start = Callable[..., DhtNode]
 
 
+class Ahead(SystemClock):
+    """A clock that is set."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+
 class Note(BaseModel):
     text: str = "hello"
 
@@ -116,6 +125,24 @@ async def test_storage_nodes_refuse_a_longer_life(first: DhtNode, careless: DhtN
     value = _sealed("prolonged", expiration)
     assert not await careless.store("prolonged", OWNER.peer_id, value, expiration + 60)
     assert await first.get("prolonged") == {}
+
+
+async def test_what_a_node_took_while_its_clock_was_ahead_is_in_nobodys_way(start: Start) -> None:
+    clock = Ahead()
+    node = start(clock=clock)
+    reader = start(node.addresses(), client_mode=True)
+    clock.ahead = 1000.0
+    expiration = clock.time() + 20
+    assert await node.store("ahead", OWNER.peer_id, _sealed("ahead", expiration), expiration)
+    clock.ahead = 0.0
+    assert await reader.get("ahead") == {}
+    for seconds in (20, 21):
+        expiration = time.time() + seconds
+        value = _sealed("ahead", expiration)
+        assert await node.store("ahead", OWNER.peer_id, value, expiration)
+        assert await node.get("ahead") == await reader.get("ahead") == {OWNER.peer_id: (value, expiration)}
+    for one in (reader, node):
+        one.shutdown()
 
 
 async def test_a_locked_node_stores_and_believes_members_alone(start: Start) -> None:
