@@ -6,9 +6,10 @@ Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or ser
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TypeVar
 
 from swarm import config as configs
 from swarm.authority import Authority
@@ -26,7 +27,9 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
 DISCOVERY_SECONDS = 10.0
-"""How long a joiner looks for the run's configuration: the first peer may have started just now."""
+"""How long a joiner looks for the run's configuration, and for its peers: the first one may have started just now."""
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -46,6 +49,10 @@ class KnownPeers:
         """Read every stage once. Raises PeerUnavailable."""
         for stage in stages:
             self.update(stage, await directory.peers(stage))
+
+    async def look_first(self, directory: Directory, stages: Sequence[int], clock: Clock) -> None:
+        """Read every stage once, in several attempts: a neighbour that is busy may miss one. Raises PeerUnavailable."""
+        await _try_for_a_while(lambda: self.look(directory, stages), clock)
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:
         """Everybody who announced itself at a stage and has not expired, ourselves included."""
@@ -103,10 +110,14 @@ def say_who_may_join(authority: Authority | None) -> None:
 
 
 async def _look_up(node: DhtNode, address: str, clock: Clock, authority: Authority | None) -> RunConfig:
+    return await _try_for_a_while(lambda: discover_config(node, clock, address=address, authority=authority), clock)
+
+
+async def _try_for_a_while(call: Callable[[], Awaitable[Result]], clock: Clock) -> Result:
     deadline = clock.monotonic() + DISCOVERY_SECONDS
     while True:
         try:
-            return await discover_config(node, clock, address=address, authority=authority)
+            return await call()
         except PeerUnavailable:
             if clock.monotonic() > deadline:
                 raise

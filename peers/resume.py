@@ -158,46 +158,50 @@ async def find_others(
     """Ask the announced peers where they are.
 
     While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
-    frozen, or cut off from here, and a stage must not begin anew beside them. What died is announced no longer after
-    some seconds.
+    frozen, or cut off from here, and a stage must not begin anew beside them. Likewise while peers of other stages are
+    announced in a run that has gone on, and none of them answers: silence does not mean round 0. What died is announced
+    no longer after some seconds.
 
     Args:
         patient: wait, for a while, until somebody serves and the stages that commit together have done so.
-        gives_up: do not wait for silent holders for longer than that.
+        gives_up: do not wait for silent peers for longer than that.
 
     Raises:
         PeerUnavailable: they stayed silent, and this gave up.
     """
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
-    stages, warned = range(config.stages.num_stages), False
+    stages, warned = range(config.stages.num_stages), set[str]()
     while True:
         if holders := await describe(config, known.others(stage), channels):
             return Others(held_at=max(reply.round for reply in holders))
-        if silent := known.others(stage):
-            if not warned:
+        what, who, silent = f"stage {stage} is held by", "those who hold it", known.others(stage)
+        if not silent:
+            foremost = {
+                number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
+                for number in stages
+                if number != stage
+            }
+            rows = await asyncio.gather(*(describe(config, records, channels) for records in foremost.values()))
+            replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
+            rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
+            if not rounds:
+                what, who = "the run has gone on with", "those who serve the other stages"
+                silent = [record for records in foremost.values() for record in records if record.round > 0]
+            together = {rounds[number] for number in _partners(config, stage) if number in rounds}
+            if not silent and ((rounds and len(together) <= 1) or clock.monotonic() >= deadline):
+                _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
+                repeating = frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row))))
+                return Others(rounds=rounds, samples=samples, repeating=repeating)
+        if silent:
+            if what not in warned:
                 logger.warning(
-                    "stage %d is held by %s, announced but silent: waiting for an answer, or until it is announced no "
-                    "longer", stage, ", ".join(record.name or record.peer_id[:8] for record in silent[:3]),
+                    "%s %s, announced but silent: waiting for an answer, or until it is announced no longer", what,
+                    ", ".join(record.name or record.peer_id[:8] for record in silent[:3]),
                 )  # fmt: skip
-                warned = True
+                warned.add(what)
             if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
-                raise PeerUnavailable("those who hold it do not answer")
-            await _look_again(known, directory, stages, clock)
-            continue
-        foremost = {
-            number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
-            for number in stages
-            if number != stage
-        }
-        rows = await asyncio.gather(*(describe(config, records, channels) for records in foremost.values()))
-        replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
-        rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
-        _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
-        together = {rounds[number] for number in _partners(config, stage) if number in rounds}
-        if (rounds and len(together) <= 1) or clock.monotonic() >= deadline:
-            repeating = frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row))))
-            return Others(rounds=rounds, samples=samples, repeating=repeating)
+                raise PeerUnavailable(f"{who} do not answer")
         await _look_again(known, directory, stages, clock)
 
 

@@ -320,7 +320,7 @@ async def run(
             logger.warning("%s still names the former stage: %s", options.ready_file, error.strerror)
 
     async with asyncio.TaskGroup() as tasks:
-        await known.look(directory, stages)
+        await known.look_first(directory, stages, clock)
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
         events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=stage))

@@ -153,7 +153,7 @@ async def run(
     directory = Directory(node, identity, config.run_id, clock)
     known = KnownPeers(router)
     stages = range(config.stages.num_stages)
-    await known.look(directory, stages)
+    await known.look_first(directory, stages, clock)
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     hop = Hop(
         run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock, events=events

@@ -63,6 +63,11 @@ class SteadyTime:
             self._offset = offset
         return monotonic + self._offset
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the clock, as of the last look, has been set within DOUBT_SECONDS: nothing has surely expired."""
+        return self._clock.monotonic() - self._jumped_at < DOUBT_SECONDS
+
 
 class ManualClock:
     """A clock that moves only when told to: for tests and for code that runs on virtual time."""

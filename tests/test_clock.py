@@ -56,6 +56,21 @@ def test_steady_time_never_hears_of_a_clock_that_is_set_back_in_time() -> None:
     assert steady.now() == clock.time()
 
 
+def test_steady_time_is_in_doubt_for_a_while_after_each_jump() -> None:
+    clock = SetClock()
+    steady = SteadyTime(clock)
+    assert not steady.is_in_doubt
+    clock.ahead = 1.0
+    steady.now()
+    assert not steady.is_in_doubt
+    for clock.ahead in (100.0, 0.0):
+        steady.now()
+        clock.advance(DOUBT_SECONDS - 1)
+        assert steady.is_in_doubt
+    clock.advance(1.0)
+    assert not steady.is_in_doubt
+
+
 async def test_manual_clock_returns_at_once_from_no_sleep() -> None:
     clock = ManualClock()
     await asyncio.wait_for(clock.sleep(0), timeout=1)

@@ -16,7 +16,7 @@ from swarm.authority import Authority
 from swarm.certificates import peer_id_of
 from swarm.clock import Clock, SteadyTime
 from swarm.dht import keys
-from swarm.dht.records import open_record, seal
+from swarm.dht.records import MAX_LIFETIME_SECONDS, open_record, seal
 from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
 from swarm.identity import Identity
 from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, TrainerRecord
@@ -81,7 +81,8 @@ Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
 class _Key(Generic[Record]):
     """One key of the DHT, as far as it has been read: a record holds until it expires, even if a reading misses it.
 
-    A machine whose clock is set ahead would see nobody any more: what it knows holds as if it had not been.
+    A machine whose clock is set would see nobody any more, since it takes what others announce for expired, or for
+    lasting too long. So nothing expires until the clock is believed.
     """
 
     def __init__(self, name: str, model: type[Record], authority: Authority | None, clock: Clock) -> None:
@@ -106,7 +107,8 @@ class _Key(Generic[Record]):
                 else:
                     self._known[subkey] = (record, expiration)
         steady_now = self._steady_time.now()
-        self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
+        if not self._steady_time.is_in_doubt:
+            self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
         return [record for record, _ in self._known.values()]
 
 
@@ -223,8 +225,13 @@ class Directory:
         return compatible
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
+        now = self._clock.time()
         # The DHT keeps the farthest expiry, so no record may expire before the one it replaces, be it still on its way.
-        expiration = max(self._clock.time() + lifetime_seconds, self._expirations.get(key, 0.0) + 0.001)
+        later = self._expirations.get(key, 0.0) + 0.001
+        if later > now + MAX_LIFETIME_SECONDS:
+            # Announced while the clock was ahead: nobody took that, nor would anybody take what lasts as long.
+            later = 0.0
+        expiration = max(now + lifetime_seconds, later)
         value = seal(self._identity, key, record, expiration)
         self._expirations[key] = expiration
         stored = await self._store.store(key, self._identity.peer_id, value, expiration)

@@ -20,6 +20,7 @@ from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.dht import addresses, daemon
 from swarm.dht.loop_thread import LoopThread
+from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
 from swarm.errors import PeerUnavailable
 
@@ -30,6 +31,9 @@ CALL_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
 RECONNECT_SECONDS = 5.0
 """Time between two attempts to reach nodes that are known but have dropped out of the routing table."""
+ALONE_SECONDS = 120.0
+"""For how long a node whose neighbours have all gone takes that for an outage: each of them has been tried again by
+then. Later they have left for good, and what the node stores itself is all that there is."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
 START_SECONDS = 30.0
@@ -60,7 +64,7 @@ class DhtNode:
     """A running node. Made by `start`; its coroutines may be awaited in any event loop."""
 
     def __init__(
-        self, *, thread: LoopThread, running: _Running, validator: RecordValidator, known: Sequence[str],
+        self, *, thread: LoopThread, running: _Running, validator: RecordValidator, clock: Clock, known: Sequence[str],
         client_mode: bool, run: Callable[[Sequence[str]], Coroutine[Any, Any, _Running]],
     ) -> None:  # fmt: skip
         """
@@ -70,8 +74,10 @@ class DhtNode:
         self._thread = thread
         self._run = run
         self._validator = validator
+        self._clock = clock
         self._known = dict.fromkeys(known)
         self._client_mode = client_mode
+        self._alone_since: float | None = None
         self._take(running)
         self._background = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._stay_alive())]
 
@@ -98,18 +104,47 @@ class DhtNode:
         Raises:
             PeerUnavailable: no DHT, or no answer in time.
         """
-        call = self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
-        return bool(await self._call(call, timeout_seconds))
+        return bool(await self._call(self._store(key, subkey, value, expiration), timeout_seconds))
+
+    async def _store(self, key: str, subkey: str, value: bytes, expiration: float) -> Any:
+        self._forget_far(key)
+        return await self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
+
+    def _forget_far(self, key: str) -> None:
+        """Drop what this node took itself while its clock was ahead: it would refuse all that expires before that, and
+        others all that it stores beside it. What others announce comes again."""
+        from hivemind.dht.routing import DHTID
+
+        storage, key_id = self._node.protocol.storage, DHTID.generate(key)
+        found = storage.get(key_id)
+        if found is not None and found.expiration_time > self._clock.time() + MAX_LIFETIME_SECONDS:
+            del storage.data[key_id], storage.key_to_heap[key_id]
 
     async def get(self, key: str, *, timeout_seconds: float = CALL_SECONDS) -> dict[str, tuple[bytes, float]]:
         """All unexpired records under a key: subkey -> (value, expiration).
 
         Raises:
-            PeerUnavailable: no DHT, or no answer in time.
+            PeerUnavailable: no DHT, no answer in time, or no other node, where there were some not long ago.
         """
-        # Without `latest`, whatever the node itself stores would do for an answer.
-        found = await self._call(self._node.get(key, latest=True), timeout_seconds)
+        found = await self._call(self._get(key), timeout_seconds)
         return {} if found is None else {subkey: (value, expires) for subkey, (value, expires) in found.value.items()}
+
+    async def _get(self, key: str) -> Any:
+        # Without `latest`, whatever the node itself stores would do for an answer.
+        found = await self._node.get(key, latest=True)
+        # Without neighbours it does all the same, and everybody else's records would seem to have expired.
+        now = asyncio.get_running_loop().time()
+        if self._has_neighbours or self._client_mode or not self._known:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        if self._alone_since is not None and now - self._alone_since < ALONE_SECONDS:
+            raise PeerUnavailable("no other node of the DHT answers")
+        return found
+
+    @property
+    def _has_neighbours(self) -> bool:
+        return bool(self._node.protocol.routing_table.uid_to_peer_id)
 
     def remember(self, address: str) -> None:
         """Note another node's address, to reach it again should it drop out of the routing table."""
@@ -132,8 +167,10 @@ class DhtNode:
         await self._end()
 
     async def _end(self) -> None:
-        await self._p2p.shutdown()
-        await self._process.stop()
+        try:
+            await self._p2p.shutdown()
+        finally:
+            await self._process.stop()
 
     async def _stay_alive(self) -> None:
         clock, wait_seconds = asyncio.get_running_loop().time, RESTART_SECONDS
@@ -143,7 +180,10 @@ class DhtNode:
             logger.warning(
                 "the DHT's process, p2pd, has died: going on with the peers known so far, and starting it again"
             )
-            await self._end()
+            try:
+                await self._end()
+            except Exception as error:  # noqa: BLE001 - it is dead already, and what matters is the next one
+                logger.debug("what p2pd left did not end: %s", error)
             if clock() - began_at > MAX_RESTART_SECONDS:
                 wait_seconds = RESTART_SECONDS
             while True:
@@ -153,7 +193,7 @@ class DhtNode:
                     async with asyncio.timeout(START_SECONDS):
                         self._take(await self._run(list(self._known)))
                     break
-                except (OSError, PeerUnavailable, TimeoutError) as error:
+                except Exception as error:  # noqa: BLE001 - hivemind raises all kinds if p2pd dies anew, EOFError too
                     logger.debug("p2pd did not start: %s", error)
             logger.info("p2pd is back, and this peer in the DHT")
 
@@ -178,12 +218,13 @@ class DhtNode:
         finally:
             task.cancel()
         # A client stores nothing itself, so what it finds without neighbours means nothing.
-        if self._client_mode and not self._node.protocol.routing_table.uid_to_peer_id:
+        if self._client_mode and not self._has_neighbours:
             raise PeerUnavailable("no node of the DHT answers")
         return result
 
     def _remember(self, address: str) -> None:
-        if address in self._visible:
+        # Its own, or one that it had in an earlier life.
+        if address in self._visible or address.endswith(f"/p2p/{self._p2p.peer_id}"):
             return
         self._known.pop(address, None)
         self._known[address] = None
@@ -272,8 +313,9 @@ async def _open(
     except TimeoutError:
         raise PeerUnavailable(f"the DHT node was not ready within {timeout_seconds:.0f} s: try again") from None
     return DhtNode(
-        thread=thread, running=running, validator=validator, known=initial_peers, client_mode=client_mode, run=run
-    )
+        thread=thread, running=running, validator=validator, clock=clock, known=initial_peers, client_mode=client_mode,
+        run=run,
+    )  # fmt: skip
 
 
 async def _start_all(
@@ -296,6 +338,7 @@ async def _join(
 ) -> Any:  # fmt: skip
     from hivemind.dht import DHTNode
     from hivemind.dht.protocol import ValidationError
+    from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P
     from hivemind.utils.multiaddr import Multiaddr
 
@@ -307,6 +350,9 @@ async def _join(
     try:
         node = await DHTNode.create(
             p2p=p2p,
+            # After a restart the same as before. With a new one others would know one peer as two nodes, store every
+            # record there twice, and take the second refusal for an answer.
+            node_id=DHTID.generate(str(p2p.peer_id)),
             initial_peers=reached,
             client_mode=client_mode,
             record_validator=validator,

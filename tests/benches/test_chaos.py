@@ -1,6 +1,8 @@
 """What chaos makes of event logs, and that its faults come to an end."""
 
 import random
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,11 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 
 from peers.supervisor import Supervisor
 from scripts.benches.chaos import figures
-from scripts.benches.chaos.cast import Cast, Usage
+from scripts.benches.chaos.cast import Cast, Role, Usage, children_of
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.program import read_clock, set_clock, wind
 from scripts.benches.throttle import Throttle
+from tests.support.swarm import wait_until
 
 
 def _begin(number: int, lineage: str, attempt: int = 1) -> dict[str, Any]:
@@ -56,9 +59,41 @@ def test_a_round_that_has_not_ended_counts_with_the_time_it_has_taken() -> None:
 def test_throughput_counts_from_commit_to_commit() -> None:
     chain = figures.chain([[_commit(0, "0", "1", 10.0), _commit(1, "1", "2", 25.0), _commit(2, "2", "3", 30.0)]])
     samples = chain[0].samples
-    assert figures.throughput(chain, (12.0, 40.0)) == 2 * samples / 20.0
-    assert figures.throughput(chain, (5.0, 28.0)) == samples / 15.0, "none was committed before"
-    assert figures.throughput(chain, (26.0, 29.0)) == figures.throughput([], (0.0, 40.0)) == 0.0
+    assert figures.throughput(chain, (12.0, 27.0)) == 2 * samples / 20.0
+    assert figures.throughput(chain, (10.0, 25.0)) == 2 * samples / 20.0, "exactly between two"
+    assert figures.throughput(chain, (5.0, 28.0)) == 2 * samples / 20.0, "none was committed before"
+    assert figures.throughput(chain, (26.0, 29.0)) == samples / 5.0
+    assert figures.throughput([], (0.0, 40.0)) == figures.throughput(chain, (0.0, 5.0)) == 0.0
+    assert figures.throughput(chain[:1], (0.0, 10.0)) == 0.0
+
+
+def test_throughput_falls_by_a_stall_at_a_windows_end() -> None:
+    before = [_commit(number, str(number), str(number + 1), 10.0 * (number + 1)) for number in range(5)]
+    (stalled,) = [_commit(5, "5", "6", 150.0)]
+    chain = figures.chain([[*before, stalled]])
+    assert figures.throughput(chain, (10.0, 60.0)) == 5 * 8 / 140.0, "up to the commit that ended it"
+    chain = figures.chain([before])
+    assert figures.throughput(chain, (10.0, 90.0)) == 4 * 8 / 80.0, "there is none after it"
+    assert figures.throughput(chain, (60.0, 90.0)) == 0.0
+
+
+PASSES = {
+    **figures.GOALS, "duplicates": 0, "violations": [], "trainer_exits": 0, "missing": 0, "goes_on": True,
+}  # fmt: skip
+
+
+def test_a_swarm_that_has_stopped_for_good_does_not_pass() -> None:
+    honest = figures.chain([[_commit(number, str(number), str(number + 1), 10.0 * number) for number in range(20)]])
+    stopped = honest[:11]
+    last = (140.0, 180.0)
+    assert figures.goes_on({0: honest, 1: honest}, last)
+    assert not figures.goes_on({0: honest, 1: stopped}, last)
+    assert not figures.goes_on({0: honest, 1: []}, last)
+    storm, calm = (60.0, 120.0), [(0.0, 40.0), last]
+    rates = [figures.throughput(stopped, storm)], [figures.throughput(stopped, window) for window in calm]
+    assert figures.share_of_possible(*rates, [1.0]) > 1.0, "what it is held against has fallen as well"
+    assert figures.passed(PASSES)
+    assert not figures.passed({**PASSES, "goes_on": False})
 
 
 def test_each_part_of_a_storm_is_held_against_what_was_before_and_after_it() -> None:
@@ -120,6 +155,42 @@ def test_a_fault_of_the_network_ends_and_leaves_no_obstacle(cast: Cast, name: st
 def test_what_nobody_alive_can_suffer_hits_nobody(cast: Cast, name: str) -> None:
     with fault(KINDS[name], cast, random.Random(0)) as victims:
         assert victims == []
+
+
+FORKS_IN_A_THREAD = """
+import subprocess, sys, threading, time
+children = []
+child = "import time; open('/proc/self/comm', 'w').write('p2pd'); time.sleep(60)"
+def fork():
+    children.append(subprocess.Popen([sys.executable, "-c", child]))
+    time.sleep(60)
+threading.Thread(target=fork, daemon=True).start()
+while not children:
+    time.sleep(0.01)
+sys.exit(-children[0].wait())
+"""
+
+
+def _children(role: Role) -> list[str]:
+    assert role.child is not None
+    return list(children_of(role.child.pid).values())
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_a_p2pd_that_a_thread_forked_is_killed_and_who_has_none_is_not_hit(cast: Cast) -> None:
+    """The DHT's thread forks the real one."""
+    with cast.children as children:
+        for role in cast.peers(0):
+            role.child = children.start(role.name, [sys.executable, "-c", FORKS_IN_A_THREAD])
+            role.ready = True
+        wait_until(lambda: all(_children(role) == ["p2pd"] for role in cast.peers(0)), 30.0, "their children")
+        with fault(KINDS["kill-dht"], cast, random.Random(0)) as (victim,):
+            (end,) = wait_until(children.exits, 30.0, "the end")
+            assert (end.name, end.returncode) == (victim.name, signal.SIGKILL)
+        for role in cast.peers(0):
+            role.child = children.start(role.name, ["sleep", "60"])
+        with fault(KINDS["kill-dht"], cast, random.Random(0)) as victims:
+            assert victims == []
 
 
 def test_a_clock_that_jumps_is_right_again_later(cast: Cast) -> None:

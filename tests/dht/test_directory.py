@@ -14,7 +14,7 @@ from swarm.clock import DOUBT_SECONDS, ManualClock
 from swarm.config import ModelConfig, RunConfig, to_json
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore, RunRecord, discover_config
-from swarm.dht.records import seal
+from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
@@ -178,18 +178,63 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
     assert await directory.peers(1) == []
 
 
-async def test_a_clock_that_is_set_ahead_for_a_while_makes_nobody_vanish(store: Store, clock: ManualClock) -> None:
+@pytest.mark.parametrize("ahead", [100.0, -1000.0])
+async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
+    store: Store, clock: ManualClock, ahead: float
+) -> None:  # fmt: skip
+    """Though records hold for less long than the clock is in doubt, and new ones cannot be read meanwhile."""
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)
-    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 30)
+    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 20)
+    assert len(await directory.peers(1)) == 1
+    ours.ahead = ahead
+    assert len(await directory.peers(1)) == 1
+    for own in (clock, ours):
+        own.advance(DOUBT_SECONDS - 1)
+    assert len(await directory.peers(1)) == 1, "for all that is known, the clock is wrong"
+    ours.ahead = 0.0
+    assert len(await directory.peers(1)) == 1, "it was, and is not believed at once either"
+    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 40)
+    for own in (clock, ours):
+        own.advance(DOUBT_SECONDS)
+    assert len(await directory.peers(1)) == 1
+    for own in (clock, ours):
+        own.advance(11.0)
+    assert await directory.peers(1) == []
+
+
+async def test_a_clock_that_stays_where_it_was_set_is_believed_in_the_end(store: Store, clock: ManualClock) -> None:
+    ours = SetClock(1000.0)
+    directory = Directory(store, OURS, RUN, ours)
+    await Directory(store, THEIRS, RUN, clock).announce_peer(_record(THEIRS), 90)
     assert len(await directory.peers(1)) == 1
     ours.ahead = 100.0
     assert len(await directory.peers(1)) == 1
-    ours.advance(DOUBT_SECONDS - 1)
-    assert len(await directory.peers(1)) == 1, "for all that is known, the clock is wrong"
-    clock.advance(DOUBT_SECONDS + 1)
-    ours.advance(2)
+    ours.advance(DOUBT_SECONDS)
     assert await directory.peers(1) == [], "now it holds, and so does the record's end"
+
+
+class Strict(Store):
+    """A DHT whose nodes have the right time, and refuse what lasts too long."""
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        far = expiration > self._clock.time() + MAX_LIFETIME_SECONDS
+        return not far and await super().store(key, subkey, value, expiration)
+
+
+@pytest.mark.parametrize("ahead", [50.0, 100.0, 100.5, 1000.0])
+async def test_a_clock_that_was_ahead_leaves_a_peer_that_can_announce_itself(clock: ManualClock, ahead: float) -> None:
+    store, ours = Strict(clock), SetClock(1000.0)
+    directory = Directory(store, OURS, RUN, ours)
+    ours.ahead = ahead
+    with contextlib.suppress(PeerUnavailable):
+        await directory.announce_peer(_record(OURS, queue_length=1), 20)
+    ours.ahead = 0.0
+    for own in (clock, ours):
+        own.advance(1.0)
+    await directory.announce_peer(_record(OURS, queue_length=2), 20)
+    reader = Directory(store, THEIRS, RUN, clock)
+    assert [record.queue_length for record in await reader.peers(1)] == [2]
 
 
 async def _advance(clock: ManualClock, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """DHT nodes: real ones, with real p2pd processes."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -25,6 +27,15 @@ OWNER, THIEF = identity.generate(), identity.generate()
 NOBODY = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
 
 Start = Callable[..., DhtNode]
+
+
+class Ahead(SystemClock):
+    """A clock that is set."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
 
 
 class Note(BaseModel):
@@ -114,6 +125,24 @@ async def test_storage_nodes_refuse_a_longer_life(first: DhtNode, careless: DhtN
     value = _sealed("prolonged", expiration)
     assert not await careless.store("prolonged", OWNER.peer_id, value, expiration + 60)
     assert await first.get("prolonged") == {}
+
+
+async def test_what_a_node_took_while_its_clock_was_ahead_is_in_nobodys_way(start: Start) -> None:
+    clock = Ahead()
+    node = start(clock=clock)
+    reader = start(node.addresses(), client_mode=True)
+    clock.ahead = 1000.0
+    expiration = clock.time() + 20
+    assert await node.store("ahead", OWNER.peer_id, _sealed("ahead", expiration), expiration)
+    clock.ahead = 0.0
+    assert await reader.get("ahead") == {}
+    for seconds in (20, 21):
+        expiration = time.time() + seconds
+        value = _sealed("ahead", expiration)
+        assert await node.store("ahead", OWNER.peer_id, value, expiration)
+        assert await node.get("ahead") == await reader.get("ahead") == {OWNER.peer_id: (value, expiration)}
+    for one in (reader, node):
+        one.shutdown()
 
 
 async def test_a_locked_node_stores_and_believes_members_alone(start: Start) -> None:
@@ -239,6 +268,18 @@ def test_a_restart_keeps_the_address(start: Start, tmp_path: Path) -> None:
     again.shutdown()
 
 
+async def test_a_restarted_node_is_one_node_to_others(start: Start, tmp_path: Path) -> None:
+    """As two, it would be handed every record twice, and its second answer is that it has it already."""
+    witness = start()
+    for number in range(3):
+        node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key")
+        key, expiration = f"restart {number}", time.time() + 30
+        assert await witness.store(key, OWNER.peer_id, _sealed(key, expiration), expiration)
+        assert list(witness._node.protocol.routing_table.uid_to_peer_id.values()) == [node._p2p.peer_id]
+        node.shutdown()
+    witness.shutdown()
+
+
 async def test_after_the_end_calls_fail_at_once(start: Start, first: DhtNode) -> None:
     node = start(first.addresses())
     node.shutdown()
@@ -313,6 +354,29 @@ async def test_p2pd_that_cannot_start_is_tried_again_and_the_end_does_not_wait(
     assert time.monotonic() - begin < 5.0
 
 
+async def test_p2pd_is_brought_back_whatever_goes_wrong_at_first(
+    start: Start, first: DhtNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dht_node, "RESTART_SECONDS", 0.05)
+    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
+    start_all, faults = dht_node._start_all, iter([asyncio.IncompleteReadError(b"", 1), RuntimeError("odd")])
+
+    async def dies_meanwhile(*arguments: Any, **options: Any) -> Any:
+        if fault := next(faults, None):
+            raise fault
+        return await start_all(*arguments, **options)
+
+    async def fails() -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr(dht_node, "_start_all", dies_meanwhile)
+    monkeypatch.setattr(node._p2p, "shutdown", fails)
+    os.kill(node._process._process.pid, signal.SIGKILL)
+    await _store_once_it_is_back(node, "whatever")
+    assert next(faults, None) is None
+    node.shutdown()
+
+
 async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
     node = start(first.addresses())
     node._process._process.send_signal(signal.SIGSTOP)
@@ -340,11 +404,56 @@ async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pyt
     expiration = time.time() + 30
     value = _sealed("parted", expiration)
     assert await two.store("parted", OWNER.peer_id, value, expiration)
-    deadline = time.monotonic() + 5
-    while not await one.get("parted"):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
+    found: dict[str, tuple[bytes, float]] = {}
+    async with asyncio.timeout(5.0):
+        while not found:
+            with contextlib.suppress(PeerUnavailable):
+                found = await one.get("parted")
+            await asyncio.sleep(0.1)
     for node in (one, two):
+        node.shutdown()
+
+
+async def _until_alone(node: DhtNode) -> None:
+    """Read until it says that nobody answers."""
+    async with asyncio.timeout(30.0):
+        with contextlib.suppress(PeerUnavailable):
+            while True:
+                await node.get("own")
+    with pytest.raises(PeerUnavailable, match="no other node of the DHT answers"):
+        await node.get("own")
+
+
+async def _announce(node: DhtNode, lifetime_seconds: float) -> dict[str, tuple[bytes, float]]:
+    expiration = time.time() + lifetime_seconds
+    value = _sealed("own", expiration)
+    assert await node.store("own", OWNER.peer_id, value, expiration)
+    return {OWNER.peer_id: (value, expiration)}
+
+
+async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they have been gone for so long that it must be the only one left."""
+    left = start()
+    left.remember(left.addresses()[0])
+    own = await _announce(left, 40.0)
+    assert await left.get("own") == own, "it is the first, and remembers nobody but itself"
+    client, other = start(left.addresses(), client_mode=True), start(left.addresses())
+    left.remember(other.addresses()[0])
+    assert await left.get("own") == own
+    other.shutdown()
+    await _until_alone(left)
+    own = await _announce(left, 50.0)
+    assert await client.get("own") == own, "whoever looks for it finds it"
+    newcomer = start(left.addresses())
+    assert await newcomer.get("own") == await left.get("own") == own
+    newcomer.shutdown()
+    await _until_alone(left)
+    monkeypatch.setattr(dht_node, "ALONE_SECONDS", 0.5)
+    await asyncio.sleep(0.6)
+    assert await left.get("own") == own
+    for node in (client, left):
         node.shutdown()
 
 

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch
 
+from peers import resume
 from peers.network import KnownPeers
 from peers.resume import Beginning, Others, ResumeOptions, choose, describe, find_others, genesis
 from swarm.checkpoint import file
@@ -19,7 +20,7 @@ from swarm.checkpoint.folder import CheckpointFolder
 from swarm.clock import SystemClock
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.dht.directory import Directory
-from swarm.errors import Fatal
+from swarm.errors import Fatal, NotReady, PeerUnavailable
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
 from tests.support.chain import DILOCO as CHAIN_DILOCO
@@ -214,18 +215,22 @@ class _Directory:
         return dead if self.silent[stage] >= 0 else []
 
 
-def _describe(stage: int, turns: Iterator[int], committed: int) -> pb.DescribeReply:
+def _describe(stage: int, turns: Iterator[int | None], committed: int) -> pb.DescribeReply:
     number = next(turns)
+    if number is None:
+        raise NotReady("it says nothing")
     rounds = [pb.RoundReport(round=number - 1 - back) for back in reversed(range(committed))]
     return pb.DescribeReply(stage=stage, round=number, run_samples=16 * number, rounds=rounds)
 
 
 async def _find(
-    rounds: Mapping[int, Sequence[int]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
-    patient: bool = False, silent_looks: int = 0, committed: Mapping[int, int] | None = None,
+    rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
+    patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
+    committed: Mapping[int, int] | None = None,
 ) -> tuple[Others, int]:  # fmt: skip
     """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
 
+    `silent_looks`: of stages that never answer, for how many looks they have a dead peer that is announced.
     `committed`: how many rounds each has committed itself.
     """
     async with running_chain(config) as chain:
@@ -237,12 +242,13 @@ async def _find(
             turns = itertools.chain(answers, itertools.repeat(answers[-1]))
             peer.servicer._describe = partial(_describe, number, turns, (committed or {}).get(number, 0))
             known.update(number, await directory.peers(number))
-        directory.silent[stage] = silent_looks
-        known.update(stage, await directory.peers(stage))
+        directory.silent.update(silent_looks or {})
+        for number in {stage, *directory.silent}:
+            known.update(number, await directory.peers(number))
         directory.num_looks = 0
         others = await find_others(
             config, stage, known=known, directory=cast(Directory, directory), channels=chain.peers[0].channels,
-            clock=SystemClock(), patient=patient,
+            clock=SystemClock(), patient=patient, gives_up=gives_up,
         )  # fmt: skip
         return others, directory.num_looks
 
@@ -286,9 +292,27 @@ async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
 
 
 async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
-    others, num_looks = await _find({0: [7], 2: [8]}, silent_looks=3)
+    others, num_looks = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 3})
     assert others == Others(rounds={0: 7, 2: 8}, samples=128)
     assert num_looks == 3 * 3, "three looks at three stages"
+
+
+async def test_a_run_whose_peers_are_announced_and_silent_is_not_at_round_0(caplog: pytest.LogCaptureFixture) -> None:
+    others, num_looks = await _find({0: [None, None, 7]})
+    assert others == Others(rounds={0: 7}, samples=112)
+    assert num_looks == 2 * 3
+    others, num_looks = await _find({}, silent_looks={0: 3, 2: 2})
+    assert (others, num_looks) == (Others(), 3 * 3), "announced no longer"
+    said = [record.getMessage() for record in caplog.records if record.name == "peers.resume"]
+    assert [line.split(" with ")[0] for line in said] == ["the run has gone on"] * 2, "once each time"
+
+
+async def test_who_moves_does_not_wait_for_silent_peers_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "SETTLE_SECONDS", 0.2)
+    with pytest.raises(PeerUnavailable, match="those who hold it do not answer"):
+        await _find({0: [7]}, silent_looks={STAGE: 1000}, gives_up=True)
+    with pytest.raises(PeerUnavailable, match="those who serve the other stages do not answer"):
+        await _find({}, silent_looks={0: 1000}, gives_up=True)
 
 
 async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_the_same_round() -> None:

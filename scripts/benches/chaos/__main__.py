@@ -78,7 +78,7 @@ class Options(BenchOptions):
     warm_up_seconds: float = 30.0
     """Training before all that."""
     settling_seconds: float = 30.0
-    """After each part of the storm, until everybody is back."""
+    """After each part of the storm, until everybody is back; and at the end, until there is one more commit."""
     round_samples: int = 0
     """Samples of a round; 0 for 128 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""
@@ -90,7 +90,7 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.kinds if name not in KINDS]:
             raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
-        for name in ("minutes", "faults_per_hour", "stages", "trainers", "calibration_seconds"):
+        for name in ("minutes", "faults_per_hour", "stages", "trainers", "calibration_seconds", "settling_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
         if self.round_samples < 0:
@@ -134,6 +134,8 @@ def run(options: Options) -> dict[str, Any]:
             say("all is quiet")
             _wait(cast, options.settling_seconds)
             calm.append(_wait(cast, options.calibration_seconds))
+        # A rate is counted up to a commit after its window.
+        _wait(cast, options.settling_seconds)
         unexpected = [dataclasses.asdict(end) for end in cast.unexpected]
         children.terminate_all(20.0)
         return {

@@ -258,10 +258,16 @@ class Cast:
 
 
 def children_of(pid: int) -> dict[int, str]:
-    """The names of a process's children."""
-    path = Path(f"/proc/{pid}/task/{pid}/children")
-    numbers = path.read_text().split() if path.exists() else []
-    return {int(number): Path(f"/proc/{number}/comm").read_text().strip() for number in numbers}
+    """The names of a process's children, whichever of its threads forked them."""
+    found: dict[int, str] = {}
+    # Threads and children may end while they are read.
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                for number in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                    with suppress(OSError):
+                        found[int(number)] = Path(f"/proc/{number}/comm").read_text().strip()
+    return found
 
 
 def _idle_and_all() -> tuple[float, float]:

@@ -7,7 +7,7 @@ No fault takes a stage's last living peer, which is a case of its own (docs/faul
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
@@ -67,13 +67,20 @@ def _kill_trainer(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 
 
 def _kill_dht(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
-    victims = _one(cast, random)
-    for role in victims:
-        assert role.child is not None
-        for pid, name in children_of(role.child.pid).items():
-            if name == "p2pd":
+    return [role for role in _one(cast, random) if _kill_p2pd(role)]
+
+
+def _kill_p2pd(role: Role) -> bool:
+    """False where there is none: it has just died, say, and is not back yet."""
+    assert role.child is not None
+    killed = False
+    for pid, name in children_of(role.child.pid).items():
+        if name == "p2pd":
+            # It may have ended by itself since.
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    return victims
+                killed = True
+    return killed
 
 
 def _freeze(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:

@@ -81,7 +81,7 @@ def of(
     return {
         "rounds_committed_share": sum(second <= bound for second in seconds) / max(1, len(seconds)),
         "first_attempt_share": sum(number <= 1 for number in attempts) / max(1, len(attempts)),
-        "faults_per_round": len(struck) * len(stages) / max(1, len(attempts)),
+        "faults_per_round": sum(bool(one.names) for one in struck) * len(stages) / max(1, len(attempts)),
         "throughput_of_live_capacity": share_of_possible(rates, calm_rates, capacities),
         "samples_per_second": {"storm": rates, "undisturbed": calm_rates},
         "live_capacity_mean": statistics.fmean(capacities),
@@ -97,8 +97,18 @@ def of(
         "growth": growth(cast.usage, (storm[0][0], storm[-1][1])),
         "faults": dict(Counter(one.kind for one in struck if one.names)),
         "rounds": len(attempts),
+        "goes_on": goes_on(chains, calm[-1]),
         **_audit_figures(audited, setting),
     }
+
+
+def goes_on(chains: Mapping[int, Sequence[Committed]], last: Window) -> bool:
+    """Whether every stage has committed a round after the last window.
+
+    The rates alone do not tell of a swarm that has stopped for good: what the last part of a storm is held against
+    falls with it.
+    """
+    return all(bool(rounds) and rounds[-1].at > last[1] for rounds in chains.values())
 
 
 def share_of_possible(rates: Sequence[float], calm_rates: Sequence[float], capacities: Sequence[float]) -> float:
@@ -154,9 +164,10 @@ def growth(usage: Sequence[Usage], window: Window) -> dict[str, Any]:
 
 
 def passed(figures: Mapping[str, Any]) -> bool:
-    """Whether every promise was kept and every goal reached."""
+    """Whether every promise was kept and every goal reached, and the swarm went on to the end."""
     return (
         all(figures[name] >= least for name, least in GOALS.items())
+        and figures["goes_on"]
         and not any(figures[name] for name in ("duplicates", "violations", "trainer_exits"))
         and not figures.get("missing")
     )
@@ -234,10 +245,17 @@ def _read(role: Role) -> list[dict[str, Any]]:
 
 
 def throughput(rounds: Sequence[Committed], window: Window) -> float:
-    """Samples per second, from the last commit before the window, or else the first one in it, to its last one."""
+    """Samples per second from commit to commit, so that neither end cuts a round in two.
+
+    From the last one by the window's begin, or else the first one in it, to the first one after its end, so that a
+    stall there counts; where there is none, to the end itself.
+    """
     before = [one for one in rounds if one.at <= window[0]][-1:]
-    ends = [*before, *(one for one in rounds if _within(one.at, window))]
-    return sum(one.samples for one in ends[1:]) / (ends[-1].at - ends[0].at) if len(ends) > 1 else 0.0
+    after = [one for one in rounds if one.at > window[1]][:1]
+    inside = [*before, *(one for one in rounds if _within(one.at, window))]
+    counted = [*inside[1:], *after] if inside else []
+    end = after[0].at if after else window[1]
+    return sum(one.samples for one in counted) / (end - inside[0].at) if counted else 0.0
 
 
 def _slowest(chains: Mapping[int, Sequence[Committed]], windows: Sequence[Window]) -> list[float]:
