@@ -162,8 +162,9 @@ def test_through_all_of_this_no_microbatch_counted_twice(swarm: RealSwarm) -> No
     assert (report["duplicates"], report["digests_differing"]) == (0, 0)
     assert report["rounds_committed"] > 100
     assert report["digests_compared"] > report["rounds_committed"]
-    # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had.
-    assert 0 < report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
+    # Stage 1 lost all its peers, and with them all that it had learnt; stage 0 only what four dead ones had,
+    # which may be nothing: just after a commit.
+    assert 0 <= report["stages"][0]["lost"] < 0.1 * report["stages"][0]["microbatches"]
     assert report["stages"][1]["lost"] > report["stages"][1]["microbatches"]
 
 
