@@ -3,6 +3,7 @@
 Used by swarm-peer and swarm-trainer for `--events FILE`.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -26,6 +27,23 @@ def open_events(path: Path | None, clock: Clock) -> Events:
     path.parent.mkdir(parents=True, exist_ok=True)
     require_sole_writer(path, f"--events {path}")
     return EventLog(path, clock)
+
+
+def begin(events: Events, path: Path | None, start: Start) -> None:
+    """Write a process's first event. Raises ValueError if the file is another run's: neither could be audited."""
+    if path is not None and (other := _run_in(path)) not in (None, start.run):
+        raise ValueError(f"--events {path} is of another run, {other}: give this one a file of its own")
+    events.write(start)
+
+
+def _run_in(path: Path) -> str | None:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                return str(json.loads(line)["run"])
+            except (ValueError, KeyError, TypeError):  # What a full disk has left, say.
+                continue
+    return None
 
 
 def start_of(config: RunConfig, *, peer_id: str, name: str, stage: int) -> Start:

@@ -5,6 +5,7 @@ Used by swarm-peer. The lock on the file ends with the process, however it ends.
 
 import fcntl
 import itertools
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -12,18 +13,26 @@ from typing import IO
 from swarm import identity as identities
 from swarm.identity import Identity
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedIdentity:
-    """An identity that no other process on this machine can claim while `lock` is open."""
+    """An identity that no other process on this machine can claim while `lock` is open.
+
+    Attributes:
+        libp2p_path: of the key that belongs to it in the DHT, which need not be there yet.
+    """
 
     identity: Identity
-    path: Path
+    libp2p_path: Path
     lock: IO[str]
 
 
 def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
     """Claim the named file, or the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
+
+    Where the file system has no locks, nobody is kept out.
 
     Raises:
         ValueError: the named file is in use by another peer.
@@ -43,10 +52,14 @@ def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdenti
 
 def _try_claim(path: Path) -> ClaimedIdentity | None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(".lock").open("w")
+    # Not just another ending: keys may be called `peer.0` and `peer.1`.
+    lock = path.with_name(f"{path.name}.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         return None
-    return ClaimedIdentity(identity=identities.load_or_create(path), path=path, lock=lock)
+    except OSError as error:
+        logger.debug("%s is not locked: %s", path, error)
+    libp2p_path = path.with_suffix(".p2p") if path.suffix == ".pem" else path.with_name(f"{path.name}.p2p")
+    return ClaimedIdentity(identity=identities.load_or_create(path), libp2p_path=libp2p_path, lock=lock)

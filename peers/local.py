@@ -47,6 +47,8 @@ START_SECONDS, START_SECONDS_PER_PEER = 120.0, 20.0
 """Longest wait for the peers that follow the first: all at once import, look and connect. The first may take its time:
 it may have to fetch the text and prepare it."""
 LOOK_SECONDS = 0.5
+GRACE_SECONDS, CHECKPOINT_GRACE_SECONDS = 15.0, 120.0
+"""How long peers may take to end; with checkpoints, to finish a round and write one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,11 @@ def main(argv: Sequence[str]) -> int:
     require_sole_writer(logs, f"--output {options.output}")
     # The folder itself is our trainer's, later on: we write to metrics.jsonl beside it. Now nobody else may have it.
     os.close(require_sole_writer(options.output, f"--output {options.output}"))
-    with tempfile.TemporaryDirectory(prefix="swarm-local-") as folder, Supervisor(logs) as children:
+    grace_seconds = CHECKPOINT_GRACE_SECONDS if options.checkpoint else GRACE_SECONDS
+    with (
+        tempfile.TemporaryDirectory(prefix="swarm-local-") as folder,
+        Supervisor(logs, grace_seconds=grace_seconds) as children,
+    ):
         return asyncio.run(LocalSwarm(options, config, children, Path(folder), admitted(generate(), token)).run())
 
 

@@ -28,6 +28,8 @@ DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
 """How long it then waits for its microbatches; one that moves stays if they take longer."""
 QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
 """A round of which nothing has been under way for this long is not waited for: nobody trains."""
+COMMIT_SECONDS = 5.0
+"""How long another peer of the stage may take to commit the round that this one has committed."""
 RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
 """Wait after a stage could not be entered, doubled each time."""
 
@@ -179,21 +181,28 @@ class Mover:
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
             is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
-            if is_drained and await self._can_spare(stage):
+            if is_drained and await self._can_spare(stage, server.round):
                 await server.leave()
                 return move
             if not self._stop.is_set():
-                reason = "nobody else serves it" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+                reason = (
+                    "nobody else serves it at its round" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+                )
                 logger.warning("stays at stage %d: %s", stage, reason)
                 await server.go_on()
             await self._rebalancer.gave_up(target)
 
-    async def _can_spare(self, stage: int) -> bool:
-        try:
-            return await self._rebalancer.can_spare(stage)
-        except SwarmError as error:
-            logger.debug("nobody to be asked: %s", error)
-            return False
+    async def _can_spare(self, stage: int, round_number: int) -> bool:
+        deadline = self._clock.monotonic() + COMMIT_SECONDS
+        while True:
+            try:
+                if await self._rebalancer.can_spare(stage, round_number=round_number):
+                    return True
+            except SwarmError as error:
+                logger.debug("nobody to be asked: %s", error)
+            if self._clock.monotonic() >= deadline:
+                return False
+            await self._clock.sleep(0.5)
 
     async def _first_of(
         self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, bool]

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TypeVar
@@ -26,8 +27,12 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
+LOOK_SECONDS = 0.5
+"""Likewise, while a start waits for what they show."""
 DISCOVERY_SECONDS = 10.0
 """How long a joiner looks for the run's configuration, and for its peers: the first one may have started just now."""
+RETURN_SECONDS = 12.0
+"""Within which peers find one again that is back at its old address: see dht/node, RECONNECT_SECONDS."""
 
 Result = TypeVar("Result")
 
@@ -50,9 +55,26 @@ class KnownPeers:
         for stage in stages:
             self.update(stage, await directory.peers(stage))
 
-    async def look_first(self, directory: Directory, stages: Sequence[int], clock: Clock) -> None:
-        """Read every stage once, in several attempts: a neighbour that is busy may miss one. Raises PeerUnavailable."""
+    async def look_first(
+        self, directory: Directory, stages: Sequence[int], clock: Clock, *, returns: bool = False
+    ) -> None:  # fmt: skip
+        """Read every stage once, in several attempts: a neighbour that is busy may miss one.
+
+        Args:
+            returns: nobody is known who could be asked, but others may remember this peer's address: they are waited
+                for.
+
+        Raises:
+            PeerUnavailable: the DHT does not answer.
+        """
         await _try_for_a_while(lambda: self.look(directory, stages), clock)
+        if returns and not any(map(self.others, stages)):
+            logger.info("was here before: looking for others who may still be in the run, %.0f s", RETURN_SECONDS)
+            deadline = clock.monotonic() + RETURN_SECONDS
+            while not any(map(self.others, stages)) and clock.monotonic() < deadline:
+                await clock.sleep(LOOK_SECONDS)
+                with suppress(PeerUnavailable):
+                    await self.look(directory, stages)
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:
         """Everybody who announced itself at a stage and has not expired, ourselves included."""
@@ -121,7 +143,7 @@ async def _try_for_a_while(call: Callable[[], Awaitable[Result]], clock: Clock) 
         except PeerUnavailable:
             if clock.monotonic() > deadline:
                 raise
-            await clock.sleep(0.5)
+            await clock.sleep(LOOK_SECONDS)
 
 
 def require_short_name(name: str) -> None:

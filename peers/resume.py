@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import torch
 
-from peers.network import KnownPeers
+from peers.network import LOOK_SECONDS, KnownPeers
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.clock import Clock
 from swarm.config import RunConfig
@@ -37,7 +37,6 @@ ASKED_PER_STAGE = 8
 """Peers of another stage that are asked where it is."""
 SETTLE_SECONDS = 30.0
 """How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
-LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +243,8 @@ async def describe(
             return None
         except (grpc.aio.AioRpcError, TimeoutError):
             return None
-        # One that was started again elsewhere may have the old port.
-        return reply if reply.stage == record.stage else None
+        # One that was started again elsewhere may have the old port, in another run as well.
+        return reply if (reply.run_id, reply.stage) == (config.run_id, record.stage) else None
 
     replies = [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
     if faults and len(faults) == len(records):

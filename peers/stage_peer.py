@@ -26,7 +26,7 @@ import torch
 
 from peers import cli, process
 from peers.claim import Claim
-from peers.event_file import open_events, start_of
+from peers.event_file import begin, open_events, start_of
 from peers.identity_file import claim_identity
 from peers.mover import Listen, Mover
 from peers.network import (
@@ -181,12 +181,16 @@ def main(argv: Sequence[str]) -> int:
     identity = claim_identity(options.identity, CACHE / "identities", _label(options).replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
+    # Whoever begins a run at an address that it has had before may find the run still there.
+    returns = not options.initial_peers and options.dht_port > 0 and identity.libp2p_path.exists()
     node = dht_node.start(
         clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
-        announce_host=options.announce, identity_path=identity.path.with_suffix(".p2p"),
+        announce_host=options.announce, identity_path=identity.libp2p_path,
     )  # fmt: skip
     try:
-        asyncio.run(run(options, own, admitted(identity.identity, token), node, device, checkpoints, events, token))
+        asyncio.run(
+            run(options, own, admitted(identity.identity, token), node, device, checkpoints, events, token, returns)
+        )
     finally:
         node.shutdown()
     return 0
@@ -263,7 +267,7 @@ def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str
 
 async def run(
     options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
-    checkpoints: CheckpointWriter | None, events: Events, token: Token | None,
+    checkpoints: CheckpointWriter | None, events: Events, token: Token | None, returns: bool,
 ) -> None:  # fmt: skip
     """Join, serve and leave. Raises what Mover.run raises."""
     clock = SystemClock()
@@ -320,10 +324,10 @@ async def run(
             logger.warning("%s still names the former stage: %s", options.ready_file, error.strerror)
 
     async with asyncio.TaskGroup() as tasks:
-        await known.look_first(directory, stages, clock)
+        await known.look_first(directory, stages, clock, returns=returns)
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
-        events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=stage))
+        begin(events, options.events, start_of(config, peer_id=identity.peer_id, name=name, stage=stage))
         background = [
             keeping,
             tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
@@ -399,6 +403,6 @@ def write_ready_file(options: PeerOptions, stage: int, identity: Identity, endpo
         "dht_addresses": outside_addresses(node),
         "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
     }  # fmt: skip
-    temporary = options.ready_file.with_suffix(".tmp")
+    temporary = options.ready_file.with_name(f"{options.ready_file.name}.tmp")
     temporary.write_text(json.dumps(ready))
     temporary.rename(options.ready_file)

@@ -124,7 +124,7 @@ class StageServer:
         max_in_flight = options.max_in_flight or config.stages.num_stages + 2
         limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST)
         most_in_flight = max(limits.max_in_flight, limits.largest_in_flight)
-        self._callers = Callers(clock, max_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
+        self._callers = Callers(clock, max_training_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         try:
@@ -231,6 +231,11 @@ class StageServer:
         add_AveragingServiceServicer_to_server(averaging_servicer, server)
         add_DirectoryServiceServicer_to_server(directory_servicer, server)
         add_HealthServicer_to_server(self._health, server)
+
+    @property
+    def round(self) -> int:
+        """The round that it is at."""
+        return self._stage.round
 
     @property
     def samples_per_second(self) -> float:

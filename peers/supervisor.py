@@ -5,6 +5,7 @@ starts (p2pd) goes with it, and the kernel kills it should the launcher die. Kno
 what the children do.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from types import TracebackType
 from typing import Self
 
 from peers.process import die_with_parent
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02
 _LOG_TAIL_BYTES = 8192
@@ -107,7 +110,10 @@ class Supervisor:
         return [Exit(name=child.name, returncode=_reap(child), reason=_reason(child)) for child in ended]
 
     def terminate_all(self, grace_seconds: float) -> None:
-        """SIGTERM for every child, then SIGKILL for what is left after the grace; a Ctrl-C in between cuts it short."""
+        """SIGTERM for every child, then SIGKILL for what is left after the grace; a Ctrl-C in between cuts it short.
+
+        Of whom that is is one line in the log: what it was to write before its end is not written.
+        """
         children, self._running = self._running, []
         try:
             for child in children:
@@ -117,6 +123,8 @@ class Supervisor:
             while not all(map(_has_ended, children)) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
         finally:
+            if late := [child.name for child in children if not _has_ended(child)]:
+                logger.warning("killed, since it took them too long to end: %s", ", ".join(late))
             for child in children:
                 _reap(child)
 

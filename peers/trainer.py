@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from peers import cli, process
-from peers.event_file import open_events, start_of
+from peers.event_file import begin, open_events, start_of
 from peers.network import (
     REFRESH_SECONDS,
     KnownPeers,
@@ -148,7 +148,7 @@ async def run(
     clock = SystemClock()
     say_who_may_join(identity.authority)
     name = options.name or default_name()
-    events.write(start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))
+    begin(events, options.events, start_of(config, peer_id=identity.peer_id, name=name, stage=TRAINER_STAGE))
     router = Router(clock, random.Random(identity.peer_id))
     directory = Directory(node, identity, config.run_id, clock)
     known = KnownPeers(router)

@@ -6,7 +6,7 @@
     |   |-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
     |   |-- DeadlineExceeded         slow, not dead: never a reason for a ban
     |   |-- RoundMismatch            the peer is at another round; `peer_round` says which
-    |   `-- NotReady                 the peer is joining or leaving and serves nothing now
+    |   `-- NotReady                 the peer is joining, leaving or behind
     `-- Fatal                        repeating the request changes nothing
         |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
         |-- WrongStage               the peer serves another stage, or the stage does not exist
@@ -67,7 +67,7 @@ class RoundMismatch(Retryable):
 
 
 class NotReady(Retryable):
-    """The peer is joining or leaving."""
+    """The peer is joining, leaving or behind, or has not the weights that are asked for."""
 
 
 class Fatal(SwarmError):

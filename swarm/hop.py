@@ -28,6 +28,7 @@ from swarm.errors import (
     RoundMismatch,
     StaleMicrobatch,
     SwarmError,
+    WrongRun,
     WrongStage,
 )
 from swarm.events import Events, NoEvents
@@ -74,7 +75,8 @@ class HopLimits:
     retry_seconds: float = 0.25
     """Longest wait before asking again when no peer can be asked."""
     max_failures: int = 12
-    """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count."""
+    """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count, nor who joins,
+    moves, leaves, or lacks a round's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,7 @@ class _Attempt:
     route: dict[int, PeerId] = field(default_factory=dict)
     forward_passed: bool = False
     num_failures: int = 0
+    num_not_ready: int = 0
     num_busy: int = 0
     is_refused: bool = False
     """Whether nobody has taken it since somebody was busy."""
@@ -258,8 +261,8 @@ class Hop:
                     self._set_refused(attempt, True)
                     self._router.busy(peer_id, busy.retry_after_seconds)
                     attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
-                except (Retryable, WrongStage) as error:
-                    # Of the wrong stage is a peer that has moved since it was announced.
+                except (Retryable, WrongStage, WrongRun) as error:
+                    # Of the wrong stage is a peer that has moved since it was announced; another run may have its port.
                     self._failed(peer_id, record.name, error, attempt)
         finally:
             self._set_refused(attempt, False)
@@ -295,8 +298,12 @@ class Hop:
         pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0
         attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
         attempt.route.pop(self.stage, None)
-        # Who joins, leaves or lacks a round's weights says nothing about the others.
-        attempt.num_failures += not isinstance(error, NotReady)
+        # Who joins, moves, leaves or lacks a round's weights says nothing about the others.
+        attempt.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
+        attempt.num_not_ready += isinstance(error, NotReady)
+        if attempt.num_not_ready == self._limits.max_failures:
+            # It may be that nobody ever can: whoever looks into the log is to find why.
+            logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self.stage, error)
         if attempt.num_failures >= self._limits.max_failures:
             raise RetriesExhausted(
                 f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from swarm.clock import Clock
-from swarm.dht.directory import RecordStore
+from swarm.dht.directory import NoOtherNode, RecordStore
 from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError, WrongRun
 from swarm.identity import Identity
 from swarm.rpc.bounds import require_bounds
@@ -77,6 +77,9 @@ class DirectoryServicer(DirectoryServiceServicer):
     async def _look_up(self, key: str) -> pb.ReadReply | SwarmError:
         try:
             return _reply(await self._store.get(key))
+        except NoOtherNode as alone:
+            # What there is of others, beside this peer, is for the caller to doubt: this one at least is here.
+            return _reply(alone.found)
         except PeerUnavailable as error:
             return error
         finally:

@@ -10,7 +10,7 @@ import pytest
 from swarm import config as configs
 from swarm.clock import ManualClock
 from swarm.dht import keys
-from swarm.dht.directory import Directory, MemoryStore, discover_config
+from swarm.dht.directory import Directory, MemoryStore, NoOtherNode, discover_config
 from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
 from swarm.identity import Identity, generate
@@ -147,6 +147,21 @@ async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
     swarm.dht.answers.set()
     assert not (await servicer.Read(pb.ReadRequest(key=keys.RUNS), None)).records
     assert swarm.dht.num_lookups == 1
+
+
+async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Swarm) -> None:
+    record = await swarm.serve(OURS)
+    own = Directory(swarm.dht, OURS, RUN, swarm.clock)
+    await own.announce_peer(record, 20.0)
+    found = await swarm.dht.get(keys.of_stage(RUN, 0))
+
+    async def alone(key: str) -> dict[str, tuple[bytes, float]]:
+        raise NoOtherNode(found)
+
+    swarm.dht.get = alone  # type: ignore[method-assign]
+    with pytest.raises(PeerUnavailable, match="no other node"):
+        await own.peers(0)
+    assert await Directory(swarm.reader(record), generate(), RUN, swarm.clock).peers(0) == [record]
 
 
 async def test_nothing_is_looked_up_but_the_keys_of_the_run(swarm: Swarm) -> None:

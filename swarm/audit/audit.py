@@ -19,7 +19,8 @@ from swarm.audit.history import History
 from swarm.audit.log_file import Line
 from swarm.audit.rounds import Rounds
 from swarm.audit.verdict import Report
-from swarm.events import Move, Start
+from swarm.events import Install, Start
+from swarm.types import TRAINER_STAGE
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ def audit(paths: Sequence[Path]) -> Report:
     readings = [_Reading(path, log_file.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
     seen: set[int] = set()
-    """Stages that a process was at, -1 for trainers."""
+    """Stages that a process was at, TRAINER_STAGE for trainers."""
     while order:
         _, number = heapq.heappop(order)
         reading = readings[number]
@@ -54,9 +55,10 @@ def audit(paths: Sequence[Path]) -> Report:
             if isinstance(line.event, Start):
                 first = first or (reading.path, line.event)
                 _check_same_run(reading.path, line.event, *first)
-            if isinstance(line.event, Start | Move):
-                seen.add(line.event.stage)
             reading.history.feed(line)
+            # Whoever has no state has not been at its stage yet.
+            if isinstance(line.event, Install) or reading.history.stage == TRAINER_STAGE:
+                seen.add(reading.history.stage)
             if reading.history.round > position:
                 heapq.heappush(order, (reading.history.round, number))
                 break

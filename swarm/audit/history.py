@@ -303,6 +303,8 @@ class History:
         self._end_round()
         self.round, self._lineage, self._entered_round = event.round, event.lineage, event.round
         self._rounds.stood(self.stage, event.round, event.lineage, event.state, self.name)
+        if event.source in ("initial", "checkpoint"):
+            self._rounds.beginnings.add((self.stage, event.parent or event.lineage))
         if event.parent is not None:
             self._rounds.renamed[self.stage, event.lineage] = event.parent
             if self._synchronous:

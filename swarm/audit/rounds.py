@@ -79,6 +79,8 @@ class Rounds:
         self._given_up: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
         self.renamed: dict[tuple[int, str], str] = {}
         """By stage and lineage, the one that a checkpoint went on from."""
+        self.beginnings: set[tuple[int, str]] = set()
+        """By stage, lineages that peers began with: initial ones, and those of checkpoints."""
         self._held: list[tuple[int, int, int, IdSet]] = []
         self.acknowledged_by_trainers = IdSet()
         self.acknowledged_by_stages = IdSet()

@@ -179,6 +179,12 @@ def _main_branch(stage: int, start: Start, rounds: Rounds, findings: Findings) -
     best: list[Round] = []
     most = (0, 0)
     for root in [parent for parent in children if parent not in reached]:
+        if (stage, root) not in rounds.beginnings:
+            for round_ in children[root]:
+                findings.violation(
+                    "follows from a state of which no file tells how it came about", stage=stage,
+                    round=round_.event.round, files=round_.files,
+                )  # fmt: skip
         for samples, branch in _branches(root, children, start, findings):
             # A stage of which nobody was left begins again at the present round, with fewer samples.
             if (reached_round := (branch[-1].event.round + 1, samples)) > most:

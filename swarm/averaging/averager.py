@@ -18,6 +18,7 @@ from swarm.averaging.broadcast import Broadcast
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.completion import Completion
 from swarm.averaging.donor import Donor
+from swarm.averaging.group import Ballot
 from swarm.averaging.leader import AttemptFailed, Leader
 from swarm.averaging.participant import Participant
 from swarm.averaging.reduction import Payload
@@ -245,10 +246,11 @@ class Averager:
         members = self._roster.records(progress)
         if not self._roster.excludes_self:
             members[self._own_id] = self._own
+        ballot = Ballot(number, self._own_id)
         try:
             await self._leader.attempt(members, standing, number, progress)
             # A result may be decided and not be committed here: the next attempt finishes what is prepared.
-            await self._participant.step_back("it was decided, and not committed here")
+            await self._participant.step_back("it was decided, and not committed here", only=ballot)
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self._aborted[str(failed)] += 1
@@ -266,7 +268,7 @@ class Averager:
         except SwarmError as error:
             # As where no holder of another stage's average of a shared block answers: it may decide anew.
             logger.warning("round %d cannot be committed yet: %s", standing.round, error)
-            await self._participant.step_back("what it takes to commit cannot be had")
+            await self._participant.step_back("what it takes to commit cannot be had", only=ballot)
             return False
         finally:
             self.notify()

@@ -296,10 +296,15 @@ class Participant:
                 await self._reopen(request.reason, ballot)
         return None
 
-    async def step_back(self, reason: str) -> None:
-        """In doubt about the leader: go on training, but keep what is prepared for the next leader to find."""
+    async def step_back(self, reason: str, *, only: Ballot | None = None) -> None:
+        """In doubt about the leader: go on training, but keep what is prepared for the next leader to find.
+
+        Args:
+            only: from this attempt; None for whatever attempt is under way.
+        """
         async with self._lock:
-            if (active := self.group.active) is not None:
+            active = self.group.active
+            if active is not None and only in (None, active):
                 self.group.step_back()
                 await self._reopen(reason, active)
 

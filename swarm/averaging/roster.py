@@ -21,7 +21,7 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 
 MOST_UNLISTED = 64
-"""Peers that are remembered though the directory does not list them: many more than join within the seconds that a
+"""Peers that are remembered though the directory has not listed them: many more than join within the seconds that a
 record takes to spread, and too few to fill the memory with what somebody says in the name of peers that he made up."""
 MISSED_SECONDS = 20.0
 """After so long a silence a member will not be back soon."""
@@ -76,6 +76,8 @@ class Roster:
         self._branches_yield = branches_yield
         self._round_microbatches = round_microbatches
         self._contacts: dict[PeerId, tuple[PeerRecord, float]] = {}
+        self._listed_at: dict[str, float] = {}
+        """When the directory listed a peer last, as far as was looked."""
         self._reports: dict[PeerId, Report] = {}
         self._last_words: dict[PeerId, Report] = {}
         """Of peers that were heard of in this round, present or not."""
@@ -104,10 +106,10 @@ class Roster:
         return record
 
     def _make_room(self, peer_id: PeerId) -> None:
-        """For one more peer. Of those that the directory does not list, who was heard of longest ago is forgotten."""
-        listed = {record.peer_id for record in self._directory()}
-        unlisted = sorted(self._contacts.keys() - listed, key=lambda peer: self._contacts[peer][1])
-        num_needless = len(unlisted) + (peer_id not in listed) - MOST_UNLISTED
+        """For one more peer. Of those that the directory has not listed, who was heard of longest ago is forgotten."""
+        self._see_listed()
+        unlisted = sorted(self._contacts.keys() - self._listed_at.keys(), key=lambda peer: self._contacts[peer][1])
+        num_needless = len(unlisted) + (peer_id not in self._listed_at) - MOST_UNLISTED
         if num_needless > 0:
             for needless in unlisted[:num_needless]:
                 del self._contacts[needless]
@@ -200,9 +202,17 @@ class Roster:
 
     def _forget_the_gone(self) -> None:
         """Peers that are not announced and were not heard of for long: in weeks they would become many."""
+        self._see_listed()
         oldest = self._clock.monotonic() - self._timing.forget_seconds
         self._contacts = {p: contact for p, contact in self._contacts.items() if contact[1] >= oldest}
         self._forget_unknown()
+
+    def _see_listed(self) -> None:
+        """Remember whom the directory lists: where it is out of reach for a while, these are no strangers."""
+        now = self._clock.monotonic()
+        oldest = now - self._timing.forget_seconds
+        self._listed_at = {peer: at for peer, at in self._listed_at.items() if at >= oldest}
+        self._listed_at |= dict.fromkeys((record.peer_id for record in self._directory()), now)
 
     def _forget_unknown(self) -> None:
         """All that was noted of peers that cannot be reached any more, for nobody knows how."""

@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 
 FORMAT = 1
+ABANDONED_SECONDS = 3600.0
+"""After which nobody is writing any more to a temporary file that has not changed since."""
 _SAME = ("model", "data", "rounds")
 """Sections of the configuration that stay as they are when a run is resumed; only the text's path may differ."""
 
@@ -108,9 +111,12 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
 
 
 def remove_unfinished(folder: Path, owner: str) -> None:
-    """Remove what a writer of that name left when it was killed."""
-    for leftover in folder.glob(f".stage-*.safetensors.{owner}.tmp"):
-        leftover.unlink(missing_ok=True)
+    """Remove what a writer of that name left when it was killed, and what has long been nobody's any more."""
+    oldest = time.time() - ABANDONED_SECONDS
+    for leftover in folder.glob(".stage-*.safetensors.*.tmp"):
+        with suppress(FileNotFoundError):  # Its writer, or another newcomer, was quicker.
+            if leftover.name.endswith(f".safetensors.{owner}.tmp") or leftover.stat().st_mtime < oldest:
+                leftover.unlink()
 
 
 def read_header(path: Path, config: RunConfig) -> Header:

@@ -27,6 +27,18 @@ LEAVING_SECONDS = 5.0
 """For how long a peer that left is at least listed as leaving."""
 
 
+class NoOtherNode(PeerUnavailable):
+    """The DHT is down to this machine's own node.
+
+    Attributes:
+        found: what that node stores itself.
+    """
+
+    def __init__(self, found: dict[str, tuple[bytes, float]]) -> None:
+        super().__init__("no other node of the DHT answers")
+        self.found = found
+
+
 class RecordStore(Protocol):
     """What a directory needs of the DHT."""
 
@@ -35,7 +47,7 @@ class RecordStore(Protocol):
         ...
 
     async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
-        """Subkey -> (value, expiration). Raises PeerUnavailable."""
+        """Subkey -> (value, expiration). Raises PeerUnavailable, NoOtherNode for one."""
         ...
 
     def remember(self, address: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.dht import addresses, daemon
+from swarm.dht.directory import NoOtherNode
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
@@ -124,12 +125,16 @@ class DhtNode:
         """All unexpired records under a key: subkey -> (value, expiration).
 
         Raises:
-            PeerUnavailable: no DHT, no answer in time, or no other node, where there were some not long ago.
+            PeerUnavailable: no DHT, or no answer in time.
+            NoOtherNode: there were some not long ago.
         """
-        found = await self._call(self._get(key), timeout_seconds)
-        return {} if found is None else {subkey: (value, expires) for subkey, (value, expires) in found.value.items()}
+        found, is_doubtful = await self._call(self._get(key), timeout_seconds)
+        records = {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
+        if is_doubtful:
+            raise NoOtherNode(records)
+        return records
 
-    async def _get(self, key: str) -> Any:
+    async def _get(self, key: str) -> tuple[Any, bool]:
         # Without `latest`, whatever the node itself stores would do for an answer.
         found = await self._node.get(key, latest=True)
         # Without neighbours it does all the same, and everybody else's records would seem to have expired.
@@ -138,9 +143,7 @@ class DhtNode:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
-        if self._alone_since is not None and now - self._alone_since < ALONE_SECONDS:
-            raise PeerUnavailable("no other node of the DHT answers")
-        return found
+        return found, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
 
     @property
     def _has_neighbours(self) -> bool:

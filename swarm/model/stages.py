@@ -47,7 +47,7 @@ from swarm.model.layers import (
 )
 
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 
 def layer_ranges(config: RunConfig) -> list[range]:

@@ -16,7 +16,7 @@ import grpc
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.errors import MalformedMessage, Overloaded, Retryable, SwarmError, WrongStage
+from swarm.errors import MalformedMessage, Overloaded, Retryable, SwarmError, WrongRun, WrongStage
 from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
@@ -200,7 +200,7 @@ class LeaseClient:
             asked.add(record.peer_id)
             try:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
-            except (Retryable, WrongStage):  # The latter has moved since it was announced.
+            except (Retryable, WrongStage, WrongRun):  # It has moved, or joined another run, since it was announced.
                 self._leaders.pop(stage, None)
                 self._failed_at[PeerId(record.peer_id)] = self._clock.monotonic()
                 continue

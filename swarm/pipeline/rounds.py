@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from swarm.errors import SwarmError
+from swarm.errors import SwarmError, WrongRun
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -163,6 +163,8 @@ class RoundWatcher:
                 call: Any = StageServiceStub(self._channels.channel(record)).Describe
                 async with asyncio.timeout(wait_seconds + _ANSWER_SECONDS):
                     reply: pb.DescribeReply = await call(request)
+                if reply.run_id != self._run_id:
+                    raise WrongRun("it is of another run by now")
                 # Its figures are added up and written down.
                 require_bounds(reply, finite=True)
             except (grpc.aio.AioRpcError, TimeoutError, SwarmError) as error:

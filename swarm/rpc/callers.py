@@ -16,7 +16,7 @@ from swarm.errors import IntegrityError, Overloaded
 MAX_CALLS = 1024
 """Of one caller, under way at one time; waiting calls of a trainer are most of an honest one's."""
 MAX_BYTES = 256 << 20
-"""Kept for the calls of one caller, at least; a stage peer's own microbatches may need more (stage/incoming)."""
+"""Kept for the calls of one caller; for its microbatches there may be more (stage/incoming)."""
 RETRY_SECONDS = 1.0
 KEPT_RETRY_SECONDS = 0.05
 """After which something more may be kept: as soon as one call ends, as with slots."""
@@ -40,12 +40,21 @@ _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
 class Callers:
     """What each caller takes now."""
 
-    def __init__(self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_BYTES,
+        max_training_bytes: int = MAX_BYTES,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            max_bytes: kept for the calls of one caller.
+            max_training_bytes: kept besides for its microbatches.
+        """
         self._clock = clock or SystemClock()
         self._max_calls = max_calls
-        self._max_bytes = max_bytes
+        self._max_bytes = {True: max_training_bytes, False: max_bytes}
         self._num_calls: Counter[Caller] = Counter()
-        self._num_bytes: Counter[Caller] = Counter()
+        self._num_bytes = {True: Counter[Caller](), False: Counter[Caller]()}
+        """Of microbatches, and of other calls."""
         self._due: dict[Caller, float] = {}
         """By caller, when its next call would have come if all had come evenly; of those who are ahead of that."""
 
@@ -81,20 +90,20 @@ class Callers:
         self._due[caller] = min(due, now + LONGEST_SECONDS)
         return max(0.0, self._due[caller] - now)
 
-    def keep(self, caller: Caller, num_bytes: int) -> None:
+    def keep(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
         """Something is to be kept for a call; `release` ends that.
 
         Raises:
             Overloaded: it would be too much for one caller, who has something here already.
         """
-        held = self._num_bytes[caller]
-        if held and held + num_bytes > self._max_bytes:
+        held = self._num_bytes[training][caller]
+        if held and held + num_bytes > self._max_bytes[training]:
             raise Overloaded(f"{held} bytes of this caller are kept already", retry_after_seconds=KEPT_RETRY_SECONDS)
-        self._num_bytes[caller] += num_bytes
+        self._num_bytes[training][caller] += num_bytes
 
-    def release(self, caller: Caller, num_bytes: int) -> None:
+    def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
         """It is not kept any more."""
-        subtract(self._num_bytes, caller, num_bytes)
+        subtract(self._num_bytes[training], caller, num_bytes)
 
     @property
     def num_calls(self) -> int:
@@ -104,7 +113,7 @@ class Callers:
     @property
     def num_bytes(self) -> int:
         """Kept for all callers."""
-        return self._num_bytes.total()
+        return sum(kept.total() for kept in self._num_bytes.values())
 
 
 def caller_of(context: Any) -> Caller:

@@ -76,6 +76,11 @@ class TensorReader:
         """Whether every expected tensor is whole."""
         return not self._missing and self._current is None
 
+    def clear(self) -> None:
+        """Keep nothing. An error that `feed` has raised holds this reader for as long as it is looked at."""
+        self._buffer = bytearray()
+        self.tensors.clear()
+
     def feed(self, chunk: TensorChunk) -> None:
         """Take the next chunk.
 

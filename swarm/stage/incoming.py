@@ -28,7 +28,7 @@ Context = Any
 
 
 def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
-    """Of one caller: so much that slots alone hold back the microbatches of an honest one.
+    """Of one caller's microbatches: so much that slots alone hold back the microbatches of an honest one.
 
     A request is kept until it is acknowledged, and its slot is free once it is answered. So to those that have a slot
     here come those that were answered: as many as may still have one on their way back through the stages before.
@@ -54,6 +54,7 @@ class Incoming:
         self._reader: TensorReader | None = None
         self._expected_bytes = 0
         self._kept_bytes = 0
+        self._training = False
         self._due = 0.0
         """When all that is expected is there at the slowest rate, by the loop's clock."""
 
@@ -71,15 +72,19 @@ class Incoming:
             self._expected_bytes -= len(message.chunk.data)
         return message
 
-    def expect(self, specs: Mapping[str, TensorSpec]) -> None:
-        """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already."""
+    def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
+        """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already.
+
+        Args:
+            training: whether they are a microbatch's, of which slots hold back the rest.
+        """
         if self._reader is None:
             num_bytes = _num_bytes(specs)
             self._reader = TensorReader(specs)
             self._expected_bytes = num_bytes
             self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
-            self._callers.keep(self.caller, num_bytes)
-            self._kept_bytes = num_bytes
+            self._callers.keep(self.caller, num_bytes, training=training)
+            self._kept_bytes, self._training = num_bytes, training
 
     async def tensors(self) -> dict[str, torch.Tensor]:
         """The expected tensors, once they are whole. Raises MalformedMessage, DeadlineExceeded."""
@@ -105,7 +110,9 @@ class Incoming:
         what we have to say: it would take a busy peer for a broken one. Nothing of it is kept.
         """
         self.close()
-        self._reader = None
+        if self._reader is not None:
+            self._reader.clear()
+            self._reader = None
         try:
             async with asyncio.timeout_at(max(self._due, asyncio.get_running_loop().time()) + DRAIN_SECONDS):
                 while self._expected_bytes > 0:
@@ -115,5 +122,5 @@ class Incoming:
 
     def close(self) -> None:
         """The call has ended: nothing is kept for it any more."""
-        self._callers.release(self.caller, self._kept_bytes)
+        self._callers.release(self.caller, self._kept_bytes, training=self._training)
         self._kept_bytes = 0

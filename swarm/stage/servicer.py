@@ -103,7 +103,7 @@ class StageServicer(StageServiceServicer):
             raise MalformedMessage("a microbatch begins with Open")
         opening: pb.Open = request.open
         if opening.eager:
-            incoming.expect(self._specs)
+            incoming.expect(self._specs, training=True)
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
@@ -134,7 +134,7 @@ class StageServicer(StageServiceServicer):
             # What follows at once has to be read.
             tensors = None if opening.eager else self._stage.known_inputs(microbatch)
             if tensors is None:
-                incoming.expect(self._specs)
+                incoming.expect(self._specs, training=True)
             await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
             if tensors is None:
                 tensors = await incoming.tensors()
@@ -243,7 +243,7 @@ class StageServicer(StageServiceServicer):
                 f"{opening.num_samples} of {opening.sequence_length}"
             )
         specs = request_specs(self._config, self._stage.number, opening.num_samples, opening.sequence_length)
-        incoming.expect(specs)
+        incoming.expect(specs, training=False)
         synchronous = self._config.rounds.synchronous
         backend = self._stage.backend
 

@@ -94,6 +94,32 @@ def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
     assert [stage.first_attempt for stage in report.stages] == [1, 2]
 
 
+@BOTH
+def test_rounds_of_which_no_file_tells_are_not_proven(tmp_path: Path, setting: str) -> None:
+    """Their members are gone, with their files; who came later had the state from them."""
+    run = honest(tmp_path, setting)
+
+    def joined_later(lines: Lines) -> Lines:
+        first = max(number for number, line in enumerate(lines) if line["event"] == "commit" and line["round"] == 0)
+        state = {**lines[1], "round": 1, "lineage": lines[first]["lineage"], "state": "x", "source": "download"}
+        return [lines[0], state, *lines[first + 1 :]]
+
+    for peer in run.members(1):
+        edit(tmp_path / f"{peer}.jsonl", joined_later)
+    found = one_violation(audit(run.files), "follows from a state of which no file tells how it came about")
+    assert "stage 1" in found
+    assert "round 1" in found
+
+
+def test_a_stage_that_was_announced_and_never_entered_has_not_been_seen(tmp_path: Path) -> None:
+    run = honest(tmp_path)
+    for peer in run.members(1):
+        (tmp_path / f"{peer}.jsonl").unlink()
+    run.reopen("peer-0a")
+    run.write("peer-0a", Move(stage=1))
+    one_violation(audit(run.files), "no file of any of its peers was given")
+
+
 def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
     """What it had accumulated is gone: others count it."""
     run = HonestRun(tmp_path)
@@ -388,6 +414,7 @@ def test_a_run_without_a_trainers_file_is_unproven(tmp_path: Path, setting: str)
 def test_a_stage_that_a_peer_moved_to_has_a_file(tmp_path: Path) -> None:
     run = HonestRun(tmp_path, "diloco")
     run.write("peer-0b", Move(stage=1))
+    run.write("peer-0b", Install(round=0, lineage=run.lineages[1], state="initial", source="download"))
     assert audit([path for path in run.files if not path.name.startswith("peer-1")]).proven
 
 

@@ -250,6 +250,21 @@ def test_a_newcomer_that_reports_is_not_forgotten_for_those_that_were_heard_of_b
     assert {OTHER, newcomer.peer_id} <= group.roster.members(HERE).keys()
 
 
+def test_members_that_were_listed_are_no_strangers_when_the_directory_is_out_of_reach() -> None:
+    group = Group()
+    mates = [record(number) for number in range(10, 10 + 2 * MOST_UNLISTED)]
+    group.listed += mates
+    for mate in mates:
+        group.report(5, by=mate)
+    group.roster.moved(HERE)
+    group.listed.clear()
+    for number in range(1000, 1100):
+        group.clock.advance(0.001)
+        group.report(5, by=record(number))
+    assert {PeerId(mate.peer_id) for mate in mates} <= group.roster.members(HERE).keys()
+    assert len(_remembered(group.roster)) <= 3 * MOST_UNLISTED + 3
+
+
 def test_what_is_named_of_another_round_is_left_out() -> None:
     group = Group(round_microbatches=10)
     elsewhere: dict[str, Any] = {"standing": pb.Standing(round=2, lineage="02")}

@@ -47,6 +47,16 @@ async def test_the_newest_few_stay_and_those_of_other_stages_are_left_alone(tmp_
     assert writer.newest_round(0) == 8
 
 
+def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
+    """One's own at once; another's, who may be writing it now, once it has not changed for long."""
+    names = {owner: tmp_path / f".stage-0-of-2.round-4.safetensors.{owner}.tmp" for owner in ("own", "old", "busy")}
+    for path in names.values():
+        path.write_text("half")
+    os.utime(names["old"], (0, time.time() - file.ABANDONED_SECONDS - 1))
+    CheckpointWriter(tmp_path, every=1, keep=3, owner="own")
+    assert list(tmp_path.iterdir()) == [names["busy"]]
+
+
 async def test_those_written_on_leaving_do_not_displace_the_regular_ones(tmp_path: Path) -> None:
     """Or some restarts would leave no round that all stages have."""
     writer = _writer(tmp_path, keep=2)

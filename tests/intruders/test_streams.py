@@ -232,7 +232,7 @@ async def test_messages_are_bounded() -> None:
 async def test_what_is_kept_for_one_caller_is_bounded() -> None:
     """Evaluations wait for the compute thread with their tensors."""
     async with running() as host, host.connected(INTRUDER) as channel:
-        host.server._callers._max_bytes = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
+        host.server._callers._max_bytes[False] = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
         opening = pb.EvaluateRequest(
             open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
         )  # fmt: skip
@@ -257,9 +257,9 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
         callers = host.server._callers
         num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
         for _ in range(max_in_flight + LARGEST):
-            callers.keep(Caller("neighbour"), num_bytes)
+            callers.keep(Caller("neighbour"), num_bytes, training=True)
         with pytest.raises(Overloaded):
-            callers.keep(Caller("neighbour"), num_bytes)
+            callers.keep(Caller("neighbour"), num_bytes, training=True)
         callers.release(Caller("neighbour"), callers.num_bytes)
 
 

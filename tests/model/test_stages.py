@@ -342,4 +342,6 @@ def test_a_custom_class_that_does_not_fit_is_no_fault_of_it() -> None:
     with pytest.raises(RuntimeError) as raised:
         build_stage(make_config((4,), custom_class="custom_models:Greedy"), 0, device="cpu")
     assert is_out_of_memory(raised.value)
+    for words in ("MPS backend out of memory (MPS allocated: 1 GB)", "CUDA error: out of memory", "std::bad_alloc"):
+        assert is_out_of_memory(RuntimeError(words))
     assert not is_out_of_memory(RuntimeError("memory format is not supported"))

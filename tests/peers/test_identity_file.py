@@ -1,5 +1,7 @@
 """Which key a peer gets: stable over restarts, never shared by two running peers."""
 
+import errno
+import fcntl
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,21 @@ def test_a_named_file_in_use_is_refused(tmp_path: Path) -> None:
         claim_identity(path, tmp_path, "stage-0")
     claimed.lock.close()
     assert claim_identity(path, tmp_path, "stage-0").identity == claimed.identity
+
+
+def test_files_whose_names_differ_in_their_ending_are_two(tmp_path: Path) -> None:
+    one, other = (claim_identity(tmp_path / name, tmp_path, "stage-0") for name in ("peer.0", "peer.1"))
+    assert one.libp2p_path != other.libp2p_path
+    claimed = claim_identity(tmp_path / "peer.pem", tmp_path, "stage-0")
+    assert claimed.libp2p_path == tmp_path / "peer.p2p"
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert claim_identity(None, tmp_path, "stage-1").identity.peer_id
 
 
 def test_a_file_that_is_no_identity_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from swarm.clock import SystemClock
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
 from swarm.routing.router import Router
-from swarm.types import PeerRecord
+from swarm.types import PeerRecord, PeerState
 
 
 class _Directory:
@@ -26,6 +26,35 @@ class _Directory:
         if self.num_faults >= 0:
             raise PeerUnavailable("no other node of the DHT answers")
         return []
+
+
+class _Forgetful:
+    """Has a peer at stage 1, from the third look on."""
+
+    def __init__(self) -> None:
+        self.num_looks = 0
+
+    async def peers(self, stage: int) -> Sequence[PeerRecord]:
+        self.num_looks += 1
+        there = PeerRecord(
+            peer_id="a" * 40, announced_at=0.0, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING
+        )  # fmt: skip
+        return [there] if stage == 1 and self.num_looks > 4 else []
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began the run, and its command line names nobody. But not for ever: they may be gone as well."""
+    monkeypatch.setattr(network, "LOOK_SECONDS", 0.01)
+    clock = SystemClock()
+    known = KnownPeers(Router(clock, random.Random(0)))
+    await known.look_first(cast(Directory, _Forgetful()), [0, 1], clock, returns=returns)
+    assert [record.stage for record in known.others(1)] == ([1] if returns else [])
+    monkeypatch.setattr(network, "RETURN_SECONDS", 0.1)
+    await known.look_first(cast(Directory, _Directory(0)), [0, 1], clock, returns=True)
+    assert known.others(1) == []
 
 
 async def test_the_first_look_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
         await world.clock.sleep(0.01)
         living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
         asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
-        return [pb.DescribeReply(state=peer.state) for peer in asked]
+        return [pb.DescribeReply(state=peer.state, round=peer.round) for peer in asked]
 
     monkeypatch.setattr(rebalancer, "describe", describe)
 
@@ -218,6 +218,24 @@ def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.M
             assert world.moves == []
 
         await _live(world, [0, 0, 0, 0, 1, 2, 2], then)
+
+    run(scene())
+
+
+def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still has to be given the state, and nobody else has it."""
+
+    async def scene() -> None:
+        world = World(round_number=7)
+        _answers(monkeypatch, world)
+        first, second = world.peers[:2]
+
+        async def then() -> None:
+            assert await first.rebalancer.can_spare(0, round_number=7)
+            second.round = 6
+            assert not await first.rebalancer.can_spare(0, round_number=7)
+
+        await _live(world, [0, 0, 1, 2], then)
 
     run(scene())
 

@@ -215,12 +215,12 @@ class _Directory:
         return dead if self.silent[stage] >= 0 else []
 
 
-def _describe(stage: int, turns: Iterator[int | None], committed: int) -> pb.DescribeReply:
+def _describe(config: RunConfig, stage: int, turns: Iterator[int | None], committed: int) -> pb.DescribeReply:
     number = next(turns)
     if number is None:
         raise NotReady("it says nothing")
     rounds = [pb.RoundReport(round=number - 1 - back) for back in reversed(range(committed))]
-    return pb.DescribeReply(stage=stage, round=number, run_samples=16 * number, rounds=rounds)
+    return pb.DescribeReply(run_id=config.run_id, stage=stage, round=number, run_samples=16 * number, rounds=rounds)
 
 
 async def _find(
@@ -240,7 +240,7 @@ async def _find(
             (peer,) = chain.at(number)
             # The last one again and again.
             turns = itertools.chain(answers, itertools.repeat(answers[-1]))
-            peer.servicer._describe = partial(_describe, number, turns, (committed or {}).get(number, 0))
+            peer.servicer._describe = partial(_describe, config, number, turns, (committed or {}).get(number, 0))
             known.update(number, await directory.peers(number))
         directory.silent.update(silent_looks or {})
         for number in {stage, *directory.silent}:
@@ -263,15 +263,23 @@ async def test_a_peer_that_serves_another_stage_by_now_holds_nothing_of_this_one
         (peer,) = chain.at(STAGE)
         records, channels = await _Directory(chain, {STAGE: []}).peers(STAGE), chain.peers[0].channels
         for stage in (STAGE, STAGE + 1):
-            peer.servicer._describe = partial(_describe, stage, itertools.repeat(6), 0)
+            peer.servicer._describe = partial(_describe, CHAIN_SYNCHRONOUS, stage, itertools.repeat(6), 0)
             replies = await describe(CHAIN_SYNCHRONOUS, [records[0]], channels)
             assert [reply.round for reply in replies] == ([6] if stage == STAGE else [])
+
+
+async def test_a_peer_of_another_run_by_now_does_not_answer() -> None:
+    async with running_chain(CHAIN_SYNCHRONOUS) as chain:
+        (peer,) = chain.at(STAGE)
+        other = dataclasses.replace(CHAIN_SYNCHRONOUS, run="other")
+        peer.servicer._describe = partial(_describe, other, STAGE, itertools.repeat(6), 0)
+        assert await describe(CHAIN_SYNCHRONOUS, [peer.record], chain.peers[0].channels) == []
 
 
 async def test_who_tells_of_a_round_that_nobody_counts_to_does_not_answer() -> None:
     async with running_chain(CHAIN_SYNCHRONOUS) as chain:
         (peer,) = chain.at(STAGE)
-        peer.servicer._describe = partial(_describe, STAGE, iter([1 << 58, 6]), 0)
+        peer.servicer._describe = partial(_describe, CHAIN_SYNCHRONOUS, STAGE, iter([1 << 58, 6]), 0)
         for expected in ([], [6]):
             replies = await describe(CHAIN_SYNCHRONOUS, [peer.record], chain.peers[0].channels)
             assert [reply.round for reply in replies] == expected

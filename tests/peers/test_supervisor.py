@@ -64,12 +64,13 @@ def test_leaving_by_an_error_ends_them_too(tmp_path: Path) -> None:
     _wait_until_gone(child.pid)
 
 
-def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     supervisor = Supervisor(tmp_path)
     child = supervisor.start("stubborn", ["sh", "-c", STUBBORN])
     _first_line(child.log)
     supervisor.terminate_all(grace_seconds=0.2)
     assert child.process.returncode == -signal.SIGKILL
+    assert caplog.messages == ["killed, since it took them too long to end: stubborn"]
 
 
 def test_a_frozen_child_is_killed(tmp_path: Path) -> None:

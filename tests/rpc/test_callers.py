@@ -74,6 +74,21 @@ def test_what_is_kept_for_one_caller_is_limited() -> None:
     assert callers.num_bytes == 0
 
 
+def test_microbatches_have_room_of_their_own() -> None:
+    """Of these slots hold back the rest; of other calls there may be any number."""
+    callers = Callers(max_bytes=100, max_training_bytes=1000)
+    callers.keep(ONE, 600, training=True)
+    callers.keep(ONE, 60)
+    callers.keep(ONE, 400, training=True)
+    for training in (True, False):
+        with pytest.raises(Overloaded):
+            callers.keep(ONE, 60, training=training)
+    assert callers.num_bytes == 1060
+    callers.release(ONE, 1000, training=True)
+    callers.release(ONE, 60)
+    assert callers.num_bytes == 0
+
+
 def test_something_large_is_possible_once() -> None:
     callers = Callers(max_bytes=100)
     callers.keep(ONE, 1000)

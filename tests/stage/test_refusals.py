@@ -1,6 +1,7 @@
 """What strangers may send to a stage: refused with the right error, and the peer goes on serving."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ from swarm.rpc.channels import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, chunks
+from swarm.rpc.wire import CHUNK_BYTES, TensorReader, chunks
 from swarm.stage import incoming
 from swarm.stage.backend import HIDDEN, TOKENS, request_specs
 from swarm.types import PROTOCOL_VERSION
@@ -184,6 +185,27 @@ async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
         assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_nothing_is_kept_of_what_was_refused_while_the_rest_of_it_comes(chain: Chain) -> None:
+    """The caller can make that last for minutes, in many calls."""
+    async with grpc.aio.insecure_channel(chain.peers[1].record.endpoint, options=CLIENT_OPTIONS) as channel:
+        stub: Any = StageServiceStub(channel)
+        call = stub.Evaluate(timeout=20)
+        header = next(iter(_as_evaluation(hidden=_HIDDEN)))
+        header.chunk.data = b""
+        for request in [*_evaluate(), *_as_evaluation(tokens=_TOKENS), header]:
+            await call.write(request)
+        readers: list[TensorReader] = []
+
+        def is_refused() -> bool:
+            readers[:] = [found for found in gc.get_objects() if type(found) is TensorReader and not found.complete]
+            return any(reader._name == "hidden" for reader in readers)
+
+        await eventually(is_refused)
+        await eventually(lambda: not any(reader._buffer or reader.tensors for reader in readers))
+        assert not call.done()
+        call.cancel()
+
+
 async def test_a_peer_that_is_leaving_says_so(chain: Chain) -> None:
     chain.peers[1].stage.serving = False
     with pytest.raises(NotReady, match="joining or leaving"):
@@ -320,6 +342,20 @@ async def test_a_peer_that_has_moved_to_another_stage_is_passed_over() -> None:
         readings = {reading.peer_id: reading for reading in first.router.statistics()}
         assert readings[last.peer_id].num_chosen > 0
         assert not readings[last.peer_id].banned
+
+
+async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was started anew with the same key, at the same port, and its old announcement still holds."""
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), hop_limits=HopLimits(max_failures=1)) as chain:
+        gone = chain.at(1)[0]
+
+        def refuse(_: Any) -> None:
+            raise WrongRun("run 'a' is not served here, but 'b'")
+
+        monkeypatch.setattr(gone.servicer, "_check_address", refuse)
+        await chain.train_all(range(4))
+        assert chain.at(1)[1].stage.ledger.committed(0) == {0, 1, 2, 3}
+        assert gone.stage.ledger.committed(0) == frozenset()
 
 
 async def test_too_many_failures_end_in_one_clear_error() -> None:

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 
 import grpc
 import torch
@@ -127,8 +128,9 @@ class Peer:
         )  # fmt: skip
         self.stage.serving = True
         self.servicer = StageServicer(
-            config=config, stage=self.stage, hop=None if last else self.hop, describe=pb.DescribeReply
-        )
+            config=config, stage=self.stage, hop=None if last else self.hop,
+            describe=partial(pb.DescribeReply, run_id=config.run_id),
+        )  # fmt: skip
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_StageServiceServicer_to_server(self.servicer, self.server)
         self.record = PeerRecord(
