@@ -75,6 +75,8 @@ class KnownPeers:
                 await clock.sleep(LOOK_SECONDS)
                 with suppress(PeerUnavailable):
                     await self.look(directory, stages)
+            # They may have come in the middle of a look.
+            await _try_for_a_while(lambda: self.look(directory, stages), clock)
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:
         """Everybody who announced itself at a stage and has not expired, ourselves included."""

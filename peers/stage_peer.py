@@ -324,6 +324,8 @@ async def run(
             logger.warning("%s still names the former stage: %s", options.ready_file, error.strerror)
 
     async with asyncio.TaskGroup() as tasks:
+        # Before it is waited for anything: joiners look for the run now.
+        publishing = tasks.create_task(republish(directory, config))
         await known.look_first(directory, stages, clock, returns=returns)
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
@@ -331,7 +333,7 @@ async def run(
         background = [
             keeping,
             tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
-            tasks.create_task(republish(directory, config)),
+            publishing,
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
         ]
         mover = Mover(

@@ -124,7 +124,7 @@ class Supervisor:
                 time.sleep(_POLL_SECONDS)
         finally:
             if late := [child.name for child in children if not _has_ended(child)]:
-                logger.warning("killed, since it took them too long to end: %s", ", ".join(late))
+                logger.warning("killed, since they did not end by themselves: %s", ", ".join(late))
             for child in children:
                 _reap(child)
 

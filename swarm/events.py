@@ -54,7 +54,7 @@ class Hop:
     stage: int
     peer: str
     attempt: int
-    """1 for the first peer that this hop asks."""
+    """1 until a peer that this hop asked has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

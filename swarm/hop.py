@@ -300,10 +300,11 @@ class Hop:
         attempt.route.pop(self.stage, None)
         # Who joins, moves, leaves or lacks a round's weights says nothing about the others.
         attempt.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
-        attempt.num_not_ready += isinstance(error, NotReady)
-        if attempt.num_not_ready == self._limits.max_failures:
-            # It may be that nobody ever can: whoever looks into the log is to find why.
-            logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self.stage, error)
+        if isinstance(error, NotReady):
+            attempt.num_not_ready += 1
+            if attempt.num_not_ready == self._limits.max_failures:
+                # It may be that nobody ever can: whoever looks into the log is to find why.
+                logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self.stage, error)
         if attempt.num_failures >= self._limits.max_failures:
             raise RetriesExhausted(
                 f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"

@@ -78,8 +78,9 @@ class DirectoryServicer(DirectoryServiceServicer):
         try:
             return _reply(await self._store.get(key))
         except NoOtherNode as alone:
-            # What there is of others, beside this peer, is for the caller to doubt: this one at least is here.
-            return _reply(alone.found)
+            reply = _reply(alone.found)
+            reply.is_alone = True
+            return reply
         except PeerUnavailable as error:
             return error
         finally:
@@ -97,10 +98,17 @@ def _reply(found: Mapping[str, tuple[bytes, float]]) -> pb.ReadReply:
     return reply
 
 
+def _found(reply: pb.ReadReply, key: str) -> dict[str, tuple[bytes, float]]:
+    if reply.num_left_out:
+        logger.warning("%d more entries under %s are not shown", reply.num_left_out, key)
+    return {record.subkey: (record.value, record.expiration) for record in reply.records}
+
+
 class PeerStore:
     """The DHT as some peer shows it: a RecordStore for a directory that announces nothing.
 
-    Asks the peer that answered last, then the named ones, then others of the run; one that is gone is passed over.
+    Asks the peer that answered last, then the named ones, then others of the run. One that is gone is passed over, and
+    so is one that is alone in the DHT, if another one is not.
     """
 
     def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:
@@ -126,6 +134,7 @@ class PeerStore:
             Fatal: what the peer that was asked said, such as WrongRun or NotAllowed.
         """
         faults: list[Retryable] = []
+        lonely: pb.ReadReply | None = None
         for source in dict.fromkeys([*self._last, *self._entries, *self._others]):
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
@@ -136,10 +145,13 @@ class PeerStore:
                 logger.debug("%s does not answer: %s", source, error)
                 faults.append(error)
             else:
+                if reply.is_alone:
+                    lonely = lonely or reply
+                    continue
                 self._last = [source]
-                if reply.num_left_out:
-                    logger.warning("%d more entries under %s are not shown", reply.num_left_out, key)
-                return {record.subkey: (record.value, record.expiration) for record in reply.records}
+                return _found(reply, key)
+        if lonely is not None:
+            return _found(lonely, key)
         raise PeerUnavailable(f"no peer of the run answers: {faults[0]}")
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:

@@ -46,6 +46,13 @@ class Store(MemoryStore):
         return await super().get(key)
 
 
+class Alone(MemoryStore):
+    """A node that has lost all others."""
+
+    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+        raise NoOtherNode(await super().get(key))
+
+
 class Swarm:
     """Peers that show one DHT, and those who ask them."""
 
@@ -55,10 +62,10 @@ class Swarm:
         self._servers: dict[Identity, grpc.aio.Server] = {}
         self._readers: list[tuple[PeerStore, ChannelPool]] = []
 
-    async def serve(self, identity: Identity) -> PeerRecord:
-        """A peer that shows the DHT."""
+    async def serve(self, identity: Identity, *, store: MemoryStore | None = None) -> PeerRecord:
+        """A peer that shows the DHT, or what it has of it."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = DirectoryServicer(store=self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
+        servicer = DirectoryServicer(store=store or self.dht, keys=keys.of_run(RUN, 2), clock=self.clock)
         add_DirectoryServiceServicer_to_server(servicer, server)
         port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
         await server.start()
@@ -150,18 +157,15 @@ async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
 
 
 async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Swarm) -> None:
-    record = await swarm.serve(OURS)
-    own = Directory(swarm.dht, OURS, RUN, swarm.clock)
-    await own.announce_peer(record, 20.0)
-    found = await swarm.dht.get(keys.of_stage(RUN, 0))
-
-    async def alone(key: str) -> dict[str, tuple[bytes, float]]:
-        raise NoOtherNode(found)
-
-    swarm.dht.get = alone  # type: ignore[method-assign]
+    """Unless somebody else answers, who knows better."""
+    alone = Alone(swarm.clock)
+    left, other = await swarm.serve(OURS, store=alone), await swarm.serve(THEIRS)
+    await Directory(alone, OURS, RUN, swarm.clock).announce_peer(left, 20.0)
     with pytest.raises(PeerUnavailable, match="no other node"):
-        await own.peers(0)
-    assert await Directory(swarm.reader(record), generate(), RUN, swarm.clock).peers(0) == [record]
+        await Directory(alone, OURS, RUN, swarm.clock).peers(0)
+    assert await Directory(swarm.reader(left), generate(), RUN, swarm.clock).peers(0) == [left]
+    await Directory(swarm.dht, THEIRS, RUN, swarm.clock).announce_peer(other, 20.0)
+    assert await Directory(swarm.reader(left, other), generate(), RUN, swarm.clock).peers(0) == [other]
 
 
 async def test_nothing_is_looked_up_but_the_keys_of_the_run(swarm: Swarm) -> None:

@@ -114,9 +114,12 @@ def remove_unfinished(folder: Path, owner: str) -> None:
     """Remove what a writer of that name left when it was killed, and what has long been nobody's any more."""
     oldest = time.time() - ABANDONED_SECONDS
     for leftover in folder.glob(".stage-*.safetensors.*.tmp"):
-        with suppress(FileNotFoundError):  # Its writer, or another newcomer, was quicker.
-            if leftover.name.endswith(f".safetensors.{owner}.tmp") or leftover.stat().st_mtime < oldest:
-                leftover.unlink()
+        if leftover.name.endswith(f".safetensors.{owner}.tmp"):
+            leftover.unlink(missing_ok=True)
+        else:
+            with suppress(OSError):  # Another newcomer was quicker, or it may not be removed by us.
+                if leftover.stat().st_mtime < oldest:
+                    leftover.unlink()
 
 
 def read_header(path: Path, config: RunConfig) -> Header:

@@ -77,9 +77,11 @@ class TensorReader:
         return not self._missing and self._current is None
 
     def clear(self) -> None:
-        """Keep nothing. An error that `feed` has raised holds this reader for as long as it is looked at."""
-        self._buffer = bytearray()
-        self.tensors.clear()
+        """Keep nothing. An error that `feed` has raised holds this reader for as long as it is looked at.
+
+        Who has taken `tensors` keeps them.
+        """
+        self._buffer, self.tensors = bytearray(), {}
 
     def feed(self, chunk: TensorChunk) -> None:
         """Take the next chunk.

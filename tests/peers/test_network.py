@@ -29,17 +29,17 @@ class _Directory:
 
 
 class _Forgetful:
-    """Has a peer at stage 1, from the third look on."""
+    """Has a peer at each stage from the fifth reading on, which is in the middle of a look."""
 
     def __init__(self) -> None:
-        self.num_looks = 0
+        self.num_readings = 0
 
     async def peers(self, stage: int) -> Sequence[PeerRecord]:
-        self.num_looks += 1
+        self.num_readings += 1
         there = PeerRecord(
-            peer_id="a" * 40, announced_at=0.0, stage=1, endpoint="192.0.2.1:1", state=PeerState.SERVING
+            peer_id="ab"[stage] * 40, announced_at=0.0, stage=stage, endpoint="192.0.2.1:1", state=PeerState.SERVING
         )  # fmt: skip
-        return [there] if stage == 1 and self.num_looks > 4 else []
+        return [there] if self.num_readings > 5 else []
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -51,7 +51,8 @@ async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
     clock = SystemClock()
     known = KnownPeers(Router(clock, random.Random(0)))
     await known.look_first(cast(Directory, _Forgetful()), [0, 1], clock, returns=returns)
-    assert [record.stage for record in known.others(1)] == ([1] if returns else [])
+    for stage in (0, 1):
+        assert [record.stage for record in known.others(stage)] == ([stage] if returns else [])
     monkeypatch.setattr(network, "RETURN_SECONDS", 0.1)
     await known.look_first(cast(Directory, _Directory(0)), [0, 1], clock, returns=True)
     assert known.others(1) == []

@@ -70,7 +70,7 @@ def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, caplog: pytest.L
     _first_line(child.log)
     supervisor.terminate_all(grace_seconds=0.2)
     assert child.process.returncode == -signal.SIGKILL
-    assert caplog.messages == ["killed, since it took them too long to end: stubborn"]
+    assert caplog.messages == ["killed, since they did not end by themselves: stubborn"]
 
 
 def test_a_frozen_child_is_killed(tmp_path: Path) -> None:

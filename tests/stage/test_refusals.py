@@ -160,6 +160,20 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
         await peer.stage.settle_round(0, frozenset())
 
 
+async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have_added() -> None:
+    """To be computed again for that it needs what came with it, of which the call itself keeps nothing."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all([0])
+        before = {name: value.clone() for name, value in chain.peers[1].weights.open_bucket.sums.items()}
+        requests = [_open(microbatch=1), *_tensors(tokens=tokens(SYNCHRONOUS, 1), hidden=_HIDDEN), _open()]
+        with pytest.raises(MalformedMessage, match="only an Ack is expected"):
+            await _send(chain.peers[1], "Train", requests)
+        assert chain.num_samples()[1] == 4
+        await eventually(lambda: chain.num_samples()[1] == 2)
+        for name, value in chain.peers[1].weights.open_bucket.sums.items():
+            torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-6)
+
+
 def _busy(_: Any) -> None:
     raise Overloaded("enough in flight", retry_after_seconds=0.05)
 

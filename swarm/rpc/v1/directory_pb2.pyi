@@ -43,8 +43,13 @@ class ReadReply(_message.Message):
 
     RECORDS_FIELD_NUMBER: _builtins.int
     NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    IS_ALONE_FIELD_NUMBER: _builtins.int
     num_left_out: _builtins.int
     """Found as well, and left out because the reply would be too large."""
+    is_alone: _builtins.bool
+    """The peer has lost all others of the DHT, not long ago: these are what its own node stores, and another peer, if one
+    answers, knows better.
+    """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedRecord]:
         """As they are in the DHT: signed, so that the peer that answers cannot make any up."""
@@ -54,10 +59,11 @@ class ReadReply(_message.Message):
         *,
         records: _abc.Iterable[Global___SealedRecord] | None = ...,
         num_left_out: _builtins.int = ...,
+        is_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_left_out", b"num_left_out", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_alone", b"is_alone", "num_left_out", b"num_left_out", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
