@@ -3,17 +3,15 @@
 Used by swarm-peer. The lock on the file ends with the process, however it ends.
 """
 
-import fcntl
 import itertools
-import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from peers.sole_writer import require_sole_writer
 from swarm import identity as identities
 from swarm.identity import Identity
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +50,10 @@ def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdenti
 
 def _try_claim(path: Path) -> ClaimedIdentity | None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not just another ending: keys may be called `peer.0` and `peer.1`.
-    lock = path.with_name(f"{path.name}.lock").open("w")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
+        # Not just another ending: keys may be called `peer.0` and `peer.1`.
+        lock = os.fdopen(require_sole_writer(path.with_name(f"{path.name}.lock"), f"--identity {path}"), "w")
+    except ValueError:
         return None
-    except OSError as error:
-        logger.debug("%s is not locked: %s", path, error)
     libp2p_path = path.with_suffix(".p2p") if path.suffix == ".pem" else path.with_name(f"{path.name}.p2p")
     return ClaimedIdentity(identity=identities.load_or_create(path), libp2p_path=libp2p_path, lock=lock)

@@ -25,7 +25,7 @@ from peers import cli, process
 from peers.live_table import LiveTable
 from peers.observe import observe
 from peers.sole_writer import require_sole_writer
-from peers.supervisor import Child, Supervisor
+from peers.supervisor import GRACE_SECONDS, Child, Supervisor
 from peers.token_option import VARIABLE, admitted, find_token
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
 from swarm import config as configs
@@ -47,8 +47,8 @@ START_SECONDS, START_SECONDS_PER_PEER = 120.0, 20.0
 """Longest wait for the peers that follow the first: all at once import, look and connect. The first may take its time:
 it may have to fetch the text and prepare it."""
 LOOK_SECONDS = 0.5
-GRACE_SECONDS, CHECKPOINT_GRACE_SECONDS = 15.0, 120.0
-"""How long peers may take to end; with checkpoints, to finish a round and write one."""
+CHECKPOINT_GRACE_SECONDS = 120.0
+"""How long peers may take to end that finish a round first, and write a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

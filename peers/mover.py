@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from peers.network import LOOK_SECONDS
 from peers.rebalancer import Rebalancer
 from peers.stage_server import StageServer
 from swarm import events
@@ -202,7 +203,7 @@ class Mover:
                 logger.debug("nobody to be asked: %s", error)
             if self._clock.monotonic() >= deadline:
                 return False
-            await self._clock.sleep(0.5)
+            await self._clock.sleep(LOOK_SECONDS)
 
     async def _first_of(
         self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, bool]

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
 LOOK_SECONDS = 0.5
-"""Likewise, while a start waits for what they show."""
+"""Likewise, while somebody waits for what they show."""
 DISCOVERY_SECONDS = 10.0
 """How long a joiner looks for the run's configuration, and for its peers: the first one may have started just now."""
 RETURN_SECONDS = 12.0

@@ -1,4 +1,4 @@
-"""What one process at a time writes to: an output folder, an event log.
+"""What one process at a time has: an output folder, an event log, a key (by a file beside it).
 
 Used by swarm-peer, swarm-trainer and swarm-local at their start. The lock is on the file or folder itself, so that
 nothing is left behind. It ends with the process, however that ends: no child inherits it, so none keeps it longer.

@@ -20,6 +20,9 @@ from peers.process import die_with_parent
 
 logger = logging.getLogger(__name__)
 
+GRACE_SECONDS = 15.0
+"""How long children may take to end."""
+
 _POLL_SECONDS = 0.02
 _LOG_TAIL_BYTES = 8192
 
@@ -55,7 +58,7 @@ class Supervisor:
     Use it from the main thread: a child is killed when the thread that started it ends.
     """
 
-    def __init__(self, log_folder: Path, *, grace_seconds: float = 15.0) -> None:
+    def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """Logs go to `log_folder`; on leaving, a child that SIGTERM has not ended gets SIGKILL after the grace."""
         self._log_folder = log_folder
         self._grace_seconds = grace_seconds
