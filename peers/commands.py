@@ -36,6 +36,7 @@ def keys() -> None:
 
 def _run(prog: str, module: str) -> None:
     process.prepare_environment()
+    process.keep_freed_memory()
 
     def main() -> int:
         exit_code: int = import_module(module).main(sys.argv[1:])

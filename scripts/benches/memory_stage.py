@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import torch
 
+from peers import process
 from scripts.benches.common import write_json
 from scripts.benches.diloco_swarm import TIMING
 from swarm import config as configs
@@ -318,4 +319,5 @@ async def _all_there(paths: list[Path]) -> list[str]:
 
 
 if __name__ == "__main__":
+    process.keep_freed_memory()
     asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

@@ -85,6 +85,9 @@ async def butterfly(
     own = shares.of(own_id)
     residual_D = torch.zeros_like(vector_D) if codec.needs_feedback and own.num_samples else None
     payloads: dict[str, Payload] = {}
+    owners = {
+        share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True) if share.num_elements
+    }
     result_D = torch.empty_like(vector_D)
 
     def encode(part: slice) -> Buffer:
@@ -98,11 +101,15 @@ async def butterfly(
         result_D[part] = decode_bounded(result_codec, payload.encoded, length, payload.squared_norm)
 
     async def fetch(owner_id: str, part: slice) -> None:
+        nonlocal result_D
         num_elements = part.stop - part.start
         if owner_id == own_id:
             payload = await _reduce_own(vector_D[part], own_id, reduction, OWNER_PATIENCE * timeout_seconds)
             assert reduction.sum_P is not None
-            await asyncio.to_thread(result_D[part].copy_, reduction.sum_P)
+            if len(owners) == 1:
+                result_D = reduction.sum_P
+            else:
+                await asyncio.to_thread(result_D[part].copy_, reduction.sum_P)
         else:
             encoded: Buffer = await asyncio.to_thread(encode, part) if own.num_samples else b""
             payload = await transport.exchange(owner_id, encoded, result_codec.num_bytes(num_elements))
@@ -111,9 +118,6 @@ async def butterfly(
             await asyncio.to_thread(decode, payload, part)
         payloads[owner_id] = payload
 
-    owners = {
-        share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True) if share.num_elements
-    }
     await _with_all({owner: partial(fetch, owner, part) for owner, part in owners.items()}, own_id, reduction)
 
     lengths = {owner: part.stop - part.start for owner, part in owners.items()}

@@ -172,18 +172,26 @@ class Reduction:
         _fail(self._result, error)
 
     def _reduce(self) -> Payload:
-        sum_P = torch.empty(self.num_elements) if self._owed_P is None else self._owed_P
         weighted = [(self._parts.pop(share.peer_id), share.weight) for share in self._shares.senders]
-        for rows in slices(self.num_elements, CACHED_ELEMENTS):
-            if self._owed_P is None:
-                sum_P[rows] = 0.0
-            for part_P, weight in weighted:
-                sum_P[rows].add_(part_P[rows], alpha=weight)
+        sum_P = self._sum(weighted)
         encoded = self._result_codec.encode(sum_P)
         self.sum_P = self._result_codec.decode(encoded, self.num_elements)
         if self._result_codec.needs_feedback:
             self.residual_P = sum_P.sub_(self.sum_P)
         return Payload(encoded=encoded, squared_norm=squared_norm(self.sum_P))
+
+    def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
+        """The weighted sum of the parts; where nothing is to be added or dropped, the only one itself."""
+        adds_nothing = self._owed_P is None and [weight for _, weight in weighted] == [1.0]
+        if adds_nothing and not self._result_codec.needs_feedback:
+            return weighted[0][0]
+        sum_P = torch.empty(self.num_elements) if self._owed_P is None else self._owed_P
+        for rows in slices(self.num_elements, CACHED_ELEMENTS):
+            if self._owed_P is None:
+                sum_P[rows] = 0.0
+            for part_P, weight in weighted:
+                sum_P[rows].add_(part_P[rows], alpha=weight)
+        return sum_P
 
     def _finish(self, work: "asyncio.Future[Payload]") -> None:
         self._parts.clear()

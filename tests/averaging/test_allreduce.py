@@ -132,6 +132,16 @@ async def test_one_member_may_sum_everything_and_the_others_need_no_line_between
     assert [(result.bytes_sent, result.bytes_received) for result in results] == [(100, 100), (200, 200), (100, 100)]
 
 
+@pytest.mark.parametrize("samples", [[5], [5, 0]])
+async def test_nothing_is_computed_where_there_is_nothing_to_add(samples: list[int]) -> None:
+    """The only contribution is the average bit for bit; of a lone member's no copy is made either."""
+    vectors = [torch.tensor([1.0, -0.0, 1e-40, -3e14]) for _ in samples]
+    results = await average(vectors, samples)
+    for result in results:
+        assert torch.equal(result.vector_D.view(torch.int32), vectors[0].view(torch.int32))
+    assert (results[0].vector_D.data_ptr() == vectors[0].data_ptr()) == (len(samples) == 1)
+
+
 async def test_weights_are_part_of_the_digest() -> None:
     one, other = [(await average([torch.ones(4)] * 2, samples))[0] for samples in ([1, 1], [2, 2])]
     assert torch.equal(one.vector_D, other.vector_D)

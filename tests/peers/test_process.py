@@ -82,6 +82,42 @@ def test_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
+_FAULTS_OF_THIRD_TURN = """
+import resource, threading
+from peers import process
+
+process.keep_freed_memory()
+
+def turn():
+    # As a microbatch's gradients: beside each other, and all gone at its end.
+    kept = [bytearray(8_000_000) for _ in range(16)]
+
+def turns():
+    global faults
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        turn()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+thread = threading.Thread(target=turns)
+thread.start()
+thread.join()
+print(faults)
+"""
+
+
+def test_what_a_microbatch_leaves_is_there_for_the_next_one_unless_the_user_says_otherwise() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+
+    def faults(settings: dict[str, str]) -> int:
+        command = [sys.executable, "-c", _FAULTS_OF_THIRD_TURN]
+        return int(subprocess.run(command, env=environment | settings, capture_output=True, check=True).stdout)
+
+    num_pages = 16 * 8_000_000 // 4096
+    assert faults({}) < num_pages / 10
+    assert faults({"MALLOC_TRIM_THRESHOLD_": "131072"}) > num_pages / 2
+
+
 def test_commands_name_every_script() -> None:
     """pyproject.toml's scripts are the entry points of peers.commands."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
