@@ -23,7 +23,7 @@ from typing import Any
 
 from peers.supervisor import Child, Supervisor
 from scripts.benches.averaging_peer import READY_FILE
-from scripts.benches.common import say, wait_for_json, write_json
+from scripts.benches.common import OutputOptions, say, wait_for_json, write_json
 from scripts.benches.swarm_averager import averaging_config
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import IntegrityError
@@ -40,11 +40,9 @@ SAME = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(OutputOptions):
     """Compare an averaging round with hivemind's."""
 
-    json: bool = False
-    """Print one JSON object as the last line of stdout, instead of a table."""
     parameters: int = 20_000_000
     """Float32 parameters that each process averages."""
     peers: int = 4

@@ -28,11 +28,17 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class OutputOptions:
     """What every bench can be told."""
 
     json: bool = False
     """Print one JSON object as the last line of stdout, instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(OutputOptions):
+    """What a bench that trains on a text can be told."""
+
     dataset: str = "stdlib"
     """Text to train on: stdlib, a file, a folder or a glob."""
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from scripts.benches.common import BenchOptions, say
+from scripts.benches.common import OutputOptions, say
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import HIDDEN, TOKENS, GraphBudget, StageBackend
@@ -31,7 +31,7 @@ WARM_UP = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(BenchOptions):
+class Options(OutputOptions):
     """Measure a stage on a GPU."""
 
     d_model: int = 1024

@@ -22,7 +22,7 @@ import torch
 
 from peers.supervisor import Supervisor
 from scripts.benches import memory_sizes as sizes
-from scripts.benches.common import BenchOptions, say, wait_for_json, write_config
+from scripts.benches.common import OutputOptions, say, wait_for_json, write_config
 from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
@@ -45,8 +45,8 @@ Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(BenchOptions):
-    """Compare a stage's memory with arithmetic; the dataset plays no part."""
+class Options(OutputOptions):
+    """Compare a stage's memory with arithmetic."""
 
     d_model: int = 384
     """Width of the model; a multiple of 128."""
