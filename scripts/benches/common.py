@@ -43,6 +43,12 @@ class BenchOptions(OutputOptions):
     """Text to train on: stdlib, a file, a folder or a glob."""
 
 
+def require_multiple(option: str, value: int, of: int) -> None:
+    """Raise ValueError for an option's value that is not so many times something."""
+    if value < of or value % of:
+        raise ValueError(f"--{option} must be a multiple of {of}, not {value}")
+
+
 def say(text: str) -> None:
     """Report progress."""
     print(text, file=sys.stderr, flush=True)
@@ -130,6 +136,13 @@ class SwarmProcesses:
         if failed:
             raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
         return self.steps(name)
+
+    def tokens_per_second(self, trainer: str, steps: int) -> float:
+        """Have a trainer train one step to warm up, and `steps` that count. Raises as `train` does."""
+        rows = self.train(trainer, 1 + steps)[1:]
+        tokens = len(rows) * self.config.rounds.round_samples * self.config.data.sequence_length
+        seconds: float = sum(row["train/step_time"] for row in rows)
+        return tokens / seconds
 
     def launch_trainer(self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = 256) -> Child:
         """Start a trainer and do not wait."""

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
+from scripts.benches.judged import LESS, MORE
 from scripts.benches.link import NEVER
 from scripts.benches.link_probe import Watched, watch
 from scripts.benches.paced_stage import PACE
@@ -38,6 +39,8 @@ SAMPLES = 2
 """Of a microbatch."""
 UNLIMITED = 1e12
 """Bytes per second of lines that only count."""
+
+JUDGED = {"share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
 
 Policy = Literal["queue", "round_robin", "random"]
 

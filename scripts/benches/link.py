@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from peers.supervisor import Child, Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, fail_on_exit, program, say, with_corpus
+from scripts.benches.judged import MORE
 from scripts.benches.link_probe import Watched, longest_gap, watch
 from scripts.benches.throttle import Machine, Throttle
 from swarm.config import (
@@ -39,6 +40,8 @@ from swarm.config import (
 STAGES = (0, 1, 0, 1)
 NEVER = 1_000_000_000
 """Microbatches of a round that does not end, or steps of a trainer that does not."""
+
+JUDGED = {"ratio_to_normal": MORE}
 
 Arm = Literal["normal", "overlap", "wait"]
 Sample = dict[str, float]

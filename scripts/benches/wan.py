@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from scripts.benches.common import BenchOptions, SwarmProcesses, fail_on_exit, say, with_corpus
 from scripts.benches.faults import serve
+from scripts.benches.judged import MORE, MORE_OF_DIFFERENCE
 from scripts.benches.link import NEVER, Lines
 from scripts.benches.link_probe import watch
 from scripts.benches.paced_stage import PACE, Narrow
@@ -39,6 +40,8 @@ ACTIVATION_BYTES = 2
 """Of one element on the wire."""
 SAMPLES, TOKENS = 4, 32
 """Of a microbatch: few, since what the wire carries is the width."""
+
+JUDGED = {"gpt3_share_at_100ms": MORE, "worst_over_swarm": MORE_OF_DIFFERENCE, "rows.*.share": MORE}
 
 RowName = Literal["base", "xxlarge", "gpt3"]
 
