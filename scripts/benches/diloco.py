@@ -19,7 +19,7 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Child, Supervisor, last_line
-from scripts.benches.common import POLL_SECONDS, BenchOptions, say, write_json
+from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_json
 from scripts.benches.diloco_arms import ARMS, run_config
 from scripts.benches.judged import MORE
 from swarm.errors import PeerUnavailable
@@ -68,8 +68,9 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Train all of it; gives the figures."""
+    # What is wrong with an arm or the text is said before any process starts.
     for name in options.arms:
-        run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
+        with_corpus(run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset))
     started_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-diloco-") as folder, Supervisor(Path(folder)) as children:
         runs = _train_all(options, children)

@@ -26,11 +26,13 @@ def read(path: Path) -> Entries:
     """What a file holds.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is no such file, or cannot be read.
     """
     refusal = f"{path} is no file of figures that `scripts/bench all` wrote"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:
         raise ValueError(f"{refusal}: it holds no JSON") from None
     entries = found.get("benches") if isinstance(found, dict) else None

@@ -51,6 +51,11 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         cli.require_at_least(self, {"iterations": 1, "inner_steps": 1})
+        if not self.settings:
+            raise ValueError("--settings names none")
+        if "diloco" in self.settings:
+            # A round is what two peers do in so many steps.
+            cli.require_at_least(self, {"iterations": 2 * self.inner_steps})
 
 
 def run(options: Options) -> dict[str, Any]:

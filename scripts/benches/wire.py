@@ -84,15 +84,15 @@ class Options(BenchOptions):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Time the codecs, train all arms; gives the figures."""
+    """Train all arms, time the codecs; gives the figures."""
     torch.set_num_threads(1)
-    codecs = codec_times()
-    say(f"CPU time a MiB: {codecs}")
     by_arm: dict[str, list[Figures]] = {name: [] for name in ("fp32", *(arm for arm in options.arms if arm != "fp32"))}
     for seed in range(options.seeds):
         for name, runs in by_arm.items():
             runs.append(train(name, seed, options))
             say(f"{name}, seed {seed}: {runs[-1]['val_loss']:.4f} after {runs[-1]['cpu_seconds']:.0f} s of CPU time")
+    codecs = codec_times()
+    say(f"CPU time a MiB: {codecs}")
     return {"arms": summary(by_arm), "codecs": codecs, "steps": options.steps}
 
 
