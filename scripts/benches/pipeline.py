@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peers import cli
 from peers.supervisor import Supervisor
@@ -33,6 +33,8 @@ from scripts.benches.judged import MORE
 from scripts.benches.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
+Setting = Literal["diloco", "synchronous"]
+
 JUDGED = {"ratio_to_limit.*": MORE, "ratio_to_single_process.*": MORE}
 
 
@@ -48,9 +50,11 @@ class Options(BenchOptions):
     microbatch_size: int = 0
     """Samples of 256 tokens in a microbatch; 0: as many as take the memory of one at 768, which is 4 at 384 with half
     the layers."""
+    setting: Setting = "diloco"
+    """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains in
+    every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
     microbatches: int = 64
-    """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
-    n / (n + 1) of the limit at best."""
+    """Microbatches in a round, which is one optimizer step; with DiLoCo one inner and one outer step."""
     steps: int = 1
     """Rounds that each repetition measures."""
     repetitions: int = 3
@@ -78,6 +82,7 @@ def run(options: Options) -> dict[str, Any]:
         **paired.figures({"ratio_to_limit": over("limit"), "ratio_to_single_process": over("single")}),
         "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()},
         "repetitions": turns,
+        "setting": options.setting,
         "microbatches_per_round": options.microbatches,
         "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
     }
@@ -93,6 +98,7 @@ def _microbatch_size(options: Options, d_model: int) -> int:
 
 def _config(options: Options, d_model: int) -> RunConfig:
     microbatch_size = _microbatch_size(options, d_model)
+    round_samples = microbatch_size * options.microbatches
     return RunConfig(
         run="bench-pipeline",
         model=ModelConfig(
@@ -102,8 +108,9 @@ def _config(options: Options, d_model: int) -> RunConfig:
         data=DataConfig(
             dataset=options.dataset, sequence_length=256, microbatch_size=microbatch_size, max_tokens=4_000_000
         ),
-        rounds=RoundsConfig(setting="synchronous", round_samples=microbatch_size * options.microbatches),
-        optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=1.0),
+        rounds=RoundsConfig(setting=options.setting, round_samples=round_samples, inner_batch_samples=round_samples),
+        # Low: with one inner step a round, DiLoCo's momentum makes a rate many times larger.
+        optimizer=OptimizerConfig(learning_rate=3e-5, clip_norm=1.0),
     )
 
 
