@@ -41,11 +41,11 @@ def prepare_environment() -> None:
 def keep_freed_memory() -> None:
     """Have the C library keep what is freed for whoever wants memory next, in whatever thread.
 
-    glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back to
-    the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as the
-    stage's weights, and each time the system would clear every page again: most of a round's end was that. So a process
-    keeps what it once needed, but for what is free at the heap's end beyond 2 GiB. Nothing happens where the user has set
-    MALLOC_*, or with another C library.
+    glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back
+    to the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as
+    the stage's weights, and each time the system would clear every page again: most of a round's end was that. So a
+    process keeps what it once needed, but for what is free at the heap's end beyond 2 GiB. Nothing happens where the
+    user has set MALLOC_*, or with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):

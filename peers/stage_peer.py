@@ -201,12 +201,13 @@ def _label(options: PeerOptions) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch device of that name. Raises ValueError if there is none."""
+    """The torch device of that name. Raises ValueError if there is none, or if this PyTorch cannot compute on it."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        # A GPU that this build of PyTorch is not made for gives memory, and fails to compute.
+        torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} cannot be used: {reason}") from None

@@ -62,8 +62,9 @@ class AdamW(Optimizer):
                 [state["exp_avg_sq"] for state in states],
                 [],
                 [state["step"] for state in states],
-                amsgrad=False, beta1=self._config.beta1, beta2=self._config.beta2, lr=rate, weight_decay=weight_decay,
-                eps=self._config.epsilon, maximize=False,
+                # One after the other: all at once takes a GPU as much memory again as a moment does.
+                foreach=False, amsgrad=False, beta1=self._config.beta1, beta2=self._config.beta2, lr=rate,
+                weight_decay=weight_decay, eps=self._config.epsilon, maximize=False,
             )  # fmt: skip
 
     def _state_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -51,8 +51,8 @@ class Options(BenchOptions):
     """Samples of 256 tokens in a microbatch; 0: as many as take the memory of one at 768, which is 4 at 384 with half
     the layers."""
     setting: Setting = "diloco"
-    """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains in
-    every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
+    """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains
+    in every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
     microbatches: int = 64
     """Microbatches in a round, which is one optimizer step; with DiLoCo one inner and one outer step."""
     steps: int = 1

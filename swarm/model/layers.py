@@ -47,7 +47,7 @@ def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
 def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
     """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
 
-    The mask follows from the key, the site's name, the shape and the kind of device, and from nothing else.
+    The mask follows from the key, the site's name, the shape and the model of the device, and from nothing else.
     """
     if key is None or probability == 0.0:
         return hidden_BTD

@@ -123,23 +123,29 @@ class StageModule(nn.Module):
             head_width = self.model.d_model // self.model.num_heads
             tables = rotary_tables(inputs.shape[1], head_width, self.model.rope_theta, inputs.device)
             for layer in self.layers.values():
-                hidden_BTR = self._run_layer(layer, (hidden_BTR, fixed_BTC, *tables, dropout_key))
+                hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key)
             if self.head is not None:
                 embedding_VD = None if self.embedding is None else self.embedding.weight
                 hidden_BTR = self.head(hidden_BTR, embedding_VD)
         return hidden_BTR.float()
 
-    def _run_layer(self, layer: nn.Module, arguments: tuple[object, ...]) -> Tensor:
+    def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
         output_BTR: Tensor
         if self.model.gradient_checkpointing and torch.is_grad_enabled():
             # The parameters are bound here: under functional_call the module has other ones by the time of backward.
+            # The arguments one by one: autograd, and who counts what it saves, would not see into a tuple.
             parameters = dict(layer.named_parameters())
             output_BTR = checkpoint(
-                functional_call, layer, parameters, arguments, use_reentrant=False, preserve_rng_state=False
+                _call_with, layer, parameters, *arguments, use_reentrant=False, preserve_rng_state=False
             )
         else:
             output_BTR = layer(*arguments)
         return output_BTR
+
+
+def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: object) -> Tensor:
+    output_BTR: Tensor = functional_call(layer, parameters, arguments)
+    return output_BTR
 
 
 def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) -> nn.Module:

@@ -7,6 +7,7 @@ nothing else.
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -87,6 +88,7 @@ class Runtime:
             try:
                 result = task.work()
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who gets it whole
+                _let_go(error)
                 task.future.set_exception(error)
             else:
                 task.future.set_result(result)
@@ -104,3 +106,15 @@ class Runtime:
             while (task := self._queue.pop()) is not None:
                 task.future.set_exception(asyncio.CancelledError())
             return None
+
+
+def _let_go(error: BaseException) -> None:
+    """Empty the frames in which a task failed: they hold a microbatch's graph or gradients.
+
+    Whoever asked keeps the error, and is himself in its traceback: only the search for cycles would find them, and that
+    does not know how large tensors are. After one failure for want of memory the next microbatch would fail as well.
+    """
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__context__

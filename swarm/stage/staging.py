@@ -11,8 +11,9 @@ the copy is made, even if nobody waits for that.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -117,7 +118,7 @@ class CudaStaging(Staging):
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         pinned = tensor.pin_memory()
-        with torch.cuda.stream(self._uploads):
+        with self._on(self._uploads):
             arrived = pinned.to(self._device, non_blocking=True)
         compute = torch.cuda.current_stream(self._device)
         compute.wait_stream(self._uploads)
@@ -129,7 +130,7 @@ class CudaStaging(Staging):
         source = tensor.contiguous()
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         self._downloads.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._downloads):
+        with self._on(self._downloads):
             host.copy_(source, non_blocking=True)
         # As above, the other way round.
         source.record_stream(self._downloads)
@@ -144,6 +145,12 @@ class CudaStaging(Staging):
 
     def stopwatch(self) -> Stopwatch:
         return CudaStopwatch(self._device)
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # The device first: going back from a stream of another GPU would make a context, hundreds of MB, on the first.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -453,6 +453,15 @@ def test_graphs_are_kept_as_far_as_the_budget_goes() -> None:
     assert (backend.budget.num_kept, backend.budget.num_recomputed) == (0, 2)
 
 
+def test_with_gradient_checkpointing_a_graph_is_the_layers_inputs() -> None:
+    model = dataclasses.replace(_CONFIG.model, gradient_checkpointing=True)
+    backend = _backend(dataclasses.replace(_CONFIG, model=model), 1)
+    hidden = _hidden(0)
+    forward = backend.forward(0, 0, {TOKENS: _tokens(0), HIDDEN: hidden})
+    assert hidden.nbytes <= backend.budget.graph_bytes < 10 * hidden.nbytes
+    backend.release(forward)
+
+
 def test_specs_follow_the_configuration() -> None:
     tokens = TensorSpec(shape=(2, 17), encoding="int32")
     config = dataclasses.replace(_CONFIG, wire=WireConfig(dtype="bf16"))

@@ -154,10 +154,10 @@ def test_memory_is_not_used_again_while_a_copy_is_on_its_way() -> None:
     for number in range(8):
         total += staging.upload(torch.full((1 << 18,), float(number)))
     assert bool((total == sum(range(8))).all())
-    with torch.cuda.stream(staging._downloads):
-        _delay()
     kept = []
     for number in range(8):
         staging.download(torch.full((1 << 18,), -1.0, device=DEVICE))
+        with torch.cuda.stream(staging._downloads):
+            _delay()
         kept.append(staging.download(torch.full((1 << 18,), float(number), device=DEVICE)))
     assert all(bool((download.wait() == number).all()) for number, download in enumerate(kept))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 import pytest
+import torch
 
 from swarm.errors import Overloaded
 from swarm.stage.runtime import Runtime
@@ -170,3 +171,30 @@ async def test_an_idle_thread_keeps_no_result_alive(runtime: Runtime) -> None:
     await asyncio.sleep(0.05)
     gc.collect()
     assert alive() is None
+
+
+async def test_an_error_that_is_kept_keeps_nothing_of_the_failed_task(runtime: Runtime) -> None:
+    """Nor does the error that it came from."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def inner() -> None:
+        tensor = torch.zeros(1)
+        held.append(weakref.ref(tensor))
+        raise ValueError("first")
+
+    def work() -> None:
+        tensor = torch.zeros(1)
+        held.append(weakref.ref(tensor))
+        try:
+            inner()
+        except ValueError:
+            raise RuntimeError("second") from None
+
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError) as kept:
+            await runtime.control(work)
+        assert [reference() for reference in held] == [None, None]
+        assert kept.value.__traceback__ is not None, "where it happened can still be told"
+    finally:
+        gc.enable()

@@ -154,7 +154,8 @@ class _Gpu:
         """By record_stream: memory that waits for another queue than its own."""
         self._current = self.compute
         for name, value in {
-            "Stream": _Stream, "Event": _Event, "stream": self._within, "current_stream": lambda device: self._current,
+            "Stream": _Stream, "Event": _Event, "stream": self._within,
+            "device": contextlib.nullcontext, "current_stream": lambda device: self._current,
         }.items():  # fmt: skip
             patch.setattr(torch.cuda, name, value)
         self._copy, self._empty = torch.Tensor.copy_, torch.empty
