@@ -54,9 +54,9 @@ SETTLE_SECONDS = 1.0
 """After a round: its calls end a little later than the round does."""
 
 
-def resident_bytes() -> int:
-    """What the process has in memory now, without what is there of its programs' files."""
-    return _status_bytes("RssAnon")
+def resident_bytes(pid: int | str = "self") -> int:
+    """What a process has in memory now, without what is there of its programs' files."""
+    return _status_bytes("RssAnon", pid)
 
 
 def peak_bytes() -> int:
@@ -69,8 +69,8 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+def _status_bytes(name: str, pid: int | str = "self") -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) << 10
 

@@ -1,8 +1,9 @@
-"""What knowing many peers costs: the CPU time of a choice, the memory of the table, the bytes of the directory.
+"""What knowing many peers costs: the CPU time of a choice, the memory of the table, the traffic of the directory.
 
 The router is the one that trainers and stage peers use, with as many peers as a stage might have; sizes take turns, and
-each choice is followed by what its outcome teaches. Nothing is sent: bytes are those of a record as it is signed for
-the DHT, times how often it is renewed and read.
+each choice is followed by what its outcome teaches. `record_bytes` and what follows from it is arithmetic: a record as
+it is signed for the DHT, times how often it is renewed and read. What real DHT nodes use is measured by routing_dht, in
+swarms as large as fit here.
 """
 
 import random
@@ -10,13 +11,15 @@ import statistics
 import time
 import tracemalloc
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-import swarm
 from peers.network import REFRESH_SECONDS
 from peers.stage_server import ANNOUNCE_SECONDS
+from scripts.benches import routing_dht
 from scripts.benches.common import say
 from scripts.benches.judged import LESS
+from scripts.benches.routing_dht import REPLICAS, full_record
 from swarm import identity
 from swarm.clock import ManualClock
 from swarm.dht.records import seal
@@ -39,12 +42,24 @@ class Options:
     """In each repetition, at each size."""
     repetitions: int = 7
     """Medians are taken over these."""
+    dht_sizes: tuple[int, ...] = (2, 4, 8, 16, 24)
+    """Peers with a DHT node each, from few to many; the largest are extrapolated, and must not take all of the CPU."""
+    dht_stages: int = 1
+    """Stages that these peers serve, in turn; each peer reads all of them."""
+    dht_seconds: float = 30.0
+    """For which the DHT is observed, at each size."""
     seed: int = 0
-    """Of the peers' speeds and of the router's chance."""
+    """Of the peers' speeds, of the router's chance, and of when each peer begins."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(*self.sizes, self.num_choices, self.repetitions) < 1:
             raise ValueError("--sizes, --num-choices and --repetitions must be at least 1")
+        if any(larger <= size for size, larger in pairwise((0, *self.dht_sizes))):
+            raise ValueError("--dht-sizes must grow from one to the next")
+        if sum(size > REPLICAS for size in self.dht_sizes) < 2:
+            raise ValueError(f"--dht-sizes must contain two above {REPLICAS}, for the extrapolation")
+        if self.dht_stages < 1 or self.dht_seconds <= 0:
+            raise ValueError("--dht-stages must be at least 1, and --dht-seconds positive")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -62,7 +77,7 @@ def run(options: Options) -> dict[str, Any]:
         say(f"repetition {repetition + 1} of {options.repetitions}")
     first, last = options.sizes[0], options.sizes[-1]
     choice = {size: statistics.median(values) for size, values in seconds.items()}
-    record_bytes = len(seal(me, "run.0123456789abcdef.stage.0", _record(me), 1e9))
+    record_bytes = len(seal(me, "run.0123456789abcdef.stage.0", full_record(me), 1e9))
     return {
         f"cost_{last}_over_{first}": choice[last] / choice[first],
         "choice_microseconds": {str(size): 1e6 * value for size, value in choice.items()},
@@ -73,7 +88,11 @@ def run(options: Options) -> dict[str, Any]:
         "record_bytes": record_bytes,
         "announce_bytes_per_second": record_bytes / ANNOUNCE_SECONDS,
         "read_bytes_per_second": {str(size): size * record_bytes / REFRESH_SECONDS for size in options.sizes},
-    }
+        **routing_dht.measure(
+            options.dht_sizes, num_stages=options.dht_stages, seconds=options.dht_seconds, record_bytes=record_bytes,
+            seed=options.seed,
+        ),
+    }  # fmt: skip
 
 
 class _Table:
@@ -124,15 +143,4 @@ def _simple_record(peer_id: str) -> PeerRecord:
     return PeerRecord(
         peer_id=peer_id, announced_at=0.0, stage=0, endpoint="192.0.2.1:50051", state=PeerState.SERVING,
         samples_per_second=4.0,
-    )  # fmt: skip
-
-
-def _record(who: identity.Identity) -> PeerRecord:
-    """As full as a serving peer's is."""
-    return PeerRecord(
-        peer_id=who.peer_id, name="a-machine-of-the-usual-name-12345", software_version=swarm.__version__,
-        announced_at=1.7e9 + 0.123456, stage=0, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
-        state=PeerState.SERVING, samples_per_second=12.345678901234567, queue_length=3, round=1234, samples=1234567,
-        lineage="0123456789abcdef" * 4, movable=True, moves=1,
-        dht_address="/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
     )  # fmt: skip

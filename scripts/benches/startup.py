@@ -166,7 +166,10 @@ def cpu_seconds_of(pid: int) -> float:
     # After the name, which may hold anything: user and system time are fields 14 and 15, those of the dead 16 and 17.
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    children = [
-        child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return own + sum(map(cpu_seconds_of, map(int, children)))
+    return own + sum(map(cpu_seconds_of, children_of(pid)))
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of what a process has started and what still runs."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

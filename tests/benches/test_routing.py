@@ -1,0 +1,71 @@
+"""The routing bench: what its figures of the DHT mean, and that real nodes are counted and gone afterwards."""
+
+import os
+from typing import Any
+
+import pytest
+
+from scripts.benches import routing_dht
+from scripts.benches.routing import Options
+from scripts.benches.routing_dht import Counters, measure, traffic
+from scripts.benches.startup import children_of
+
+RECORD_BYTES = 1000
+
+
+def _used(size: int, sent: float, busiest: float) -> Counters:
+    """Ten seconds of peers each of which receives `sent` bytes/s, and sends as much on average; one sends `busiest`."""
+    others = (size * sent - busiest) / (size - 1)
+    passed = [10 * (sent + others)] * (size - 1) + [10 * (sent + busiest)]
+    return Counters(
+        seconds=10.0, loopback_bytes=round(10 * size * sent), process_cpu_seconds=0.2 * size,
+        p2pd_cpu_seconds=0.1 * size, passed_bytes=tuple(map(round, passed)), num_readings=5 * size,
+    )  # fmt: skip
+
+
+def test_a_line_through_the_sizes_that_have_all_copies_is_extrapolated() -> None:
+    used = {2: _used(2, 100.0, 100.0), 8: _used(8, 2900.0, 5000.0), 16: _used(16, 4900.0, 9000.0)}
+    figures = traffic(used, record_bytes=RECORD_BYTES)
+    assert figures["dht_bytes_per_second"] == {"2": 100.0, "8": 2900.0, "16": 4900.0}
+    assert figures["dht_bytes_over_arithmetic"] == pytest.approx({"2": 0.1, "8": 0.725, "16": 0.6125})
+    assert figures["dht_fixed_bytes_per_second"] == pytest.approx(900.0)
+    assert figures["dht_added_bytes_per_second_per_peer"] == pytest.approx(250.0)
+    assert figures["dht_extrapolated_bytes_per_second"] == pytest.approx(
+        {"100": 25_900.0, "1000": 250_900.0, "10000": 2_500_900.0}
+    )
+
+
+def test_the_busiest_peer_sends_more_with_the_square() -> None:
+    figures = traffic({8: _used(8, 2900.0, 5000.0), 10: _used(10, 4500.0, 9000.0)}, record_bytes=RECORD_BYTES)
+    assert figures["dht_busiest_bytes_per_second"] == pytest.approx({"8": 5000.0, "10": 9000.0})
+    extrapolated = figures["dht_extrapolated_busiest_bytes_per_second"]
+    assert extrapolated == pytest.approx({"100": 9e5, "1000": 9e7, "10000": 9e9})
+
+
+def test_cpu_is_a_peers_and_the_machines() -> None:
+    figures = traffic({8: _used(8, 1.0, 1.0), 16: _used(16, 1.0, 1.0)}, record_bytes=RECORD_BYTES)
+    assert figures["dht_process_cpu_seconds_per_second"] == pytest.approx({"8": 0.02, "16": 0.02})
+    assert figures["dht_p2pd_cpu_seconds_per_second"] == pytest.approx({"8": 0.01, "16": 0.01})
+    assert figures["dht_machine_cpu_seconds_per_second"] == pytest.approx({"8": 0.24, "16": 0.48})
+    assert figures["dht_seconds_between_readings"] == {"8": 2.0, "16": 2.0}
+
+
+def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("ANNOUNCE_SECONDS", 0.5), ("REFRESH_SECONDS", 0.2), ("SETTLE_SECONDS", 3.0)):
+        monkeypatch.setattr(routing_dht, name, seconds)
+    monkeypatch.setattr(routing_dht, "REPLICAS", 0)
+    before = children_of(os.getpid())
+    figures = measure((1, 2), num_stages=2, seconds=1.0, record_bytes=RECORD_BYTES, seed=0)
+    assert children_of(os.getpid()) == before
+    assert figures["dht_bytes_per_second"]["2"] > RECORD_BYTES
+    assert figures["dht_busiest_bytes_per_second"]["2"] > RECORD_BYTES
+    assert figures["dht_p2pd_bytes"]["2"] > 1 << 20
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sizes": ()}, {"dht_sizes": (16, 8)}, {"dht_sizes": (0, 8, 16)}, {"dht_sizes": (2, 4, 8)}, {"dht_stages": 0}],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="--"):
+        Options(**changes)
