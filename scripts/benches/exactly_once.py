@@ -20,8 +20,8 @@ import torch
 
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.faults import FaultySwarm, serve
-from scripts.benches.link import Lines
+from scripts.benches.faults import FaultySwarm
+from scripts.benches.lines import FAST, Lines, serve
 from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
 from scripts.benches.throttle import Throttle
 from swarm.audit.audit import audit
@@ -29,8 +29,6 @@ from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig,
 from swarm.rpc.channels import ChannelPool
 
 Scenario = Literal["kills", "pairs", "network"]
-FAST = 1e9
-"""Bytes per second of a line that holds nothing up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ The swarm's capacity is that of the stage that has least. All of it is done by t
 processes that choose peers in turn or at random (routing_program.py); slots and Busy answers are the same in all three.
 """
 
+import asyncio
 import os
 import signal
 import statistics
@@ -24,11 +25,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
-from scripts.benches.link import NEVER
-from scripts.benches.link_probe import Watched, watch
+from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, say, with_corpus
+from scripts.benches.lines import NEVER
 from scripts.benches.paced_stage import PACE
-from scripts.benches.throttle import Machine, Throttle
+from scripts.benches.probe import watch
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
 
@@ -36,8 +36,6 @@ SLOWNESS = 3.0
 """Of the slow one of a stage."""
 SAMPLES = 2
 """Of a microbatch."""
-UNLIMITED = 1e12
-"""Bytes per second of lines that only count."""
 
 Policy = Literal["queue", "round_robin", "random"]
 
@@ -140,7 +138,7 @@ def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]
     """The three measurements."""
     config, _ = with_corpus(_config(options, policy))
     paces = (1.0, 1.0, 1.0, 1.0, SLOWNESS, SLOWNESS)
-    with Throttle(UNLIMITED) as throttle, Supervisor(folder / "logs") as children:
+    with Supervisor(folder / "logs") as children:
         swarm = SwarmProcesses(config, children, folder, program=partial(_program, policy))
         say(f"{policy}: 2 x 3 peers start")
         swarm.start_peers((0, 1, 0, 1, 0, 1), [_environment(options, slowness) for slowness in paces])
@@ -150,35 +148,29 @@ def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]
             for serving, rate in zip(swarm.peers, rates, strict=True)
         ]
         swarm.launch_trainer("trainer", NEVER)
-        asker = throttle.machine()
-        phases = [_watch(options, swarm, asker, throttle, peers, options.warm_up_seconds)]
-        fail_on_exit(children)
+        phases = [_watch(options, swarm, peers, options.warm_up_seconds)]
         joining = swarm.launch_peer(0, environment=_environment(options, 1.0))
         joined = Peer(serving=swarm.until_ready(joining, 0), microbatches_per_second=rates[0])
-        phases.append(_watch(options, swarm, asker, throttle, [*peers, joined], 0.0))
-        fail_on_exit(children)
+        phases.append(_watch(options, swarm, [*peers, joined], 0.0))
         # Not the first one: it is by whom the others came to know each other.
         leaving = peers.pop(2)
         os.kill(leaving.serving.child.pid, signal.SIGTERM)
-        phases.append(_watch(options, swarm, asker, throttle, [*peers, joined], 0.0))
-        for end in children.exits():
-            if end.name != leaving.serving.child.name:
-                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+        phases.append(_watch(options, swarm, [*peers, joined], 0.0, leaving.serving.child.name))
         return phases
 
 
 def _watch(
-    options: Options,
-    swarm: SwarmProcesses,
-    asker: Machine,
-    throttle: Throttle,
-    peers: Sequence[Peer],
-    warm_up_seconds: float,
+    options: Options, swarm: SwarmProcesses, peers: Sequence[Peer], warm_up_seconds: float, leaving: str = ""
 ) -> list[Work]:
-    watched: list[Watched] = throttle.loop.run(
+    def check() -> None:
+        for end in swarm.children.exits():
+            if end.name != leaving:
+                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+
+    watched = asyncio.run(
         watch(
-            swarm.config.run_id, [(peer.serving, asker) for peer in peers], asker,
-            warm_up_seconds=warm_up_seconds, seconds=options.seconds,
+            swarm, [peer.serving for peer in peers], warm_up_seconds=warm_up_seconds, seconds=options.seconds,
+            check=check,
         )
     )  # fmt: skip
     return [

@@ -12,17 +12,17 @@ fraction of the speed, and of the smallest row several microbatches make one: th
 samples, in SWARM's share as well.
 """
 
+import asyncio
 import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from scripts.benches.common import BenchOptions, SwarmProcesses, fail_on_exit, say, with_corpus
-from scripts.benches.faults import serve
-from scripts.benches.link import NEVER, Lines
-from scripts.benches.link_probe import watch
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.lines import NEVER, Lines, serve
 from scripts.benches.paced_stage import PACE, Narrow
+from scripts.benches.probe import watch
 from scripts.benches.throttle import Throttle
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 
@@ -199,11 +199,7 @@ def _measure(options: Options, config: RunConfig, row: Row, setting: Measured, f
         swarm.start_peers((0, 1))
         serve(swarm, swarm.peers)
         swarm.launch_trainer("trainer", NEVER)
-        peers = [(peer, children.machines[peer.child.name]) for peer in swarm.peers]
-        watched = throttle.loop.run(
-            watch(config.run_id, peers, children.own, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds)
-        )
-        fail_on_exit(children)
+        watched = asyncio.run(watch(swarm, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds))
     (first,) = (one for one in watched if one.stage == 0)
     setting.tokens_per_second.append(config.data.tokens_per_microbatch * first.microbatches_per_second)
     setting.share_of_line.append(max(max(one.up, one.down) for one in watched) / bytes_per_second)
