@@ -21,9 +21,9 @@ import torch
 from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.faults import FaultySwarm, serve
+from scripts.benches.faults import FaultySwarm
 from scripts.benches.judged import MORE
-from scripts.benches.link import Lines
+from scripts.benches.lines import FAST, Lines, serve
 from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
 from scripts.benches.throttle import Throttle
 from swarm.audit.audit import audit
@@ -33,8 +33,6 @@ from swarm.rpc.channels import ChannelPool
 JUDGED = {"passed": MORE, "audit": MORE, "scenarios.*.passed": MORE}
 
 Scenario = Literal["kills", "pairs", "network"]
-FAST = 1e9
-"""Bytes per second of a line that holds nothing up."""
 
 
 @dataclass(frozen=True, kw_only=True)

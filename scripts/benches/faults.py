@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from peers.supervisor import Child
 from scripts.benches.common import POLL_SECONDS, START_SECONDS, ServingPeer, SwarmProcesses, say
-from scripts.benches.link import Lines
+from scripts.benches.lines import Lines, serve
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 EVERY = 2
@@ -129,8 +129,8 @@ class FaultySwarm:
         stage = self.rng.randrange(self.swarm.config.stages.num_stages)
         target = self.rng.choice([peer for peer in self.swarm.peers if peer.record.stage == stage])
         callers = [peer.child.name for peer in self.swarm.peers if peer.record.stage == stage - 1]
-        caller = lines.machines[self.rng.choice(callers or [f"{self.swarm.folder.name}-trainer"])]
-        callee = lines.machines[target.child.name]
+        caller = lines.links[self.rng.choice(callers or [f"{self.swarm.folder.name}-trainer"])]
+        callee = lines.links[target.child.name]
         kind = self.rng.choice(["lost_replies", "lost_acks", "one_way"])
         self.faults[kind] += 1
         ends = (caller, callee) if kind == "lost_acks" else (callee, caller)
@@ -146,10 +146,3 @@ class FaultySwarm:
 
         self._timeline.append((time.monotonic() + seconds, end))
         return True
-
-
-def serve(swarm: SwarmProcesses, peers: Sequence[ServingPeer]) -> None:
-    """Have what peers send and get go over lines of their own, where there are any."""
-    if isinstance(swarm.children, Lines):
-        for peer in peers:
-            swarm.children.throttle.serve(peer.record.endpoint, swarm.children.machines[peer.child.name])

@@ -2,47 +2,56 @@
 
 Two stages of three peers and a trainer, real processes over TLS on this machine. Computing is a pause of fixed length
 (paced_stage.py), so that each peer has a capacity of its own: at either stage one is three times slower than its mates.
-Three times in a row it is counted what the peers commit:
+Those of stage 1 are twice as fast as those of stage 0, so stage 0 is the poorest all the time, and what the swarm can
+do rises and falls with its peers. Three times in a row it is counted what they commit:
 
     all         everybody who was there at the start
     joined      from the moment that another peer serves stage 0, and nobody waits for anything
     left        from the moment that a peer of stage 0 is told to leave
 
-The swarm's capacity is that of the stage that has least. All of it is done by the queue of the project and, in turn, by
-processes that choose peers in turn or at random (routing_program.py); slots and Busy answers are the same in all three.
+All of it is done by the queue of the project and, in turn, by processes that choose peers in turn or at random
+(routing_program.py); slots and Busy answers are the same in all three.
 """
 
+import asyncio
 import os
 import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
+from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, say, with_corpus
 from scripts.benches.judged import LESS, MORE
-from scripts.benches.link import NEVER
-from scripts.benches.link_probe import Watched, watch
+from scripts.benches.lines import NEVER
 from scripts.benches.paced_stage import PACE
-from scripts.benches.throttle import Machine, Throttle
+from scripts.benches.probe import LEAST_SECONDS, watch
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.errors import PeerUnavailable
+from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 SLOWNESS = 3.0
 """Of the slow one of a stage."""
+ADVANTAGE = 2.0
+"""Of the peers of stage 1: more than a joiner adds to stage 0."""
 SAMPLES = 2
 """Of a microbatch."""
-UNLIMITED = 1e12
-"""Bytes per second of lines that only count."""
+GOAL = 0.95
+"""Of the capacity."""
+LEAST_WORK, MOST_WORK = 0.75, 1.3
+"""Of a peer, over what its capacity makes its part. Who gets less has nothing to do for a quarter of the time in which
+its mates have work: it is starved. A third more than one's part is work for which others were waiting. Closer bounds
+would find fault with counting (a slow peer does about a hundred) and with the seconds until a newcomer is known."""
 
-JUDGED = {"share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
+JUDGED = {"passed": MORE, "share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
 
 Policy = Literal["queue", "round_robin", "random"]
+PHASES = ("all", "joined", "left")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,7 @@ class Options(BenchOptions):
     """Compare the throughput of unequal peers with the sum of what each of them manages."""
 
     microbatch_seconds: float = 0.3
-    """Computing of one microbatch at a peer that is not slow."""
+    """Computing of one microbatch at a peer of stage 0 that is not slow."""
     policies: tuple[Policy, ...] = ("queue", "round_robin", "random")
     """How peers are chosen; the shares of work are those of `queue`."""
     warm_up_seconds: float = 20.0
@@ -61,11 +70,13 @@ class Options(BenchOptions):
     """Times that each policy has its turn."""
 
     def __post_init__(self) -> None:
-        for name in ("microbatch_seconds", "warm_up_seconds", "seconds", "repetitions"):
+        for name in ("microbatch_seconds", "warm_up_seconds", "repetitions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
-        if not self.policies:
-            raise ValueError("--policies needs at least one")
+        if self.seconds < LEAST_SECONDS:
+            raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
+        if not self.policies or len(set(self.policies)) < len(self.policies):
+            raise ValueError("--policies must name at least one, and none twice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +89,9 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one peer did in one of the three measurements."""
+    """What one peer of the poorest stage did in one of the three measurements."""
 
-    stage: int
+    peer: str
     capacity: float
     rate: float
     """Like the capacity, in microbatches per second."""
@@ -96,35 +107,60 @@ def run(options: Options) -> dict[str, Any]:
                 phases = ", ".join(f"{share_of_capacity([phase]):.3f}" for phase in measured[policy][-1])
                 say(f"{policy}: {phases} of the capacity")
     shares = {policy: statistics.median(map(share_of_capacity, runs)) for policy, runs in measured.items()}
-    ratios = [ratio for phases in measured.get("queue", []) for phase in phases for ratio in work_over_capacity(phase)]
     return {
-        "share_of_capacity": shares.get("queue"),
+        **judge(
+            shares.get("queue"), [ratio for phases in measured.get("queue", []) for ratio in work_over_capacity(phases)]
+        ),
         "round_robin": shares.get("round_robin"),
         "random": shares.get("random"),
-        "work_over_capacity_min": min(ratios, default=None),
-        "work_over_capacity_max": max(ratios, default=None),
+        "phases": {
+            policy: {
+                phase: statistics.median(share_of_capacity([phases[number]]) for phases in runs)
+                for number, phase in enumerate(PHASES)
+            }
+            for policy, runs in measured.items()
+        },
     }
 
 
+def exit_code(figures: Mapping[str, Any]) -> int:
+    """1 if the queue missed its goals."""
+    return int(figures["passed"] is False)
+
+
+def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:
+    """The figures of the queue, and whether they are what they should be; None of it if it was not measured."""
+    least, most = min(ratios, default=None), max(ratios, default=None)
+    passed = None
+    if share is not None and least is not None and most is not None:
+        passed = share >= GOAL and least >= LEAST_WORK and most <= MOST_WORK
+    return {
+        "share_of_capacity": share, "work_over_capacity_min": least, "work_over_capacity_max": most, "passed": passed,
+    }  # fmt: skip
+
+
 def share_of_capacity(phases: Sequence[Sequence[Work]]) -> float:
-    """Microbatches of the last stage, whose peers stay, over what the poorest stage could have done."""
-    last = max(work.stage for work in phases[0])
-    done = sum(work.rate for phase in phases for work in phase if work.stage == last)
-    possible = sum(
-        min(sum(work.capacity for work in phase if work.stage == stage) for stage in range(last + 1))
-        for phase in phases
-    )
-    return done / possible
+    """What was done in measurements of equal length, over what could have been done."""
+    done = sum(work.rate for phase in phases for work in phase)
+    return done / sum(work.capacity for phase in phases for work in phase)
 
 
-def work_over_capacity(phase: Sequence[Work]) -> list[float]:
-    """Of each peer, its share of its stage's work over its share of its stage's capacity."""
-    ratios = []
-    for work in phase:
-        mates = [other for other in phase if other.stage == work.stage]
-        share = work.rate / sum(mate.rate for mate in mates)
-        ratios.append(share / (work.capacity / sum(mate.capacity for mate in mates)))
-    return ratios
+def work_over_capacity(phases: Sequence[Sequence[Work]]) -> list[float]:
+    """Of each peer, its work over what its part was: by capacity, in the measurements that it was there.
+
+    Raises:
+        DeadlineExceeded: nobody did anything.
+    """
+    done: defaultdict[str, float] = defaultdict(float)
+    part: defaultdict[str, float] = defaultdict(float)
+    for phase in phases:
+        if not (rate := sum(work.rate for work in phase)):
+            raise DeadlineExceeded("no microbatch was committed: measure for longer; is the machine busy?")
+        capacity = sum(work.capacity for work in phase)
+        for work in phase:
+            done[work.peer] += work.rate
+            part[work.peer] += rate * work.capacity / capacity
+    return [done[peer] / part[peer] for peer in done]
 
 
 def _config(options: Options, policy: Policy) -> RunConfig:
@@ -139,59 +175,64 @@ def _config(options: Options, policy: Policy) -> RunConfig:
     )  # fmt: skip
 
 
+def paces(options: Options) -> list[tuple[int, float]]:
+    """Of the peers at the start: the stage, and seconds of a microbatch."""
+    slownesses = ((0, 1.0), (1, 1.0), (0, 1.0), (1, 1.0), (0, SLOWNESS), (1, SLOWNESS))
+    advantages = (1.0, ADVANTAGE)
+    return [(stage, options.microbatch_seconds * slowness / advantages[stage]) for stage, slowness in slownesses]
+
+
 def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]:
     """The three measurements."""
     config, _ = with_corpus(_config(options, policy))
-    paces = (1.0, 1.0, 1.0, 1.0, SLOWNESS, SLOWNESS)
-    with Throttle(UNLIMITED) as throttle, Supervisor(folder / "logs") as children:
+    with Supervisor(folder / "logs") as children:
         swarm = SwarmProcesses(config, children, folder, program=partial(_program, policy))
         say(f"{policy}: 2 x 3 peers start")
-        swarm.start_peers((0, 1, 0, 1, 0, 1), [_environment(options, slowness) for slowness in paces])
-        rates = [1 / (options.microbatch_seconds * slowness) for slowness in paces]
-        peers = [
-            Peer(serving=serving, microbatches_per_second=rate)
-            for serving, rate in zip(swarm.peers, rates, strict=True)
+        start = paces(options)
+        swarm.start_peers([stage for stage, _ in start], [_environment(seconds) for _, seconds in start])
+        poor = [
+            Peer(serving=serving, microbatches_per_second=1 / seconds)
+            for serving, (stage, seconds) in zip(swarm.peers, start, strict=True)
+            if stage == 0
         ]
-        swarm.launch_trainer("trainer", NEVER)
-        asker = throttle.machine()
-        phases = [_watch(options, swarm, asker, throttle, peers, options.warm_up_seconds)]
-        fail_on_exit(children)
-        joining = swarm.launch_peer(0, environment=_environment(options, 1.0))
-        joined = Peer(serving=swarm.until_ready(joining, 0), microbatches_per_second=rates[0])
-        phases.append(_watch(options, swarm, asker, throttle, [*peers, joined], 0.0))
-        fail_on_exit(children)
+        trainer = swarm.launch_trainer("trainer", NEVER)
+        phases = [_watch(options, swarm, poor, warm_up_seconds=options.warm_up_seconds)]
+        joining = swarm.launch_peer(0, environment=_environment(options.microbatch_seconds))
+        swarm.peers.append(swarm.until_ready(joining, 0))
+        poor.append(Peer(serving=swarm.peers[-1], microbatches_per_second=1 / options.microbatch_seconds))
+        phases.append(_watch(options, swarm, poor))
         # Not the first one: it is by whom the others came to know each other.
-        leaving = peers.pop(2)
-        os.kill(leaving.serving.child.pid, signal.SIGTERM)
-        phases.append(_watch(options, swarm, asker, throttle, [*peers, joined], 0.0))
-        for end in children.exits():
-            if end.name != leaving.serving.child.name:
-                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
-        return phases
+        leaving = poor.pop(1).serving
+        swarm.peers.remove(leaving)
+        os.kill(leaving.child.pid, signal.SIGTERM)
+        phases.append(_watch(options, swarm, poor, leaving=leaving.child.name))
+        children.kill9(trainer)
+        swarm.stop()
+    return phases
 
 
 def _watch(
-    options: Options,
-    swarm: SwarmProcesses,
-    asker: Machine,
-    throttle: Throttle,
-    peers: Sequence[Peer],
-    warm_up_seconds: float,
+    options: Options, swarm: SwarmProcesses, peers: Sequence[Peer], *, warm_up_seconds: float = 0.0, leaving: str = ""
 ) -> list[Work]:
-    watched: list[Watched] = throttle.loop.run(
+    def check() -> None:
+        for end in swarm.children.exits():
+            if end.name != leaving:
+                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+
+    watched = asyncio.run(
         watch(
-            swarm.config.run_id, [(peer.serving, asker) for peer in peers], asker,
-            warm_up_seconds=warm_up_seconds, seconds=options.seconds,
+            swarm, [peer.serving for peer in peers], warm_up_seconds=warm_up_seconds, seconds=options.seconds,
+            check=check,
         )
     )  # fmt: skip
     return [
-        Work(stage=one.stage, capacity=peer.microbatches_per_second, rate=one.microbatches_per_second)
+        Work(peer=peer.serving.child.name, capacity=peer.microbatches_per_second, rate=one.microbatches_per_second)
         for peer, one in zip(peers, watched, strict=True)
     ]
 
 
-def _environment(options: Options, slowness: float) -> dict[str, str]:
-    return {PACE: str(options.microbatch_seconds * slowness / SAMPLES)}
+def _environment(seconds: float) -> dict[str, str]:
+    return {PACE: str(seconds / SAMPLES)}
 
 
 def _program(policy: Policy, name: str, arguments: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ those of microbatches that the peers of stage 0 committed, start-up and warm-up 
 call, like a heartbeat, from another such line to every peer.
 """
 
+import asyncio
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peers.supervisor import Child, Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, fail_on_exit, program, say, with_corpus
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.judged import MORE
-from scripts.benches.link_probe import Watched, longest_gap, watch
-from scripts.benches.throttle import Machine, Throttle
+from scripts.benches.lines import NEVER, Lines, serve
+from scripts.benches.probe import LEAST_SECONDS, Watched, longest_gap, watch
+from scripts.benches.throttle import Throttle
 from swarm.config import (
     AveragingConfig,
     DataConfig,
@@ -38,8 +39,6 @@ from swarm.config import (
 )
 
 STAGES = (0, 1, 0, 1)
-NEVER = 1_000_000_000
-"""Microbatches of a round that does not end, or steps of a trainer that does not."""
 
 JUDGED = {"ratio_to_normal": MORE}
 
@@ -52,7 +51,7 @@ class Options(BenchOptions):
     """Compare training while rounds are exchanged over slow links with training alone."""
 
     megabits: float = 50.0
-    """Mb/s of each machine's line, up and down."""
+    """Mb/s of each process's line, up and down."""
     parameters: int = 6_000_000
     """Parameters of each stage."""
     d_model: int = 256
@@ -76,9 +75,13 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         counts = ("parameters", "d_model", "microbatch_size", "round_samples", "overlap_steps", "repetitions")
-        for name in ("megabits", "seconds", *counts):
+        for name in ("megabits", *counts):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        if self.seconds < LEAST_SECONDS:
+            raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
+        if not self.arms or len(set(self.arms)) < len(self.arms):
+            raise ValueError("--arms must name at least one, and none twice")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -92,13 +95,15 @@ def run(options: Options) -> dict[str, Any]:
         samples: dict[Arm, list[Sample]] = {arm: [] for arm in options.arms}
         for repetition in range(options.repetitions):
             for arm, swarm in runs.items():
-                samples[arm].append(_measure(options, swarm, children, f"trainer-{repetition}"))
+                samples[arm].append(_measure(options, swarm, f"trainer-{repetition}"))
                 figures = ", ".join(f"{name} {value:.3g}" for name, value in samples[arm][-1].items())
                 say(f"{arm}, {repetition + 1} of {options.repetitions}: {figures}")
         warnings = {arm: _warnings(children.folder, arm) for arm in options.arms}
         for arm, lines in warnings.items():
             for line in lines[:10]:
                 say(f"{arm}: {line}")
+        for swarm in runs.values():
+            swarm.stop()
     return {
         "ratio_to_normal": _ratio(samples, "overlap"),
         "ratio_to_normal_without_overlap": _ratio(samples, "wait"),
@@ -132,52 +137,20 @@ def _config(options: Options, arm: Arm) -> RunConfig:
     )  # fmt: skip
 
 
-class Lines(Supervisor):
-    """Puts every child behind a line of its own."""
-
-    def __init__(self, log_folder: Path, throttle: Throttle, environment: Mapping[str, str] | None = None) -> None:
-        """
-        Args:
-            environment: of every child, beside its line.
-        """
-        super().__init__(log_folder)
-        self.folder = log_folder
-        self.environment = dict(environment or {})
-        self.throttle = throttle
-        self.machines: dict[str, Machine] = {}
-        self.own = throttle.machine()
-
-    def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
-        self.machines[name] = machine = self.throttle.machine()
-        environment = {**self.environment, **(environment or {}), **machine.environment}
-        return super().start(name, command, environment=environment)
-
-
 def _start(options: Options, arm: Arm, children: Lines, folder: Path) -> SwarmProcesses:
     config, _ = with_corpus(_config(options, arm))
     swarm = SwarmProcesses(config, children, folder)
     say(f"{arm}: 2 x 2 peers start")
     swarm.start_peers(STAGES)
-    for peer in swarm.peers:
-        children.throttle.serve(peer.record.endpoint, children.machines[peer.child.name])
+    serve(swarm, swarm.peers)
     return swarm
 
 
-def _measure(options: Options, swarm: SwarmProcesses, children: Lines, name: str) -> Sample:
+def _measure(options: Options, swarm: SwarmProcesses, name: str) -> Sample:
     """Have a trainer feed the swarm for a while, and watch."""
-    arguments = [
-        "--steps", str(NEVER), "--output", str(swarm.folder / name), "--name", name, "--evaluate-every", "0",
-        "--initial-peers", *(peer.dht_address for peer in swarm.peers),
-    ]  # fmt: skip
-    trainer = children.start(f"{swarm.folder.name}-{name}", program("trainer", arguments))
-    peers = [(peer, children.machines[peer.child.name]) for peer in swarm.peers]
-    watched = children.throttle.loop.run(
-        watch(
-            swarm.config.run_id, peers, children.own, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds
-        )
-    )
-    fail_on_exit(children)
-    children.kill9(trainer)
+    trainer = swarm.launch_trainer(name, NEVER)
+    watched = asyncio.run(watch(swarm, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds))
+    swarm.children.kill9(trainer)
     return _sample(options, swarm.config.data.tokens_per_microbatch, watched)
 
 

@@ -1,17 +1,22 @@
 """Home lines for processes of this machine: all that one of them sends shares one line, all that it receives another.
 
-A user-space proxy for the bench `link` and for chaos. Each process connects through a port of its own (gRPC does so by
-HTTP CONNECT when its environment says so), hence it is known who calls whom, and bytes between two processes take
-their turn on the sender's up line and on the receiver's down line. All connections of a machine queue there chunk by
-chunk, each with one chunk at a time, so they share its lines evenly.
+A user-space proxy for the benches that run over lines, and for chaos. Each process connects through a port of its own
+(gRPC does so by HTTP CONNECT when its environment says so), hence it is known who calls whom, and bytes between two
+processes take their turn on the sender's up line and on the receiver's down line. All connections of a process queue
+there chunk by chunk, each with one chunk at a time, so they share its lines evenly.
 
-What one machine sends to another can be slowed further, or held back for good or for a while, and their connections
+What one process sends to another can be slowed further, or held back for good or for a while, and their connections
 can be broken: so links are slow or stalled, one way or both, and replies are lost after the work was done.
 
-Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. Lines may be long as
-well: then bytes arrive half a round trip after they have gone over, and as many as fit are under way. The proxy holds
-about 0.1 MB a connection and direction beyond that, as a router with a short queue does; before it, the sender's kernel
-lets up to 1.6 MB wait, as it does before a real line of 50 Mb/s.
+Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. The proxy holds about
+0.1 MB a connection and direction, as a router with a short queue does; before it, the sender's kernel lets up to 1.6 MB
+wait, as it does before a real line of 50 Mb/s.
+
+Lines may be long as well: then bytes arrive half a round trip after they have gone over, and as many as fit are under
+way. It is the proxy that delays them, after it has taken them from the sender, so TCP sees no distance: its congestion
+control works with the round trips of this machine. What a real long line costs a connection at its start (slow start),
+again after each pause, and after a loss, is not there; nor is a bound by TCP's windows. gRPC's own, HTTP/2's, see the
+whole distance.
 """
 
 import asyncio
@@ -35,7 +40,7 @@ BURST_SECONDS = 0.02
 
 
 class Line:
-    """One direction of a machine's link."""
+    """One direction of a link."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self.num_bytes = 0
@@ -51,8 +56,8 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Machine:
-    """A process with its lines, and where it connects to reach others over them."""
+class Link:
+    """The two lines of a process, and where it connects to reach others over them."""
 
     up: Line
     down: Line
@@ -96,19 +101,19 @@ class DelayLine:
 
 @dataclass(eq=False)
 class Throttle:
-    """The lines of all machines. Bytes pass inside its `with` block."""
+    """The links of all processes. Bytes pass inside its `with` block."""
 
     bytes_per_second: float
     """Of each line."""
     round_trip_seconds: float = 0.0
-    """What the length of the lines adds to a call and its answer, whoever calls whom."""
+    """What the length of the lines adds to a call and its answer, whoever calls whom. May change while bytes pass."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
-    _serving: dict[str, Machine] = field(default_factory=dict)
-    _obstacles: dict[tuple[Machine, Machine], tuple[float, ...]] = field(default_factory=dict)
+    _serving: dict[str, Link] = field(default_factory=dict)
+    _obstacles: dict[tuple[Link, Link], tuple[float, ...]] = field(default_factory=dict)
     """From whom to whom, and how many bytes per second each of them lets pass."""
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
-    _ends: dict[asyncio.StreamWriter, tuple[Machine, str]] = field(default_factory=dict)
+    _ends: dict[asyncio.StreamWriter, tuple[Link, str]] = field(default_factory=dict)
     """Both ends of each connection: who made it, and to which endpoint."""
 
     def __enter__(self) -> Self:
@@ -121,19 +126,19 @@ class Throttle:
             self.loop.loop.call_soon_threadsafe(server.close)
         self.loop.close()
 
-    def machine(self) -> Machine:
-        """A new machine."""
+    def link(self) -> Link:
+        """A new one."""
         return self.loop.run(self._listen())
 
-    def serve(self, endpoint: str, machine: Machine) -> None:
-        """Have what others send to `endpoint`, and get from there, go over the lines of its machine as well."""
-        self._serving[endpoint] = machine
+    def serve(self, endpoint: str, link: Link) -> None:
+        """Have what others send to `endpoint`, and get from there, go over the lines of who serves it as well."""
+        self._serving[endpoint] = link
 
-    def hinder(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
-        """From now on let no more than this pass from one machine to another; what has to wait is not lost."""
+    def hinder(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
+        """From now on let no more than this pass from one process to another; what has to wait is not lost."""
         self._obstacles[source, target] = (*self._obstacles.get((source, target), ()), bytes_per_second)
 
-    def clear(self, source: Machine, target: Machine, bytes_per_second: float = 0.0) -> None:
+    def clear(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:
         """Take one such obstacle away; after the last, let everything pass again, and first what has waited."""
         rest = list(self._obstacles.pop((source, target)))
         rest.remove(bytes_per_second)
@@ -143,51 +148,51 @@ class Throttle:
 
     @property
     def num_obstacles(self) -> int:
-        """Pairs of machines, one way each, between which something is held back."""
+        """Pairs of processes, one way each, between which something is held back."""
         return len(self._obstacles)
 
-    def break_connections(self, one: Machine, other: Machine) -> None:
-        """Break those between two machines; what waited for its turn is lost."""
+    def break_connections(self, one: Link, other: Link) -> None:
+        """Break those between two processes; what waited for its turn is lost."""
         self.loop.loop.call_soon_threadsafe(self._break, one, other)
 
     def _wake(self) -> None:
         self._removed.set()
         self._removed = asyncio.Event()
 
-    def _break(self, one: Machine, other: Machine) -> None:
+    def _break(self, one: Link, other: Link) -> None:
         for end, (caller, endpoint) in list(self._ends.items()):
             if {caller, self._serving.get(endpoint)} == {one, other}:
                 end.transport.abort()
 
-    async def _listen(self) -> Machine:
+    async def _listen(self) -> Link:
         listener = _socket()
         listener.bind(("127.0.0.1", 0))
         host, port = listener.getsockname()
         up, down = Line(self.bytes_per_second), Line(self.bytes_per_second)
-        machine = Machine(up=up, down=down, proxy=f"{host}:{port}")
+        link = Link(up=up, down=down, proxy=f"{host}:{port}")
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._connect(machine, reader, writer)
+            await self._connect(link, reader, writer)
 
         self._servers.append(await asyncio.start_server(connected, sock=listener, limit=CHUNK_BYTES))
-        return machine
+        return link
 
     async def _connect(
-        self, machine: Machine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:  # fmt: skip
-        """Pass on one connection from a machine until either end closes it."""
+        """Pass on one connection from a process until either end closes it."""
         writers = [writer]
         try:
             # CONNECT host:port HTTP/1.1, and headers that say nothing more.
             endpoint = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
             answers, requests = await _open(endpoint)
             writers.append(requests)
-            self._ends |= dict.fromkeys(writers, (machine, endpoint))
+            self._ends |= dict.fromkeys(writers, (link, endpoint))
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
 
             async with asyncio.TaskGroup() as pipes:
-                pipes.create_task(self._pipe(reader, requests, lambda: (machine, self._serving.get(endpoint))))
-                pipes.create_task(self._pipe(answers, writer, lambda: (self._serving.get(endpoint), machine)))
+                pipes.create_task(self._pipe(reader, requests, lambda: (link, self._serving.get(endpoint))))
+                pipes.create_task(self._pipe(answers, writer, lambda: (self._serving.get(endpoint), link)))
         except* (OSError, asyncio.IncompleteReadError):
             pass  # Gone without a goodbye: so is the other end.
         finally:
@@ -197,7 +202,7 @@ class Throttle:
 
     async def _pipe(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-        ends: Callable[[], tuple[Machine | None, Machine | None]],
+        ends: Callable[[], tuple[Link | None, Link | None]],
     ) -> None:  # fmt: skip
         """Pass one direction on until its end of file. Raises OSError when either side fails."""
         time = asyncio.get_running_loop().time
@@ -215,7 +220,7 @@ class Throttle:
         await delayed.end()
         writer.write_eof()
 
-    async def _pass_obstacle(self, source: Machine, target: Machine, num_bytes: int) -> None:
+    async def _pass_obstacle(self, source: Link, target: Link, num_bytes: int) -> None:
         while obstacles := self._obstacles.get((source, target)):
             bytes_per_second = min(obstacles)
             with suppress(TimeoutError):

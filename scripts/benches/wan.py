@@ -2,44 +2,39 @@
 
 Two stages of one peer and a trainer, real processes over TLS, each behind a line of so many Mb/s up and as many down
 (throttle.py), so long that a call and its answer between any two of them take so much longer. Computing is a pause of
-fixed length (paced_stage.py). How many microbatches are in flight is what the trainer and the peers find out.
+fixed length (paced_stage.py). How many microbatches are in flight is what the trainer and the peers find out. A swarm
+goes through all round trips, the shortest first: what it has learnt is too little for the next one, never too much.
 
 The rows are those of the SWARM paper's table of GPU utilisation over round trips (arXiv 2301.11913, at 500 Mb/s and
-without overlap). All of its figures are within a twentieth of compute / (compute + transfer + round trip), which gives
-the compute and the transfer of each row: those of one forward, or one backward, of one microbatch. Here a microbatch
-is one of each. So that this machine's CPU is not what limits, the lines carry a fraction of the row's bytes at the same
-fraction of the speed, and of the smallest row several microbatches make one: that is a microbatch of as many more
-samples, in SWARM's share as well.
+without overlap), with the compute and the transfers that the study `utilisation` reads off it
+(swarm/simulation/studies/utilisation.py). So that this machine's CPU is not what limits, the lines of the two rows that
+are bound to them carry a fraction of the row's bytes at the same fraction of the speed, and several microbatches make
+one: that is a microbatch of as many more samples, in SWARM's share as well.
 """
 
+import asyncio
 import statistics
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from scripts.benches.common import BenchOptions, SwarmProcesses, fail_on_exit, say, with_corpus
-from scripts.benches.faults import serve
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.judged import MORE, MORE_OF_DIFFERENCE
-from scripts.benches.link import NEVER, Lines
-from scripts.benches.link_probe import watch
+from scripts.benches.lines import NEVER, Lines, serve
 from scripts.benches.paced_stage import PACE, Narrow
+from scripts.benches.probe import LEAST_SECONDS, rate_between_commits, watch
 from scripts.benches.throttle import Throttle
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.simulation import published
+from swarm.simulation.studies.utilisation import Layers, read_off
 
-PAPER_MEGABITS = 500.0
-UTILISATION = {
-    "base": {0: 0.180, 10: 0.118, 50: 0.0488, 100: 0.0278, 200: 0.0153},
-    "xxlarge": {0: 0.321, 10: 0.289, 50: 0.201, 100: 0.149, 200: 0.101},
-    "gpt3": {0: 0.821, 10: 0.793, 50: 0.703, 100: 0.602, 200: 0.485},
-}
-"""SWARM's, by row and milliseconds of a round trip."""
-NUM_MERGED = {"base": 4, "xxlarge": 1, "gpt3": 1}
-"""SWARM's microbatches in one of ours."""
 ACTIVATION_BYTES = 2
 """Of one element on the wire."""
 SAMPLES, TOKENS = 4, 32
 """Of a microbatch: few, since what the wire carries is the width."""
+ENOUGH = 100
+"""Microbatches to count, at least about: one more or less is then a hundredth."""
 
 JUDGED = {"gpt3_share_at_100ms": MORE, "worst_over_swarm": MORE_OF_DIFFERENCE, "rows.*.share": MORE}
 
@@ -56,54 +51,71 @@ class Options(BenchOptions):
     """Mb/s of each process's line, up and down."""
     round_trips_ms: tuple[int, ...] = (0, 20, 100, 200)
     """Milliseconds that a call and its answer take longer; 0 is what the others are compared with."""
-    scale: float = 4.0
-    """The lines, and what goes over them, are so many times smaller than that."""
     warm_up_seconds: float = 25.0
     """Training before each measurement: the trainer finds out how many microbatches to keep in flight."""
     seconds: float = 20.0
-    """Length of each measurement."""
+    """Length of each measurement; more where so long is too little for a hundred microbatches."""
     repetitions: int = 1
-    """Times that each setting has its turn."""
+    """Times that each row and line has its turn."""
 
     def __post_init__(self) -> None:
-        for name in ("scale", "warm_up_seconds", "seconds", "repetitions"):
+        for name in ("warm_up_seconds", "repetitions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
-        if not self.rows or not self.megabits or min(self.megabits) <= 0:
-            raise ValueError("--rows and --megabits need at least one value, and all Mb/s must be positive")
+        if self.seconds < LEAST_SECONDS:
+            raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
+        for name in ("rows", "megabits", "round_trips_ms"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
+        if min(self.megabits) <= 0:
+            raise ValueError(f"--megabits must be positive, not {min(self.megabits)}")
         if 0 not in self.round_trips_ms or min(self.round_trips_ms) < 0:
             raise ValueError("--round-trips-ms must contain 0, which the others are compared with, and none below it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one forward, or one backward, of a microbatch is in one of the rows."""
+    """What a microbatch is in one of the rows."""
 
-    compute_seconds: float
-    transfer_bytes: float
+    layers: Layers
+    num_merged: int = 1
+    """SWARM's microbatches in one of ours."""
+    scale: float = 1.0
+    """The lines, and what goes over them, are so many times smaller than the row's."""
 
-    @classmethod
-    def of(cls, name: str) -> "Row":
-        """From the row's figures at 0 and 100 ms."""
-        at_0, at_100 = UTILISATION[name][0], UTILISATION[name][100]
-        compute_seconds = NUM_MERGED[name] * 0.1 / (1 / at_100 - 1 / at_0)
-        return cls(
-            compute_seconds=compute_seconds,
-            transfer_bytes=compute_seconds * (1 / at_0 - 1) * PAPER_MEGABITS * 1e6 / 8,
-        )
+    @property
+    def compute_seconds(self) -> float:
+        """Of a microbatch at a stage, forward and backward."""
+        return self.num_merged * self.layers.compute_seconds
 
-    def utilisation(self, megabits: float, round_trip_seconds: float) -> float:
-        """SWARM's, without overlap."""
-        transfer_seconds = self.transfer_bytes * 8 / (megabits * 1e6)
-        return self.compute_seconds / (self.compute_seconds + transfer_seconds + round_trip_seconds)
+    @property
+    def tensor_bytes(self) -> float:
+        """Of its activations, and of their gradient."""
+        return self.num_merged * self.layers.tensor_bytes
 
     def share(self, megabits: float, round_trip_seconds: float) -> float:
-        """What SWARM keeps of its throughput without a round trip."""
-        return self.utilisation(megabits, round_trip_seconds) / self.utilisation(megabits, 0.0)
+        """What SWARM, without overlap, keeps of its throughput without a round trip."""
+        seconds = self.compute_seconds + 2 * self.tensor_bytes * 8 / (megabits * 1e6)
+        return seconds / (seconds + round_trip_seconds)
 
     def limit(self, megabits: float) -> float:
         """Microbatches per second at most: either the compute or the line, in either direction, is always busy."""
-        return min(0.5 / self.compute_seconds, megabits * 1e6 / 8 / self.transfer_bytes)
+        return min(1 / self.compute_seconds, megabits * 1e6 / 8 / self.tensor_bytes)
+
+
+def _layers(column: str) -> Layers:
+    return read_off(published.GPU_UTILISATION[column])
+
+
+ROWS: dict[RowName, Row] = {
+    "base": Row(layers=_layers("base"), num_merged=4, scale=4.0),
+    "xxlarge": Row(layers=_layers("xxlarge"), num_merged=1, scale=4.0),
+    # It sends little, so its lines are as fast as SWARM's: HTTP/2's windows bind here if they are too small.
+    "gpt3": Row(layers=_layers("GPT-3")),
+}
+SWARM_BEST = Row(layers=_layers("Ours"))
+"""Its own model, with layers that share their parameters and activations of 8 bits: what keeps most in its table."""
 
 
 @dataclass
@@ -119,17 +131,14 @@ class Measured:
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all rows in turn; gives the figures."""
-    figures = {name: _figures(name, _measure_row(options, name)) for name in options.rows}
-    shares = {name: _at_100ms(rows) for name, rows in figures.items()}
+    figures = {name: _figures(ROWS[name], _measure_row(options, name)) for name in options.rows}
     return {
-        "gpt3_share_at_100ms": shares.get("gpt3"),
-        "swarm_gpt3_share_at_100ms": UTILISATION["gpt3"][100] / UTILISATION["gpt3"][0],
-        "worst_over_swarm": min(
-            (row["share"] - row["swarm_share"] for rows in figures.values() for row in rows if row["round_trip_ms"]),
-            default=None,
-        ),
+        "gpt3_share_at_100ms": _at_100ms(figures.get("gpt3", [])),
+        "swarm_gpt3_share_at_100ms": _printed_at_100ms("GPT-3"),
+        "swarm_best_share_at_100ms": _printed_at_100ms("Ours"),
+        "worst_over_swarm": _worst([row for rows in figures.values() for row in rows], "swarm_share"),
+        "gpt3_worst_over_swarm_best": _worst(figures.get("gpt3", []), "swarm_best_share"),
         "rows": figures,
-        "scale": options.scale,
     }
 
 
@@ -139,8 +148,18 @@ def _at_100ms(rows: list[dict[str, float]]) -> float | None:
     return max(found, key=lambda row: row["megabits"])["share"] if found else None
 
 
-def _figures(name: str, measured: list[Measured]) -> list[dict[str, float]]:
-    row, rows = Row.of(name), []
+def _printed_at_100ms(column: str) -> float:
+    cells = dict(zip(published.ROUND_TRIPS_MS, published.GPU_UTILISATION[column], strict=True))
+    return cells[100] / cells[0]
+
+
+def _worst(rows: list[dict[str, float]], other: str) -> float | None:
+    """The least by which a share is more than another one, where there is a round trip."""
+    return min((row["share"] - row[other] for row in rows if row["round_trip_ms"]), default=None)
+
+
+def _figures(row: Row, measured: list[Measured]) -> list[dict[str, float]]:
+    rows = []
     for one in measured:
         (base,) = (other for other in measured if other.megabits == one.megabits and other.round_trip_ms == 0)
         seconds = one.round_trip_ms / 1000
@@ -151,14 +170,16 @@ def _figures(name: str, measured: list[Measured]) -> list[dict[str, float]]:
             "tokens_per_second": tokens_per_second,
             "share": tokens_per_second / statistics.median(base.tokens_per_second),
             "swarm_share": row.share(one.megabits, seconds),
+            "swarm_best_share": SWARM_BEST.share(one.megabits, seconds),
             "share_of_limit": tokens_per_second / (SAMPLES * TOKENS * row.limit(one.megabits)),
             "share_of_line": statistics.median(one.share_of_line),
         })  # fmt: skip
     return rows
 
 
-def _config(options: Options, name: str) -> RunConfig:
-    channels = Row.of(name).transfer_bytes / options.scale / (ACTIVATION_BYTES * SAMPLES * TOKENS)
+def _config(options: Options, name: RowName) -> RunConfig:
+    row = ROWS[name]
+    channels = row.tensor_bytes / row.scale / (ACTIVATION_BYTES * SAMPLES * TOKENS)
     return RunConfig(
         run=f"bench-wan-{name}",
         model=ModelConfig(
@@ -174,39 +195,39 @@ def _config(options: Options, name: str) -> RunConfig:
     )  # fmt: skip
 
 
-def _measure_row(options: Options, name: str) -> list[Measured]:
+def _measure_row(options: Options, name: RowName) -> list[Measured]:
     config, _ = with_corpus(_config(options, name))
-    settings = [
-        Measured(megabits=megabits, round_trip_ms=ms) for megabits in options.megabits for ms in options.round_trips_ms
-    ]
+    lines = {
+        megabits: [Measured(megabits=megabits, round_trip_ms=ms) for ms in sorted(options.round_trips_ms)]
+        for megabits in options.megabits
+    }
     for _ in range(options.repetitions):
-        for setting in settings:
-            # A swarm of its own for each: what TCP, gRPC, peers and trainer learn of a line, they learn anew.
+        for settings in lines.values():
             with tempfile.TemporaryDirectory(prefix="bench-wan-") as folder:
-                _measure(options, config, Row.of(name), setting, Path(folder))
-            say(
-                f"{name}, {setting.megabits:g} Mb/s, {setting.round_trip_ms} ms: "
-                f"{setting.tokens_per_second[-1]:.0f} tokens/s, {setting.share_of_line[-1]:.2f} of the line"
-            )
-    return settings
+                _measure(options, name, config, settings, Path(folder))
+    return [setting for settings in lines.values() for setting in settings]
 
 
-def _measure(options: Options, config: RunConfig, row: Row, setting: Measured, folder: Path) -> None:
-    bytes_per_second = setting.megabits / options.scale * 1e6 / 8
-    environment = {PACE: str(2 * row.compute_seconds / SAMPLES)}
-    with (
-        Throttle(bytes_per_second, setting.round_trip_ms / 1000) as throttle,
-        Lines(folder / "logs", throttle, environment) as children,
-    ):
+def _measure(options: Options, name: RowName, config: RunConfig, settings: list[Measured], folder: Path) -> None:
+    """All round trips over one line."""
+    row, megabits = ROWS[name], settings[0].megabits
+    bytes_per_second = megabits / row.scale * 1e6 / 8
+    seconds = max(options.seconds, ENOUGH / row.limit(megabits))
+    environment = {PACE: str(row.compute_seconds / SAMPLES)}
+    with Throttle(bytes_per_second) as throttle, Lines(folder / "logs", throttle, environment) as children:
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers((0, 1))
         serve(swarm, swarm.peers)
-        swarm.launch_trainer("trainer", NEVER)
-        peers = [(peer, children.machines[peer.child.name]) for peer in swarm.peers]
-        watched = throttle.loop.run(
-            watch(config.run_id, peers, children.own, warm_up_seconds=options.warm_up_seconds, seconds=options.seconds)
-        )
-        fail_on_exit(children)
-    (first,) = (one for one in watched if one.stage == 0)
-    setting.tokens_per_second.append(config.data.tokens_per_microbatch * first.microbatches_per_second)
-    setting.share_of_line.append(max(max(one.up, one.down) for one in watched) / bytes_per_second)
+        trainer = swarm.launch_trainer("trainer", NEVER)
+        for setting in settings:
+            throttle.round_trip_seconds = setting.round_trip_ms / 1000
+            watched = asyncio.run(watch(swarm, warm_up_seconds=options.warm_up_seconds, seconds=seconds))
+            rate = rate_between_commits([one for one in watched if one.stage == 0])
+            setting.tokens_per_second.append(config.data.tokens_per_microbatch * rate)
+            setting.share_of_line.append(max(max(one.up, one.down) for one in watched) / bytes_per_second)
+            say(
+                f"{name}, {megabits:g} Mb/s, {setting.round_trip_ms} ms: {setting.tokens_per_second[-1]:.0f} tokens/s, "
+                f"{rate / row.limit(megabits):.2f} of the limit, {setting.share_of_line[-1]:.2f} of the line"
+            )
+        children.kill9(trainer)
+        swarm.stop()

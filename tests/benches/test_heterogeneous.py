@@ -3,32 +3,80 @@
 import random
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
-from scripts.benches.heterogeneous import Work, share_of_capacity, work_over_capacity
+from scripts.benches.heterogeneous import (
+    Options,
+    Work,
+    exit_code,
+    judge,
+    paces,
+    share_of_capacity,
+    work_over_capacity,
+)
 from scripts.benches.routing_program import COSTS, replace_choice
 from swarm.clock import ManualClock
+from swarm.errors import DeadlineExceeded
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord, PeerState
 
 
-def _work(stage: int, capacity: float, rate: float) -> Work:
-    return Work(stage=stage, capacity=capacity, rate=rate)
+def _work(peer: str, capacity: float, rate: float) -> Work:
+    return Work(peer=peer, capacity=capacity, rate=rate)
 
 
-def test_capacity_is_that_of_the_poorest_stage_at_each_time() -> None:
-    rich_first = [_work(0, 2.0, 1.0), _work(0, 2.0, 1.0), _work(1, 2.0, 1.9)]
-    poor_first = [_work(0, 1.0, 0.9), _work(1, 2.0, 0.9)]
-    assert share_of_capacity([rich_first, poor_first]) == pytest.approx(2.8 / 3.0)
+def test_the_stage_that_changes_is_the_poorest_also_when_another_has_joined() -> None:
+    options = Options()
+    capacity = [sum(1 / seconds for stage, seconds in paces(options) if stage == number) for number in (0, 1)]
+    assert capacity[1] > 1.3 * (capacity[0] + 1 / options.microbatch_seconds)
 
 
-def test_who_does_more_than_his_share_stands_out() -> None:
-    """A slow one that gets as much as a fast one; the other stage does not matter."""
-    assert work_over_capacity([_work(0, 3.0, 1.0), _work(0, 1.0, 1.0), _work(1, 5.0, 5.0)]) == pytest.approx(
-        [0.5 / 0.75, 0.5 / 0.25, 1.0]
-    )
+def test_capacity_grows_with_who_joins() -> None:
+    all_ = [_work("a", 3.0, 2.9), _work("b", 1.0, 0.9)]
+    joined = [_work("a", 3.0, 2.9), _work("b", 1.0, 0.9), _work("c", 3.0, 0.0)]
+    assert share_of_capacity([all_]) == pytest.approx(3.8 / 4.0)
+    assert share_of_capacity([all_, joined]) == pytest.approx(7.6 / 11.0), "who ignores the newcomer loses"
+
+
+def test_who_does_more_than_his_part_stands_out() -> None:
+    """A slow one that gets as much as a fast one."""
+    assert work_over_capacity([[_work("a", 3.0, 1.0), _work("b", 1.0, 1.0)]]) == pytest.approx([0.5 / 0.75, 0.5 / 0.25])
+
+
+def test_parts_are_of_the_time_in_which_a_peer_was_there() -> None:
+    """One is there all the time, one at first, one at last."""
+    first = [_work("a", 1.0, 1.0), _work("b", 1.0, 1.0)]
+    last = [_work("a", 1.0, 0.5), _work("c", 1.0, 1.0)]
+    assert work_over_capacity([first, last]) == pytest.approx([1.5 / 1.75, 1.0, 1.0 / 0.75])
+
+
+def test_a_stage_that_did_nothing_is_one_line() -> None:
+    with pytest.raises(DeadlineExceeded, match="no microbatch was committed"):
+        work_over_capacity([[_work("a", 1.0, 0.0)]])
+
+
+@pytest.mark.parametrize(
+    ("share", "ratios", "code"),
+    [(0.96, [0.8, 1.1], 0), (0.94, [1.0, 1.0], 1), (0.96, [0.7, 1.0], 1), (0.96, [1.0, 1.4], 1), (None, [], 0)],
+)
+def test_starving_herding_and_idling_are_exit_code_1(share: float | None, ratios: list[float], code: int) -> None:
+    assert exit_code(judge(share, ratios)) == code
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"seconds": 0.1}, "--seconds must be at least 2"),
+        ({"policies": ("queue", "queue")}, "--policies must name at least one, and none twice"),
+        ({"microbatch_seconds": 0.0}, "--microbatch-seconds must be positive"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        Options(**options)
 
 
 @pytest.fixture

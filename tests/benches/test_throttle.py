@@ -7,7 +7,7 @@ from typing import Self, cast
 
 import pytest
 
-from scripts.benches.throttle import CHUNK_BYTES, DelayLine, Line, Machine, Throttle
+from scripts.benches.throttle import CHUNK_BYTES, DelayLine, Line, Link, Throttle
 
 RATE = 1_000_000.0
 
@@ -33,10 +33,10 @@ async def sink() -> AsyncIterator[str]:
         yield f"{host}:{port}"
 
 
-async def _send(machine: Machine, endpoint: str, num_bytes: int) -> float:
+async def _send(link: Link, endpoint: str, num_bytes: int) -> float:
     """Send to an endpoint through a machine's lines; gives the seconds until all of it had arrived."""
     began_at = time.monotonic()
-    reader, writer = await asyncio.open_connection(*machine.proxy.split(":"))
+    reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
     writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
     assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
     writer.write(bytes(num_bytes))
@@ -55,16 +55,16 @@ def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
 
 
 async def test_all_connections_of_a_machine_share_its_line(throttle: Throttle, sink: str) -> None:
-    machine = throttle.machine()
-    seconds = await asyncio.gather(*(_send(machine, sink, 100_000) for _ in range(3)))
+    link = throttle.link()
+    seconds = await asyncio.gather(*(_send(link, sink, 100_000) for _ in range(3)))
     assert max(seconds) > 0.3 - 0.02
     assert min(seconds) > 0.2, "neither comes first"
-    assert machine.up.num_bytes == 300_000
-    assert machine.down.num_bytes == 3 * len(b"done")
+    assert link.up.num_bytes == 300_000
+    assert link.down.num_bytes == 3 * len(b"done")
 
 
 async def test_the_line_of_whoever_is_called_counts_as_well(throttle: Throttle, sink: str) -> None:
-    one, other, callee = throttle.machine(), throttle.machine(), throttle.machine()
+    one, other, callee = throttle.link(), throttle.link(), throttle.link()
     throttle.serve(sink, callee)
     seconds = await asyncio.gather(_send(one, sink, 150_000), _send(other, sink, 150_000))
     assert max(seconds) > 0.3 - 0.02
@@ -72,7 +72,7 @@ async def test_the_line_of_whoever_is_called_counts_as_well(throttle: Throttle, 
 
 
 async def test_nobody_there_ends_the_connection(throttle: Throttle) -> None:
-    reader, writer = await asyncio.open_connection(*throttle.machine().proxy.split(":"))
+    reader, writer = await asyncio.open_connection(*throttle.link().proxy.split(":"))
     writer.write(b"CONNECT 127.0.0.1:1 HTTP/1.1\r\n\r\n")
     assert await reader.read() == b""
     writer.close()
@@ -86,8 +86,8 @@ class _Echo:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, machine: Machine, endpoint: str) -> Self:
-        reader, writer = await asyncio.open_connection(*machine.proxy.split(":"))
+    async def connect(cls, link: Link, endpoint: str) -> Self:
+        reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
         writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
         assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         return cls(reader, writer)
@@ -123,7 +123,7 @@ async def echo() -> AsyncIterator[tuple[str, list[bytes]]]:
 
 async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[str, list[bytes]]) -> None:
     endpoint, arrived = echo
-    caller, callee = throttle.machine(), throttle.machine()
+    caller, callee = throttle.link(), throttle.link()
     throttle.serve(endpoint, callee)
     client = await _Echo.connect(caller, endpoint)
     throttle.hinder(caller, callee)
@@ -141,7 +141,7 @@ async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
     throttle: Throttle, echo: tuple[str, list[bytes]]
 ) -> None:
     endpoint, arrived = echo
-    caller, callee = throttle.machine(), throttle.machine()
+    caller, callee = throttle.link(), throttle.link()
     throttle.serve(endpoint, callee)
     client = await _Echo.connect(caller, endpoint)
     throttle.hinder(caller, callee, bytes_per_second=1e6)
@@ -158,9 +158,9 @@ async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
 async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
     """A chunk at a time, it would take 13 round trips of 0.2 s if each had to arrive before the next."""
     throttle.round_trip_seconds = 0.2
-    machine = throttle.machine()
-    assert await _send(machine, sink, 1) > 0.2
-    assert 0.2 + 0.2 - 0.02 < await _send(machine, sink, 200_000) < 2.0
+    link = throttle.link()
+    assert await _send(link, sink, 1) > 0.2
+    assert 0.2 + 0.2 - 0.02 < await _send(link, sink, 200_000) < 2.0
 
 
 class _Writer:
@@ -193,7 +193,7 @@ async def test_an_answer_that_is_held_back_is_lost_with_its_connection(
     throttle: Throttle, echo: tuple[str, list[bytes]]
 ) -> None:
     endpoint, arrived = echo
-    caller, callee, stranger = (throttle.machine() for _ in range(3))
+    caller, callee, stranger = (throttle.link() for _ in range(3))
     throttle.serve(endpoint, callee)
     client, other = await _Echo.connect(caller, endpoint), await _Echo.connect(stranger, endpoint)
     throttle.hinder(callee, caller)

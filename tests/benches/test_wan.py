@@ -1,30 +1,41 @@
 """The rows of the bench `wan`: what SWARM's table says of compute and transfer."""
 
+from typing import Any
+
 import pytest
 
-from scripts.benches.wan import NUM_MERGED, PAPER_MEGABITS, UTILISATION, Measured, Options, Row, _config, _figures
+from scripts.benches.wan import ROWS, SWARM_BEST, Measured, Options, Row, RowName, _config, _figures
+from swarm.simulation import published
+from swarm.simulation.studies.utilisation import Layers
+
+NAMES: list[RowName] = ["base", "xxlarge", "gpt3"]
 
 
-@pytest.mark.parametrize("name", ["base", "xxlarge", "gpt3"])
-def test_two_figures_of_a_row_give_all_the_others(name: str) -> None:
-    row, num_merged = Row.of(name), NUM_MERGED[name]
-    for milliseconds, utilisation in UTILISATION[name].items():
-        # So many times as much of everything, the round trip too, is as long in use.
-        modelled = row.utilisation(PAPER_MEGABITS, num_merged * milliseconds / 1000)
-        assert modelled == pytest.approx(utilisation, rel=0.05)
+@pytest.mark.parametrize(
+    ("row", "column"), [*zip(ROWS.values(), ["base", "xxlarge", "GPT-3"], strict=True), (SWARM_BEST, "Ours")]
+)
+def test_shares_are_those_of_the_table(row: Row, column: str) -> None:
+    none, *printed = published.GPU_UTILISATION[column]
+    for milliseconds, utilisation in zip(published.ROUND_TRIPS_MS[1:], printed, strict=True):
+        # So many times as much of everything, the round trip too, leaves the same share.
+        share = row.share(published.LINK_MEGABITS_PER_SECOND, row.num_merged * milliseconds / 1000)
+        assert share == pytest.approx(utilisation / none, rel=0.04)
 
 
 def test_what_limits_a_row_is_its_compute_or_the_line() -> None:
-    row = Row(compute_seconds=0.1, transfer_bytes=1e6)
-    assert row.limit(megabits=1000.0) == pytest.approx(5.0)
-    assert row.limit(megabits=8.0) == pytest.approx(1.0)
-    assert row.share(8.0, 0.1) == pytest.approx(1.1 / 1.2)
+    # 1 s of transfers, there and back, over 500 Mb/s: half of that either way.
+    row = Row(layers=Layers(compute_seconds=0.1, transfer_seconds=1.0))
+    assert row.limit(megabits=5000.0) == pytest.approx(10.0)
+    assert row.limit(megabits=500.0) == pytest.approx(2.0)
+    assert row.share(500.0, 0.1) == pytest.approx(1.1 / 1.2)
+    assert row.share(250.0, 0.1) == pytest.approx(2.1 / 2.2)
 
 
-def test_the_wire_carries_the_rows_bytes_scaled_down() -> None:
-    config = _config(Options(scale=4.0), "xxlarge")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_wire_carries_the_rows_bytes_scaled_down(name: RowName) -> None:
+    config = _config(Options(), name)
     num_bytes = 2 * config.data.microbatch_size * config.data.sequence_length * config.model.d_model
-    assert num_bytes == pytest.approx(Row.of("xxlarge").transfer_bytes / 4, rel=0.01)
+    assert num_bytes == pytest.approx(ROWS[name].tensor_bytes / ROWS[name].scale, rel=0.01)
 
 
 def test_shares_are_of_the_same_lines_without_length() -> None:
@@ -32,10 +43,28 @@ def test_shares_are_of_the_same_lines_without_length() -> None:
         Measured(megabits=megabits, round_trip_ms=ms, tokens_per_second=[rate], share_of_line=[0.5])
         for megabits, ms, rate in ((500.0, 0, 100.0), (500.0, 100, 95.0), (80.0, 0, 50.0), (80.0, 100, 25.0))
     ]
-    assert [figures["share"] for figures in _figures("gpt3", measured)] == [1.0, 0.95, 1.0, 0.5]
+    figures = _figures(ROWS["gpt3"], measured)
+    assert [row["share"] for row in figures] == [1.0, 0.95, 1.0, 0.5]
+    assert figures[1]["swarm_best_share"] == pytest.approx(0.80, abs=0.01)
 
 
-@pytest.mark.parametrize("round_trips_ms", [(20, 100), (0, -1), ()])
+@pytest.mark.parametrize("round_trips_ms", [(20, 100), (0, -1)])
 def test_without_anything_to_compare_with_there_is_no_share(round_trips_ms: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="--round-trips-ms must contain 0"):
         Options(round_trips_ms=round_trips_ms)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"megabits": (500.0, 500.0)}, "--megabits must name at least one, and none twice"),
+        ({"rows": ()}, "--rows must name at least one"),
+        ({"round_trips_ms": (0, 0)}, "--round-trips-ms must name at least one, and none twice"),
+        ({"megabits": (500.0, 0.0)}, "--megabits must be positive"),
+        ({"seconds": 0.1}, "--seconds must be at least 2, not 0.1"),
+        ({"warm_up_seconds": 0.0}, "--warm-up-seconds must be positive"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        Options(**options)

@@ -18,7 +18,7 @@ from pathlib import Path
 from peers.supervisor import Child, Exit, Supervisor
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.common import POLL_SECONDS, START_SECONDS, program, say
-from scripts.benches.throttle import Machine, Throttle
+from scripts.benches.throttle import Link, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 USAGE_SECONDS = 5.0
@@ -43,7 +43,7 @@ class Role:
     name: str
     stage: int | None
     folder: Path
-    machine: Machine
+    link: Link
     endpoint: str = ""
     dht_port: int = 0
     address: str = ""
@@ -184,7 +184,7 @@ class Cast:
         name = "trainer" if role.stage is None else "peer"
         command = program(name, arguments)
         command[1:3] = ["-m", "scripts.benches.chaos.program", name, str(role.clock)]
-        environment = {**self.environment, **role.machine.environment}
+        environment = {**self.environment, **role.link.environment}
         role.child = self.children.start(role.name, command, environment=environment)
         role.ready = role.stage is None
 
@@ -224,11 +224,11 @@ class Cast:
     def _add(self, name: str, stage: int | None) -> None:
         folder = self.folder / name
         folder.mkdir(parents=True)
-        role = Role(name=name, stage=stage, folder=folder, machine=self.throttle.machine())
+        role = Role(name=name, stage=stage, folder=folder, link=self.throttle.link())
         if stage is not None:
             port, role.dht_port = _free_ports(2)
             role.endpoint = f"127.0.0.1:{port}"
-            self.throttle.serve(role.endpoint, role.machine)
+            self.throttle.serve(role.endpoint, role.link)
         self.roles.append(role)
 
     def _peer(self, role: Role) -> list[str]:

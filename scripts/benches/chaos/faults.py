@@ -118,8 +118,8 @@ def _hinder(
     for source in sources:
         for target in targets:
             if source is not target:
-                cast.throttle.hinder(source.machine, target.machine, bytes_per_second)
-                undo.callback(cast.throttle.clear, source.machine, target.machine, bytes_per_second)
+                cast.throttle.hinder(source.link, target.link, bytes_per_second)
+                undo.callback(cast.throttle.clear, source.link, target.link, bytes_per_second)
 
 
 def _part(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
@@ -158,7 +158,7 @@ def _stall(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
     """What a peer answers to one of its callers never arrives, though it has done the work."""
     callee, caller = _pair(cast, random)
-    undo.callback(cast.throttle.break_connections, caller.machine, callee.machine)
+    undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [callee], [caller], undo)
     return [callee, caller]
 
@@ -166,7 +166,7 @@ def _lose_replies(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
 def _lose_acks(cast: Cast, random: Random, undo: ExitStack) -> list[Role]:
     """What a caller has to say to the answers it got never arrives."""
     callee, caller = _pair(cast, random)
-    undo.callback(cast.throttle.break_connections, caller.machine, callee.machine)
+    undo.callback(cast.throttle.break_connections, caller.link, callee.link)
     _hinder(cast, [caller], [callee], undo)
     return [caller, callee]
 

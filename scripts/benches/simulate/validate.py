@@ -2,26 +2,33 @@
 
 Real peers and a trainer, processes of their own over TLS on this machine, whose computing is a pause of fixed length
 (../paced_stage.py), so that they need few cores; and the same swarm in virtual time, with the same pauses. Compared are
-microbatches per second that the peers of stage 0 commit while no round ends.
+microbatches per second that the peers of stage 0 commit while no round ends, and which peer does how much of its
+stage's work.
+
+Half of the settings are saturated: whatever is chosen, the poorest stage's peers are busy. In the others the trainer
+keeps few microbatches in flight, so that throughput is their number over the time that one of them takes: who is
+chosen, credits, queues and the length of the lines (../throttle.py) all count.
 """
 
 import asyncio
 import random
 import statistics
 import tempfile
-import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from peers.resume import describe
 from peers.supervisor import Supervisor
-from scripts.benches.common import START_SECONDS, BenchOptions, SwarmProcesses, fail_on_exit, program, say, with_corpus
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.lines import FAST, NEVER, Lines, serve
 from scripts.benches.paced_stage import PACE
+from scripts.benches.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
+from scripts.benches.throttle import Throttle
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.errors import DeadlineExceeded
-from swarm.rpc.channels import ChannelPool
-from swarm.simulation.choosers.chooser import Ours
+from swarm.simulation.choosers.chooser import Answer, Ours
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
 from swarm.simulation.timeline import Timeline
@@ -30,28 +37,56 @@ from swarm.stage.slots import LARGEST
 from swarm.types import PeerId
 
 MICROBATCH_SIZE = 4
-NEVER = 1_000_000_000
-"""Microbatches of a round that does not end, and steps of a trainer that does not."""
 LINK_SECONDS = 0.004
 """Round trip within one machine, with what gRPC does to a message."""
-POLL_SECONDS = 0.2
 DIRECTORY_SECONDS = 2.0
+SIMULATED_SECONDS = 400.0
+GOAL_PERCENT = 10.0
 
-SETTINGS: dict[str, tuple[tuple[float, ...], ...]] = {
-    "1 stage, 3 unequal peers": ((0.05, 0.1, 0.15),),
-    "2 stages x 2 equal peers": ((0.08, 0.08), (0.08, 0.08)),
-    "3 stages x 2, one peer slow": ((0.06, 0.06), (0.06, 0.18), (0.06, 0.06)),
+SettingName = Literal["unequal", "equal", "slow-peer", "unequal-few", "equal-long-line", "slow-peer-long-line"]
+Work = tuple[tuple[float, ...], ...]
+"""By stage and peer, the share of its stage's microbatches that it committed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A swarm to compare."""
+
+    paces: tuple[tuple[float, ...], ...]
+    """By stage and peer, seconds of computing for a sample, forward and backward."""
+    max_in_flight: int = 256
+    """Of the trainer."""
+    round_trip_seconds: float = 0.0
+    """What the length of the lines adds to a call and its answer, between any two processes."""
+
+    @property
+    def limit(self) -> float:
+        """Microbatches per second that the peers can compute."""
+        return min(sum(1 / (pace * MICROBATCH_SIZE) for pace in stage) for stage in self.paces)
+
+
+UNEQUAL = ((0.05, 0.1, 0.15),)
+EQUAL = ((0.08, 0.08), (0.08, 0.08))
+SLOW_PEER = ((0.06, 0.06), (0.06, 0.18), (0.06, 0.06))
+SETTINGS: dict[SettingName, Setting] = {
+    "unequal": Setting(paces=UNEQUAL),
+    "equal": Setting(paces=EQUAL),
+    "slow-peer": Setting(paces=SLOW_PEER),
+    "unequal-few": Setting(paces=UNEQUAL, max_in_flight=2),
+    "equal-long-line": Setting(paces=EQUAL, max_in_flight=4, round_trip_seconds=0.1),
+    "slow-peer-long-line": Setting(paces=SLOW_PEER, max_in_flight=4, round_trip_seconds=0.1),
 }
-"""By stage and peer, seconds of computing for a sample, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BenchOptions):
     """Compare the simulator with real local swarms."""
 
+    settings: tuple[SettingName, ...] = tuple(SETTINGS)
+    """Swarms to compare."""
     warm_up_seconds: float = 15.0
     """Training before each measurement."""
-    seconds: float = 40.0
+    seconds: float = 30.0
     """Length of each measurement."""
     repetitions: int = 3
     """Times that each real swarm is measured; medians are compared."""
@@ -59,57 +94,126 @@ class Options(BenchOptions):
     """Of the simulated swarm."""
 
     def __post_init__(self) -> None:
-        if min(self.warm_up_seconds, self.seconds, self.repetitions) <= 0:
-            raise ValueError("--warm-up-seconds, --seconds and --repetitions must be positive")
+        if min(self.warm_up_seconds, self.repetitions) <= 0:
+            raise ValueError("--warm-up-seconds and --repetitions must be positive")
+        if self.seconds < LEAST_SECONDS:
+            raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
+        if not self.settings or len(set(self.settings)) < len(self.settings):
+            raise ValueError("--settings must name at least one, and none twice")
 
 
 def run(options: Options) -> dict[str, Any]:
     """The figures: by setting, microbatches per second there and here."""
     settings = {}
-    for name, paces in SETTINGS.items():
-        real = _real(options, name, paces)
-        simulated = simulate(paces, options.seed, warm_up_seconds=options.warm_up_seconds, seconds=400.0)
-        median = statistics.median(real)
+    for name in options.settings:
+        setting = SETTINGS[name]
+        rates, work = _real(options, name, setting)
+        simulated, simulated_work = simulate(
+            setting, options.seed, warm_up_seconds=options.warm_up_seconds, seconds=SIMULATED_SECONDS
+        )
+        median = statistics.median(rates)
         settings[name] = {
-            "real": median, "real_lowest": min(real), "real_highest": max(real), "simulated": simulated,
-            "limit": min(sum(1 / (pace * MICROBATCH_SIZE) for pace in stage) for stage in paces),
-            "difference_percent": 100.0 * (simulated / median - 1.0),
+            "real": median, "real_lowest": min(rates), "real_highest": max(rates), "simulated": simulated,
+            "limit": setting.limit, "difference_percent": 100.0 * (simulated / median - 1.0),
+            "work_difference_points": largest_difference_points(work, simulated_work),
         }  # fmt: skip
         say(f"{name}: {median:.2f} microbatches/s, simulated {simulated:.2f}")
     largest = max(abs(setting["difference_percent"]) for setting in settings.values())
-    return {"largest_difference_percent": largest, "passed": largest <= 10.0, "settings": settings}
+    return {
+        "largest_difference_percent": largest,
+        "largest_work_difference_points": max(setting["work_difference_points"] for setting in settings.values()),
+        "passed": largest <= GOAL_PERCENT,
+        "settings": settings,
+    }
 
 
-def simulate(
-    paces: tuple[tuple[float, ...], ...], seed: int, *, warm_up_seconds: float, seconds: float
-) -> float:  # fmt: skip
-    """Microbatches per second of a simulated swarm with one trainer."""
+def exit_code(figures: Mapping[str, Any]) -> int:
+    """1 if a setting is too far off."""
+    return int(not figures["passed"])
+
+
+def largest_difference_points(one: Work, other: Work) -> float:
+    """The most by which a peer's share of its stage's work differs, in points of a hundred."""
+    return max(
+        100.0 * abs(share - other_share)
+        for stage, other_stage in zip(one, other, strict=True)
+        for share, other_share in zip(stage, other_stage, strict=True)
+    )
+
+
+# -- simulated -------------------------------------------------------------------------------------------------------
+
+
+class Counting(Ours):
+    """Counts the answers of each peer."""
+
+    def __init__(self, timeline: Timeline, rng: random.Random) -> None:
+        super().__init__(timeline, rng)
+        self.num_answers: Counter[PeerId] = Counter()
+
+    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+        self.num_answers[peer_id] += 1
+        super().succeeded(peer_id, answer)
+
+
+def simulate(setting: Setting, seed: int, *, warm_up_seconds: float, seconds: float) -> tuple[float, Work]:
+    """Microbatches per second of a simulated swarm with one trainer, and who did how much of them."""
     timeline = Timeline()
     pipeline = SimulatedPipeline(
-        timeline, random.Random(seed), num_stages=len(paces), num_samples=MICROBATCH_SIZE,
-        max_in_flight=len(paces) + 2, largest_in_flight=LARGEST,
+        timeline, random.Random(seed), num_stages=len(setting.paces), num_samples=MICROBATCH_SIZE,
+        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST,
     )  # fmt: skip
-    for stage, peers in enumerate(paces):
-        for number, pace in enumerate(peers):
-            pipeline.start(
-                Machine(
-                    peer_id=PeerId(f"{100 * stage + number:040x}"), stage=stage, busy_seconds=pace * MICROBATCH_SIZE,
-                    link_seconds=LINK_SECONDS, jitter=0.0,
-                )
-            )  # fmt: skip
-    view = View(Ours(timeline, random.Random(seed + 1)))
+    for machine in machines(setting):
+        pipeline.start(machine)
+    chooser = Counting(timeline, random.Random(seed + 1))
+    view = View(chooser)
 
     def read_directory() -> None:
         pipeline.announce([view])
         timeline.after(DIRECTORY_SECONDS, read_directory)
 
     read_directory()
-    trainer = SimulatedTrainer(pipeline, view)
+    trainer = SimulatedTrainer(pipeline, view, max_in_flight=setting.max_in_flight)
     trainer.fill()
     timeline.run(warm_up_seconds)
-    before = trainer.num_done
+    before, answers_before = trainer.num_done, chooser.num_answers.copy()
     timeline.run(warm_up_seconds + seconds)
-    return (trainer.num_done - before) / seconds
+    answers = [
+        [
+            chooser.num_answers[machine.peer_id] - answers_before[machine.peer_id]
+            for machine in machines(setting)
+            if machine.stage == stage
+        ]
+        for stage in range(len(setting.paces))
+    ]
+    return (trainer.num_done - before) / seconds, shares(answers)
+
+
+def machines(setting: Setting) -> list[Machine]:
+    """The peers of the simulated swarm.
+
+    A simulated line belongs to a peer, and what is between two peers is the sum of half of both; the trainer has none.
+    So every other stage's are as long as the whole way, and those between have no length.
+    """
+    return [
+        Machine(
+            peer_id=PeerId(f"{100 * stage + number:040x}"),
+            stage=stage,
+            busy_seconds=pace * MICROBATCH_SIZE,
+            link_seconds=LINK_SECONDS + (setting.round_trip_seconds if stage % 2 == 0 else 0.0),
+            jitter=0.0,
+        )
+        for stage, peers in enumerate(setting.paces)
+        for number, pace in enumerate(peers)
+    ]
+
+
+def shares(counts: Sequence[Sequence[int]]) -> Work:
+    """Of each peer, from what each of its stage did."""
+    return tuple(tuple(count / max(1, sum(stage)) for count in stage) for stage in counts)
+
+
+# -- real ------------------------------------------------------------------------------------------------------------
 
 
 def _config(options: Options, num_stages: int) -> RunConfig:
@@ -128,50 +232,35 @@ def _config(options: Options, num_stages: int) -> RunConfig:
     )  # fmt: skip
 
 
-def _real(options: Options, name: str, paces: tuple[tuple[float, ...], ...]) -> list[float]:
-    """Microbatches per second of a real swarm, each time that it was measured."""
-    config, _ = with_corpus(_config(options, len(paces)))
-    with tempfile.TemporaryDirectory(prefix="validate-") as folder, Supervisor(Path(folder) / "logs") as children:
-        swarm = SwarmProcesses(config, children, Path(folder) / "run")
+def _real(options: Options, name: SettingName, setting: Setting) -> tuple[list[float], Work]:
+    """Microbatches per second of a real swarm, each time that it was measured, and who did how much in all of them."""
+    config, _ = with_corpus(_config(options, len(setting.paces)))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="validate-")))
+        children = stack.enter_context(_children(setting, folder / "logs", stack))
+        swarm = SwarmProcesses(config, children, folder / "run")
         say(f"{name}: peers start")
-        stages = [stage for stage, peers in enumerate(paces) for _ in peers]
-        swarm.start_peers(stages, [{PACE: str(pace)} for peers in paces for pace in peers])
-        arguments = [
-            "--steps", str(NEVER), "--output", str(swarm.folder / "trainer"), "--name", "trainer",
-            "--evaluate-every", "0", "--initial-peers", *(peer.dht_address for peer in swarm.peers[:4]),
-        ]  # fmt: skip
-        trainer = children.start("trainer", program("trainer", arguments))
-        rates = asyncio.run(_watch(options, swarm, children))
+        stages = [stage for stage, peers in enumerate(setting.paces) for _ in peers]
+        swarm.start_peers(stages, [{PACE: str(pace)} for peers in setting.paces for pace in peers])
+        serve(swarm, swarm.peers)
+        trainer = swarm.launch_trainer("trainer", NEVER, max_in_flight=setting.max_in_flight)
+        runs: list[list[Watched]] = []
+        for _ in range(options.repetitions):
+            warm_up_seconds = 0.0 if runs else options.warm_up_seconds
+            runs.append(asyncio.run(watch(swarm, warm_up_seconds=warm_up_seconds, seconds=options.seconds)))
         children.kill9(trainer)
         swarm.stop()
-    return rates
+    rates = [rate_between_commits([one for one in watched if one.stage == 0]) for watched in runs]
+    by_peer = list(zip(*runs, strict=True))
+    counts = [
+        [sum(one.num_committed for one in peer) for peer in by_peer if peer[0].stage == stage]
+        for stage in range(len(setting.paces))
+    ]
+    return rates, shares(counts)
 
 
-async def _watch(options: Options, swarm: SwarmProcesses, children: Supervisor) -> list[float]:
-    first = [peer.record for peer in swarm.peers if peer.record.stage == 0]
-    channels = ChannelPool()
-
-    async def committed() -> tuple[float, int]:
-        while True:
-            replies = await describe(swarm.config, first, channels)
-            if len(replies) == len(first):
-                return time.monotonic(), sum(reply.counters.committed for reply in replies)
-            fail_on_exit(children)
-
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while (await committed())[1] == 0:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"no microbatch in {START_SECONDS:.0f} s: is the machine busy with other work?")
-            await asyncio.sleep(POLL_SECONDS)
-        await asyncio.sleep(options.warm_up_seconds)
-        rates = []
-        for _ in range(options.repetitions):
-            began_at, before = await committed()
-            await asyncio.sleep(options.seconds)
-            ended_at, after = await committed()
-            rates.append((after - before) / (ended_at - began_at))
-            fail_on_exit(children)
-        return rates
-    finally:
-        await channels.close()
+def _children(setting: Setting, log_folder: Path, stack: ExitStack) -> Supervisor:
+    """With lines of their own where they are long."""
+    if not setting.round_trip_seconds:
+        return Supervisor(log_folder)
+    return Lines(log_folder, stack.enter_context(Throttle(FAST, setting.round_trip_seconds)))

@@ -1,12 +1,13 @@
 """Watches the peers of a run from outside while they train: microbatches, rounds, and how long a short call takes.
 
-Used by the bench `link`. It asks every peer to describe itself, over lines like those of the peers and with the
-deadline of a report to a leader: what delays it would delay a heartbeat. Changes nothing at the peers.
+Used by the benches that measure a swarm in steady training, and by `validate`. It asks every peer to describe itself,
+with the deadline of a report to a leader and, where the peers have lines, over a line like theirs: what delays it would
+delay a heartbeat. Changes nothing at the peers.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,8 +15,9 @@ from typing import Any
 
 import grpc
 
-from scripts.benches.common import START_SECONDS, ServingPeer
-from scripts.benches.throttle import Machine
+from scripts.benches.common import START_SECONDS, ServingPeer, SwarmProcesses, fail_on_exit
+from scripts.benches.lines import Lines
+from scripts.benches.throttle import Link
 from swarm.averaging.timing import Timing
 from swarm.errors import DeadlineExceeded
 from swarm.rpc import tls
@@ -24,6 +26,8 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 
 POLL_SECONDS = 0.2
+LEAST_SECONDS = 2.0
+"""Of a measurement: some polls."""
 ANSWER_SECONDS = Timing().report_seconds
 
 
@@ -36,7 +40,7 @@ class Watched:
         delays: seconds that each answer took; a deadline that was missed counts as that long.
         first, last: the first and the last answer.
         rounds: those committed meanwhile, by number.
-        up, down: bytes per second over its lines.
+        up, down: bytes per second over its lines, if it has any.
     """
 
     stage: int
@@ -50,10 +54,14 @@ class Watched:
     down: float = 0.0
 
     @property
+    def num_committed(self) -> int:
+        """From the first answer to the last."""
+        return self.committed[-1][1] - self.committed[0][1]
+
+    @property
     def microbatches_per_second(self) -> float:
-        """Committed from the first answer to the last."""
-        (began_at, before), (ended_at, after) = self.committed[0], self.committed[-1]
-        return (after - before) / (ended_at - began_at)
+        """From the first answer to the last, of at least two."""
+        return self.num_committed / (self.committed[-1][0] - self.committed[0][0])
 
     def heard(self, reply: pb.DescribeReply, now: float) -> None:
         """Take an answer."""
@@ -62,6 +70,26 @@ class Watched:
         self.last = reply
         self.committed.append((now, reply.counters.committed))
         self.rounds |= {report.round: report for report in reply.rounds if report.round >= self.first.round}
+
+
+def rate_between_commits(watched: Sequence[Watched]) -> float:
+    """Microbatches per second of these peers together, from the first commit that was seen to the last.
+
+    For a steady flow of few: between polls there may be one more or less. Pauses at the edges are not seen.
+
+    Raises:
+        DeadlineExceeded: they committed too few.
+    """
+    commits = sorted(
+        (now, after - before)
+        for one in watched
+        for (_, before), (now, after) in pairwise(one.committed)
+        if after > before
+    )
+    if not commits or commits[-1][0] == commits[0][0]:
+        raise DeadlineExceeded("hardly a microbatch was committed: measure for longer; is the machine busy?")
+    seconds = commits[-1][0] - commits[0][0]
+    return sum(number for _, number in commits[1:]) / seconds
 
 
 def longest_gap(watched: Sequence[Watched]) -> float:
@@ -74,30 +102,46 @@ def longest_gap(watched: Sequence[Watched]) -> float:
 
 
 async def watch(
-    run_id: str, peers: Sequence[tuple[ServingPeer, Machine]], own: Machine, *, warm_up_seconds: float, seconds: float
-) -> list[Watched]:
+    swarm: SwarmProcesses, peers: Sequence[ServingPeer] = (), *, warm_up_seconds: float, seconds: float,
+    check: Callable[[], object] | None = None,
+) -> list[Watched]:  # fmt: skip
     """Wait until microbatches are committed, then for the warm-up, and then watch; gives what was seen of each peer.
 
+    Args:
+        peers: all of the swarm's, if none are named.
+        check: raises if the swarm is not as it should be; unless told otherwise, if a process has ended.
+
     Raises:
-        DeadlineExceeded: nothing was committed.
+        PeerUnavailable: a process has ended.
+        DeadlineExceeded: nothing was committed, or a peer hardly ever answered.
     """
-    channels = [_channel(peer, own) for peer, _ in peers]
+    peers = peers or swarm.peers
+    check = check or (lambda: fail_on_exit(swarm.children))
+    lines = swarm.children if isinstance(swarm.children, Lines) else None
+    run_id = swarm.config.run_id
+    channels = [_channel(peer, lines.own if lines else None) for peer in peers]
     try:
-        await _until_trained(run_id, channels)
-        await asyncio.sleep(warm_up_seconds)
-        async with asyncio.TaskGroup() as tasks:
-            polls = [
-                tasks.create_task(_poll(run_id, channel, peer.record.stage, machine, seconds))
-                for channel, (peer, machine) in zip(channels, peers, strict=True)
-            ]
-        return [poll.result() for poll in polls]
+        await _until_trained(run_id, channels, check)
+        warm_at = time.monotonic() + warm_up_seconds
+        while (left := warm_at - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, POLL_SECONDS))
+            check()
+        watched = await asyncio.gather(*(
+            _poll(run_id, channel, peer.record.stage, lines.links[peer.child.name] if lines else None, seconds)
+            for channel, peer in zip(channels, peers, strict=True)
+        ))  # fmt: skip
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
+    check()
+    for peer, one in zip(peers, watched, strict=True):
+        if len(one.committed) < 2:
+            raise DeadlineExceeded(f"{peer.child.name} hardly answered in {seconds:.0f} s: is the machine busy?")
+    return watched
 
 
-async def _poll(run_id: str, channel: grpc.aio.Channel, stage: int, machine: Machine, seconds: float) -> Watched:
+async def _poll(run_id: str, channel: grpc.aio.Channel, stage: int, link: Link | None, seconds: float) -> Watched:
     watched, began_at = Watched(stage=stage), time.monotonic()
-    up, down = machine.up.num_bytes, machine.down.num_bytes
+    up, down = _num_bytes(link)
     while (asked_at := time.monotonic()) < began_at + seconds:
         try:
             watched.heard(await _describe(run_id, channel), time.monotonic())
@@ -106,11 +150,16 @@ async def _poll(run_id: str, channel: grpc.aio.Channel, stage: int, machine: Mac
         watched.delays.append(time.monotonic() - asked_at)
         await asyncio.sleep(POLL_SECONDS)
     seconds = time.monotonic() - began_at
-    watched.up, watched.down = (machine.up.num_bytes - up) / seconds, (machine.down.num_bytes - down) / seconds
+    up_now, down_now = _num_bytes(link)
+    watched.up, watched.down = (up_now - up) / seconds, (down_now - down) / seconds
     return watched
 
 
-async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel]) -> None:
+def _num_bytes(link: Link | None) -> tuple[int, int]:
+    return (link.up.num_bytes, link.down.num_bytes) if link else (0, 0)
+
+
+async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], check: Callable[[], object]) -> None:
     """Until one more microbatch was committed."""
 
     async def committed() -> int:
@@ -119,6 +168,7 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel]) -> N
 
     deadline, before = time.monotonic() + START_SECONDS, None
     while True:
+        check()
         with suppress(grpc.aio.AioRpcError):  # A line that is full, or a machine that is busy, may miss a ping.
             now = await committed()
             before = now if before is None else before
@@ -137,7 +187,9 @@ async def _describe(
     return reply
 
 
-def _channel(peer: ServingPeer, own: Machine) -> grpc.aio.Channel:
-    options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS, ("grpc.http_proxy", f"http://{own.proxy}"))
+def _channel(peer: ServingPeer, own: Link | None) -> grpc.aio.Channel:
+    proxy = (("grpc.http_proxy", f"http://{own.proxy}"),) if own else ()
     credentials = tls.pinned_credentials(peer.record.certificate_pem)
-    return grpc.aio.secure_channel(peer.record.endpoint, credentials, options=options)
+    return grpc.aio.secure_channel(
+        peer.record.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS, *proxy)
+    )
