@@ -25,7 +25,7 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # mallopt(3)
 _FAULTS = (ValueError, SwarmError, OSError)
 
 
@@ -34,8 +34,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # Children (p2pd, wandb) are made by fork and exec.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Large tensors in huge pages: else most of the time of a copy goes into page faults.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
         warnings.simplefilter("ignore", category)
 
@@ -43,15 +41,16 @@ def prepare_environment() -> None:
 def keep_freed_memory() -> None:
     """Have the C library keep what is freed for whoever wants memory next, in whatever thread.
 
-    glibc by itself gives each thread an arena of its own, in pieces of 64 MiB that go back to the system as soon as one
-    is empty: a microbatch's gradients are several of these, and for the next one the system clears every page again.
-    Tensors of more than 32 MiB (the most that glibc allows) come and go as before. Nothing happens where the user has
-    set MALLOC_*, or with another C library.
+    glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back to
+    the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as the
+    stage's weights, and each time the system would clear every page again: most of a round's end was that. So a process
+    keeps what it once needed, but for what is free at the heap's end beyond 2 GiB. Nothing happens where the user has set
+    MALLOC_*, or with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

@@ -13,8 +13,10 @@ from peers.local import LocalOptions
 from peers.stage_peer import PeerOptions
 from peers.status import StatusOptions
 from peers.trainer import TrainerOptions
+from scripts.benches.all import Options as AllOptions
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.common import BenchOptions
+from scripts.benches.compare import Options as CompareOptions
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
 from swarm.simulation.study import StudyOptions
@@ -29,6 +31,8 @@ OPTIONS: dict[str, type] = {
     "swarm-keys issue": IssueOptions,
     "swarm-local": LocalOptions,
     "scripts/demo": LocalOptions,
+    "scripts/bench all": AllOptions,
+    "scripts/bench compare": CompareOptions,
     "scripts/bench": BenchOptions,
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": StudyOptions,

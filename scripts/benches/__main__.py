@@ -1,6 +1,7 @@
 """scripts/bench NAME [--json] [options]: run a bench and print its figures.
 
-A bench is a module beside this one, with a class `Options` and a function `run(options) -> figures`.
+A bench is a module beside this one, with a class `Options`, a function `run(options) -> figures`, and JUDGED, which
+figures `compare` judges.
 """
 
 import sys

@@ -2,25 +2,23 @@
 
     scripts/bench all --json --out FILE
 
-Each is a process of its own, with its usual options. The file is written after each of them, and what it holds already
-is not measured again: so a run that was stopped goes on.
+Each is a process of its own, with its usual options. The file is written after each of them, and figures that it holds
+already are kept, with the version that they are of: so a run that was stopped goes on. What failed is tried again.
 """
 
 import dataclasses
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import torch
-
-import swarm
+from scripts.benches import figures_file
 from scripts.benches.catalogue import MEASURING
 from scripts.benches.common import BenchOptions, say
 
@@ -37,20 +35,43 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.only if name not in MEASURING]:
             raise ValueError(f"--only: {unknown[0]!r} is none of {', '.join(MEASURING)}")
+        if not self.out.parent.is_dir():
+            raise ValueError(f"--out {self.out}: there is no folder {self.out.parent}")
+        if self.out.exists():
+            figures_file.read(self.out)
 
 
 def run(options: Options) -> dict[str, Any]:
     """Run what the file lacks; gives all that it then holds."""
-    found: dict[str, Any] = {"benches": {}}
-    if options.out.exists():
-        found = json.loads(options.out.read_text(encoding="utf-8"))
-    found["swarm"], found["torch"] = swarm.__version__, torch.__version__
-    found["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
-    for name in options.only or MEASURING:
-        if name not in found["benches"]:
-            found["benches"][name] = _measure(name, options.dataset)
-            options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return found
+    entries = figures_file.read(options.out) if options.out.exists() else {}
+    # A file that cannot be written is noticed now.
+    figures_file.write(options.out, entries)
+    for name in _wanted(options):
+        if "figures" in entries.get(name, {}):
+            say(f"{name} is kept, {_origin(entries[name])}")
+            continue
+        # What they are of is asked first: the tree may change while a bench runs.
+        entries[name] = {**figures_file.origin(), **_measure(name, options.dataset)}
+        figures_file.write(options.out, entries)
+    return {"benches": entries}
+
+
+def _wanted(options: Options) -> Sequence[str]:
+    """The benches to run: those that make sense with one text alone wait for its name."""
+    names = options.only or tuple(MEASURING)
+    if options.dataset != BenchOptions.dataset:
+        return names
+    left_out = [name for name in names if _dataset_is_required(name)]
+    for name in left_out:
+        say(f"{name} is left out: its figures mean something for its own text only, which --dataset is to name")
+    return [name for name in names if name not in left_out]
+
+
+def _origin(entry: dict[str, Any]) -> str:
+    current = figures_file.version()
+    if entry["version"] == current:
+        return f"of this version ({current})"
+    return f"OF ANOTHER VERSION ({entry['version']}; this is {current})"
 
 
 def _measure(name: str, dataset: str) -> dict[str, Any]:
@@ -64,12 +85,22 @@ def _measure(name: str, dataset: str) -> dict[str, Any]:
     # One that misses its goal has figures, and an exit code as well.
     if bench.returncode and not (lines and lines[-1].startswith("{")):
         return {"error": f"exit code {bench.returncode}"}
-    figures: dict[str, Any] = json.loads(lines[-1])
-    return figures
+    return {"figures": json.loads(lines[-1])}
 
 
 def arguments_of(name: str, dataset: str) -> list[str]:
     """The command line of a bench, with the dataset if it takes one."""
-    module = import_module(f"scripts.benches.{name.replace('-', '_')}")
-    takes_dataset = "dataset" in {field.name for field in dataclasses.fields(module.Options)}
-    return [name, "--json", *(["--dataset", dataset] if takes_dataset else [])]
+    return [name, "--json", *(["--dataset", dataset] if "dataset" in _fields(name) else [])]
+
+
+def _dataset_is_required(name: str) -> bool:
+    return "dataset" in _fields(name) and _fields(name)["dataset"].default is dataclasses.MISSING
+
+
+def _fields(name: str) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(module_of(name).Options)}
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a bench."""
+    return import_module(f"scripts.benches.{name.replace('-', '_')}")

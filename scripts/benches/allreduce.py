@@ -1,12 +1,13 @@
 """Four processes average 20 M float32 parameters over this machine's loopback: ours against hivemind's averager.
 
 Both sides' processes have one torch thread. A repetition is one round of each arm, in turn: ours with int8, hivemind's
-Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression. Two spans are compared, each until the last
-member is done. The all-reduce alone (`speedup_*`): ours from the Average call until the member has prepared the result
-to commit; hivemind's from the trigger of a group that has found itself before until its step returns. And all that it
-takes (`round_speedup_*`): ours from the start of the round over reports, Begin, exchange and Commit to the digest of
-what was applied, over TLS; hivemind's step with its matchmaking. In the end one member of each side is killed
-with -9 when half of a round's bytes are on the wire, and the survivors are asked what they hold.
+Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression; every second one the other way round. Speedups
+are of the rounds of one repetition. Two spans are compared, each until the last member is done. The all-reduce alone
+(`speedup_*`): ours from the Average call until the member has prepared the result to commit; hivemind's from the
+trigger of a group that has found itself before until its step returns. And all that it takes (`round_speedup_*`): ours
+from the start of the round over reports, Begin, exchange and Commit to the digest of what was applied, over TLS;
+hivemind's step with its matchmaking. In the end one member of each side is killed with -9 when half of a round's bytes
+are on the wire, and the survivors are asked what they hold.
 
 Errors are distances to the exact mean of the known values, in shares of its norm. Loopback bytes are the kernel's
 count, so other work on the machine that uses the loopback adds to them.
@@ -21,9 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peers import cli
 from peers.supervisor import Child, Supervisor
+from scripts.benches import paired
 from scripts.benches.averaging_peer import READY_FILE
-from scripts.benches.common import say, wait_for_json, write_json
+from scripts.benches.common import OutputOptions, say, wait_for_json, write_json
+from scripts.benches.judged import LESS, MORE
 from scripts.benches.swarm_averager import averaging_config
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import IntegrityError
@@ -31,20 +35,27 @@ from swarm.errors import IntegrityError
 LEAD_SECONDS = 0.3
 """Between the order to start and the start, so that all processes have read it."""
 POLL_SECONDS = 0.002
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Of both sides: one thread, and large tensors in huge pages, as in swarm-peer."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Of both sides: one thread."""
 MAX_ERROR = 0.3
 """An arm with a larger one has not averaged, and its time is worth nothing."""
 SAME = 1e-2
 """Survivors closer to a mean than this hold it; it is far less than any two means differ by."""
 
+JUDGED = {
+    "speedup_*": MORE,
+    "round_speedup_*": MORE,
+    "error_ratio_int8": LESS,
+    "bytes_ratio.*": LESS,
+    "loopback_bytes_ratio.*": LESS,
+    "killed.ours.survivors_agree": MORE,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(OutputOptions):
     """Compare an averaging round with hivemind's."""
 
-    json: bool = False
-    """Print one JSON object as the last line of stdout, instead of a table."""
     parameters: int = 20_000_000
     """Float32 parameters that each process averages."""
     peers: int = 4
@@ -53,8 +64,7 @@ class Options:
     """Rounds of each arm that are measured, after one that is not."""
 
     def __post_init__(self) -> None:
-        if self.parameters < 1 or self.peers < 3 or self.repetitions < 1:
-            raise ValueError("--parameters and --repetitions must be at least 1, --peers at least 3")
+        cli.require_at_least(self, {"parameters": 1, "peers": 3, "repetitions": 1})
 
 
 @dataclass(frozen=True)
@@ -155,7 +165,7 @@ def run(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-allreduce-") as name, Supervisor(Path(name) / "logs") as children:
         groups = _start_groups(options, children, Path(name))
         for repetition in range(1 + options.repetitions):
-            for arm in ARMS:
+            for arm in ARMS[:: 1 if repetition % 2 == 0 else -1]:
                 measured = _round(groups[arm.side], arm)
                 if repetition > 0:
                     rounds[arm].append(measured)
@@ -230,31 +240,34 @@ def held(distances: dict[str, float]) -> str:
 
 
 def _figures(options: Options, rounds: dict[Arm, list[Round]]) -> dict[str, Any]:
-    def medians(value: Callable[[Round], float], side: str = "") -> dict[str, float]:
-        chosen = {arm: measured for arm, measured in rounds.items() if side in ("", arm.side)}
-        return {arm.name: statistics.median(map(value, measured)) for arm, measured in chosen.items()}
+    def turns(value: Callable[[Round], float], side: str = "") -> paired.Turns:
+        return {arm.name: list(map(value, found)) for arm, found in rounds.items() if side in ("", arm.side)}
 
     def shares_of_formula(value: Callable[[Round], float]) -> dict[str, float]:
         ours = {f"ours_{arm.codec}": arm.codec for arm in ARMS}
-        return {ours[name]: n / formula_bytes(ours[name], options) for name, n in medians(value, "ours").items()}
+        medians = paired.medians(turns(value, "ours"))
+        return {ours[name]: n / formula_bytes(ours[name], options) for name, n in medians.items()}
 
-    seconds, errors = medians(lambda r: r.seconds), medians(lambda r: r.error)
-    whole_steps = medians(lambda r: r.seconds + r.largest("matchmaking_seconds"), "hivemind")
-    exchanges = medians(lambda r: r.largest("exchange_seconds"), "ours")
+    seconds, errors = turns(lambda r: r.seconds), paired.medians(turns(lambda r: r.error))
+    whole_steps = turns(lambda r: r.seconds + r.largest("matchmaking_seconds"), "hivemind")
+    exchanges = turns(lambda r: r.largest("exchange_seconds"), "ours")
+    speedups = {
+        "speedup_int8": paired.ratio(seconds["hivemind_8bit"], exchanges["ours_int8"]),
+        "speedup_fp16": paired.ratio(seconds["hivemind_fp16"], exchanges["ours_fp16"]),
+        "round_speedup_int8": paired.ratio(whole_steps["hivemind_8bit"], seconds["ours_int8"]),
+        "round_speedup_fp16": paired.ratio(whole_steps["hivemind_fp16"], seconds["ours_fp16"]),
+    }
     return {
-        "speedup_int8": seconds["hivemind_8bit"] / exchanges["ours_int8"],
-        "speedup_fp16": seconds["hivemind_fp16"] / exchanges["ours_fp16"],
-        "round_speedup_int8": whole_steps["hivemind_8bit"] / seconds["ours_int8"],
-        "round_speedup_fp16": whole_steps["hivemind_fp16"] / seconds["ours_fp16"],
+        **paired.figures(speedups),
         "error_ratio_int8": errors["ours_int8"] / errors["hivemind_8bit"],
         "bytes_ratio": shares_of_formula(lambda r: r.payload_bytes),
         "loopback_bytes_ratio": shares_of_formula(lambda r: r.loopback_bytes),
-        "median_seconds": seconds,
-        "best_seconds": {arm.name: min(r.seconds for r in measured) for arm, measured in rounds.items()},
-        "exchange_seconds": exchanges,
-        "whole_step_seconds": whole_steps,
+        "median_seconds": paired.medians(seconds),
+        "best_seconds": {name: min(values) for name, values in seconds.items()},
+        "exchange_seconds": paired.medians(exchanges),
+        "whole_step_seconds": paired.medians(whole_steps),
         "errors": errors,
-        "loopback_bytes": medians(lambda r: r.loopback_bytes),
+        "loopback_bytes": paired.medians(turns(lambda r: r.loopback_bytes)),
         "parameters": options.parameters,
         "peers": options.peers,
         "repetitions": options.repetitions,

@@ -11,17 +11,20 @@ are those of the processor, so that other work on the machine counts for little.
 
 import copy
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 from torch import Tensor
 
+from peers import cli
+from scripts.benches import paired
 from scripts.benches.common import BenchOptions, say, with_corpus
+from scripts.benches.judged import LESS, MORE
 from scripts.benches.reference import Reference
 from swarm.compression import layout
 from swarm.compression.codec import Codec, contribution_codec
@@ -46,6 +49,15 @@ CODECS = {
 }
 DISTRIBUTION_ELEMENTS = 1 << 20
 
+JUDGED = {
+    "encode_speed_ratio": MORE,
+    "decode_speed_ratio": MORE,
+    "tensors.*.ratio": MORE,
+    "tensors.*.nmse_ours": LESS,
+    "codecs.*.bytes_per_element": LESS,
+    "codecs.*.relative_error": LESS,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BenchOptions):
@@ -61,9 +73,8 @@ class Options(BenchOptions):
     """Times that each is measured, after one that does not count."""
 
     def __post_init__(self) -> None:
-        for name in ("warm_up_steps", "inner_steps", "num_elements", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        least = {"warm_up_steps": 1, "inner_steps": 1, "num_elements": 1, "repetitions": 1}
+        cli.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -152,7 +163,7 @@ def _speed_ratios(vector_N: Tensor, repetitions: int) -> dict[str, Any]:
     ours, theirs = contribution_codec(OURS), Uniform8BitQuantization()
     info = CompressionInfo.from_tensor(vector_N)
     our_bytes, their_bytes = ours.encode(vector_N), theirs.compress(vector_N, info)
-    seconds = _in_turns(
+    turns = _in_turns(
         {
             "encode": lambda: ours.encode(vector_N),
             "hivemind_encode": lambda: theirs.compress(vector_N, info),
@@ -161,9 +172,13 @@ def _speed_ratios(vector_N: Tensor, repetitions: int) -> dict[str, Any]:
         },
         repetitions,
     )
+    seconds = paired.medians(turns)
+    ratios = {
+        "encode_speed_ratio": paired.ratio(turns["hivemind_encode"], turns["encode"]),
+        "decode_speed_ratio": paired.ratio(turns["hivemind_decode"], turns["decode"]),
+    }
     return {
-        "encode_speed_ratio": seconds["hivemind_encode"] / seconds["encode"],
-        "decode_speed_ratio": seconds["hivemind_decode"] / seconds["decode"],
+        **paired.figures(ratios),
         "hivemind": {
             "bytes_per_element": len(their_bytes.buffer) / vector_N.numel(),
             "relative_error": _relative_error(theirs.extract(their_bytes), vector_N),
@@ -176,10 +191,11 @@ def _speed_ratios(vector_N: Tensor, repetitions: int) -> dict[str, Any]:
 def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: int) -> dict[str, float]:
     codec: Codec = contribution_codec(config)
     encoded = codec.encode(vector_N)
-    seconds = _in_turns(
+    turns = _in_turns(
         {"encode": lambda: codec.encode(vector_N), "decode": lambda: codec.decode(encoded, vector_N.numel())},
         repetitions,
     )
+    seconds = paired.medians(turns)
     say(f"{name}: {1e3 * seconds['encode']:.0f} ms in, {1e3 * seconds['decode']:.0f} ms out")
     return {
         "bytes_per_element": len(encoded) / vector_N.numel(),
@@ -189,16 +205,17 @@ def _measure(name: str, config: AveragingConfig, vector_N: Tensor, repetitions: 
     }
 
 
-def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median seconds of the processor for each."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
-    for repetition in range(repetitions + 1):
-        for name, action in actions.items():
-            start = time.process_time()
-            action()
-            if repetition:
-                seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def _in_turns(actions: Mapping[str, Callable[[], object]], repetitions: int) -> paired.Turns:
+    """Seconds of the processor for each, after once that does not count."""
+
+    def timed(action: Callable[[], object], number: int) -> float:
+        start = time.process_time()
+        action()
+        return time.process_time() - start
+
+    for action in actions.values():
+        action()
+    return paired.in_turns({name: partial(timed, action) for name, action in actions.items()}, repetitions)
 
 
 def _relative_error(decoded_N: Tensor, vector_N: Tensor) -> float:

@@ -28,13 +28,25 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class OutputOptions:
     """What every bench can be told."""
 
     json: bool = False
     """Print one JSON object as the last line of stdout, instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(OutputOptions):
+    """What a bench that trains on a text can be told."""
+
     dataset: str = "stdlib"
     """Text to train on: stdlib, a file, a folder or a glob."""
+
+
+def require_multiple(option: str, value: int, of: int) -> None:
+    """Raise ValueError for an option's value that is not so many times something."""
+    if value < of or value % of:
+        raise ValueError(f"--{option} must be a multiple of {of}, not {value}")
 
 
 def say(text: str) -> None:
@@ -124,6 +136,13 @@ class SwarmProcesses:
         if failed:
             raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
         return self.steps(name)
+
+    def tokens_per_second(self, trainer: str, steps: int) -> float:
+        """Have a trainer train one step to warm up, and `steps` that count. Raises as `train` does."""
+        rows = self.train(trainer, 1 + steps)[1:]
+        tokens = len(rows) * self.config.rounds.round_samples * self.config.data.sequence_length
+        seconds: float = sum(row["train/step_time"] for row in rows)
+        return tokens / seconds
 
     def launch_trainer(self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = 256) -> Child:
         """Start a trainer and do not wait."""

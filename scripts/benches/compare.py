@@ -2,52 +2,70 @@
 
     scripts/bench compare OLD NEW
 
-The files are those of `scripts/bench all`, or one bench's JSON each. Whether more is better follows from a figure's
-name; where it does not, the figure is shown if it changed, and not judged.
+The files are those of `scripts/bench all` (with --only NAME for a single bench). Judged is what a bench declares in its
+JUDGED (judged.py); everything else is shown where it changed. A bench that has failed, and a judged figure that is gone
+or no longer finite, are worse.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-MORE_IS_BETTER = {"ratio", "speedup", "tokens", "share", "rate", "percent"}
-LESS_IS_BETTER = {"seconds", "bytes", "loss", "lost", "diff", "error", "nmse", "cost", "duplicates", "missing"}
+from scripts.benches import figures_file
+from scripts.benches.all import module_of
+from scripts.benches.catalogue import MEASURING
+from scripts.benches.common import OutputOptions
+from scripts.benches.judged import Judgement
+
+NAMING = ("name", "megabits", "round_trip_ms")
+"""Fields that say which of a list's entries one is."""
 WORSE = "worse"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(OutputOptions):
     """Compare figures with earlier ones; exit code 1 if one got worse."""
 
     files: Annotated[tuple[Path, Path], tyro.conf.Positional]
     """The earlier figures, and the later ones."""
-    tolerance: float = 0.1
-    """Relative changes up to this are noise."""
-    json: bool = False
-    """Print one JSON object as the last line of stdout, instead of a table."""
+    tolerance: float = 0.05
+    """Changes up to this are noise: relative to the larger value, or as they are where a figure is a difference."""
 
     def __post_init__(self) -> None:
-        if self.tolerance < 0:
-            raise ValueError(f"--tolerance must not be negative, not {self.tolerance}")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"--tolerance must be at least 0 and below 1, not {self.tolerance}")
+        for path in self.files:
+            figures_file.read(path)
 
 
 def run(options: Options) -> dict[str, Any]:
     """What changed by more than noise, by name: before, after, and the verdict (better, worse, changed)."""
-    before, after = ({name: value for name, value in _flatten(_read(path))} for path in options.files)
-    changes = {}
-    for name in sorted(before.keys() & after.keys()):
-        old, new = before[name], after[name]
-        if abs(new - old) > options.tolerance * max(abs(old), abs(new)):
-            changes[name] = {"before": old, "after": new, "verdict": verdict(name, old, new)}
+    before, after = (figures_file.read(path) for path in options.files)
+    changes: dict[str, dict[str, Any]] = {}
+    gone, new = list(before.keys() - after.keys()), list(after.keys() - before.keys())
+    for bench in before.keys() & after.keys():
+        outcomes = [entries[bench] for entries in (before, after)]
+        if any("error" in outcome for outcome in outcomes):
+            changes |= _compare_errors(bench, *outcomes)
+            continue
+        old, current = (dict(_flatten(outcome["figures"], f"{bench}.")) for outcome in outcomes)
+        judged = _judged(bench, old.keys() | current.keys())
+        gone += old.keys() - current.keys() - judged.keys()
+        new += current.keys() - old.keys()
+        for name in old.keys() & (current.keys() | judged.keys()):
+            found = verdict(judged.get(name), old[name], current.get(name, math.nan), options.tolerance)
+            if found is not None:
+                changes[name] = {"before": old[name], "after": current.get(name), "verdict": found}
     return {
-        "changes": changes,
-        WORSE: [name for name, change in changes.items() if change["verdict"] == WORSE],
-        "gone": sorted(before.keys() - after.keys()),
-        "new": sorted(after.keys() - before.keys()),
+        "changes": {name: changes[name] for name in sorted(changes)},
+        WORSE: sorted(name for name, change in changes.items() if change["verdict"] == WORSE),
+        "gone": sorted(gone),
+        "new": sorted(new),
     }
 
 
@@ -56,33 +74,48 @@ def exit_code(figures: Mapping[str, Any]) -> int:
     return int(bool(figures[WORSE]))
 
 
-def verdict(name: str, old: float, new: float) -> str:
-    """Whether a figure of that name got better or worse; `changed` if the name does not tell."""
-    words = set(name.replace(".", "_").split("_"))
-    if words & LESS_IS_BETTER and ("ratio" not in words or "error" in words):
-        old, new = new, old
-    elif not words & MORE_IS_BETTER:
+def verdict(judgement: Judgement | None, old: float, new: float, tolerance: float) -> str | None:
+    """Whether a figure got better or worse, or `changed` if nobody judges it; None for what is noise."""
+    were_finite, are_finite = math.isfinite(old), math.isfinite(new)
+    scale = 1.0 if judgement is not None and judgement.is_difference else max(abs(old), abs(new))
+    if were_finite == are_finite and not (are_finite and abs(new - old) > tolerance * scale):
+        return None
+    if judgement is None:
         return "changed"
-    return "better" if new > old else WORSE
+    is_better = (new > old) == judgement.more_is_better if were_finite == are_finite else are_finite
+    return "better" if is_better else WORSE
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ValueError(f"{path} holds no JSON: name what scripts/bench printed with --json, or wrote") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no figures: name what scripts/bench printed with --json, or wrote")
-    return found
+def _compare_errors(bench: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The change of a bench that has failed at least once."""
+    old, new = (outcome.get("error", "figures") for outcome in (before, after))
+    if "error" in before and "error" in after:
+        return {}
+    return {bench: {"before": old, "after": new, "verdict": WORSE if "error" in after else "better"}}
+
+
+def _judged(bench: str, names: Iterable[str]) -> dict[str, Judgement]:
+    """Which of a bench's figures are judged, and how."""
+    patterns: Mapping[str, Judgement] = module_of(bench).JUDGED if bench in MEASURING else {}
+    return {
+        name: judgement
+        for name in names
+        for pattern, judgement in patterns.items()
+        if fnmatchcase(name, f"{bench}.{pattern}")
+    }
 
 
 def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers by name; entries of lists by their `name`, or their place."""
+    """Numbers and flags by name, entries of lists by what names them; lists of numbers are left out."""
     for name, value in figures.items():
-        if isinstance(value, list):
-            entries = {str(e.get("name", n)) if isinstance(e, dict) else str(n): e for n, e in enumerate(value)}
-            yield from _flatten(entries, f"{prefix}{name}.")
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+            yield from _flatten({_name_of(one, number): one for number, one in enumerate(value)}, f"{prefix}{name}.")
         elif isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        elif isinstance(value, int | float):
             yield prefix + name, float(value)
+
+
+def _name_of(entry: Mapping[str, Any], number: int) -> str:
+    """What names a list's entry; its place if nothing does."""
+    return " ".join(f"{entry[field]}" for field in NAMING if field in entry) or str(number)

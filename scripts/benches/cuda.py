@@ -7,14 +7,17 @@ for each copy.
 """
 
 import asyncio
-import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from scripts.benches.common import BenchOptions, say
+from peers import cli
+from scripts.benches import paired
+from scripts.benches.common import OutputOptions, require_multiple, say
+from scripts.benches.judged import MORE
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import HIDDEN, TOKENS, GraphBudget, StageBackend
@@ -29,9 +32,11 @@ IN_FLIGHT = 5
 WARM_UP = 10
 """Microbatches before the first turn of a side."""
 
+JUDGED = {"ratio_to_blocking": MORE}
+
 
 @dataclass(frozen=True, kw_only=True)
-class Options(BenchOptions):
+class Options(OutputOptions):
     """Measure a stage on a GPU."""
 
     d_model: int = 1024
@@ -48,11 +53,8 @@ class Options(BenchOptions):
     """Turns of each side."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "microbatches", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, not {getattr(self, name)}")
-        if self.d_model < 64 or self.d_model % 64:
-            raise ValueError(f"--d-model must be a multiple of 64, not {self.d_model}")
+        cli.require_at_least(self, {"layers": 1, "microbatches": 1, "repetitions": 1})
+        require_multiple("d-model", self.d_model, 64)
 
 
 class BlockingStaging(Staging):
@@ -74,24 +76,33 @@ def run(options: Options) -> dict[str, Any]:
         raise ValueError("this bench needs a GPU, and PyTorch finds none: run it on a machine that has one")
     device, config = torch.device("cuda"), config_of(options)
     stagings = {"swarm": CudaStaging(device), "blocking": BlockingStaging(device)}
-    sides = {name: Side(config, device, staging) for name, staging in stagings.items()}
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    for side in sides.values():
-        side.tokens_per_second(WARM_UP)
-    for number in range(options.repetitions):
-        for name, side in sides.items():
-            rates[name].append(side.tokens_per_second(options.microbatches))
-        newest = ", ".join(f"{name} {rate[-1]:.0f}" for name, rate in rates.items())
-        say(f"turn {number + 1} of {options.repetitions}, tokens/s: {newest}")
+    sides, device_bytes = {}, {}
+    for name, staging in stagings.items():
+        # What it takes besides the sides that are there already.
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        sides[name] = Side(config, device, staging)
+        sides[name].tokens_per_second(WARM_UP)
+        device_bytes[name] = torch.cuda.max_memory_allocated(device) - before
+        say(f"{name}: {device_bytes[name] / 1e6:,.0f} MB")
+    rates = paired.in_turns(
+        {name: partial(_turn, side, options.microbatches) for name, side in sides.items()},
+        options.repetitions, what="turns", unit="tokens/s",
+    )  # fmt: skip
+    medians = paired.medians(rates)
     return {
-        "ratio_to_blocking": statistics.median(
-            ours / theirs for ours, theirs in zip(rates["swarm"], rates["blocking"], strict=True)
-        ),
-        "tokens_per_second": statistics.median(rates["swarm"]),
-        "tokens_per_second_blocking": statistics.median(rates["blocking"]),
-        "device_bytes": torch.cuda.max_memory_allocated(device),
+        **paired.figures({"ratio_to_blocking": paired.ratio(rates["swarm"], rates["blocking"])}),
+        "tokens_per_second": medians["swarm"],
+        "tokens_per_second_blocking": medians["blocking"],
+        "repetitions": rates,
+        "device_bytes": device_bytes["swarm"],
+        "device_bytes_blocking": device_bytes["blocking"],
         "gpu": torch.cuda.get_device_name(device),
     }
+
+
+def _turn(side: "Side", num_microbatches: int, number: int) -> float:
+    return side.tokens_per_second(num_microbatches)
 
 
 def config_of(options: Options) -> RunConfig:

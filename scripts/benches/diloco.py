@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers import cli
 from peers.supervisor import Child, Supervisor, last_line
-from scripts.benches.common import POLL_SECONDS, BenchOptions, say, write_json
+from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_json
 from scripts.benches.diloco_arms import ARMS, run_config
+from scripts.benches.judged import MORE
 from swarm.errors import PeerUnavailable
 
 COMPARISONS = {
@@ -35,6 +37,8 @@ REPORTED_RISE = 0.1188
 """Of the perplexity from H = 10 to H = 200, as the diloco-swarm project (2025) reports it: 27.95 to 31.27."""
 FEWER_BYTES = 30.0
 """SparseLoCo's goal."""
+
+JUDGED = {"goals.reached.*": MORE, "goals.sparse_bytes_ratio": MORE}
 
 Figures = Mapping[str, Any]
 
@@ -57,15 +61,16 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
-        for name in ("seeds", "jobs", "rounds_at_200"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if not self.arms:
+            raise ValueError("--arms names none")
+        cli.require_at_least(self, {"seeds": 1, "jobs": 1, "rounds_at_200": 1})
 
 
 def run(options: Options) -> dict[str, Any]:
     """Train all of it; gives the figures."""
+    # What is wrong with an arm or the text is said before any process starts.
     for name in options.arms:
-        run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
+        with_corpus(run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset))
     started_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-diloco-") as folder, Supervisor(Path(folder)) as children:
         runs = _train_all(options, children)

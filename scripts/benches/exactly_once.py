@@ -18,15 +18,19 @@ from typing import Any, Literal
 
 import torch
 
+from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.faults import FaultySwarm
+from scripts.benches.judged import MORE
 from scripts.benches.lines import FAST, Lines, serve
 from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
 from scripts.benches.throttle import Throttle
 from swarm.audit.audit import audit
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.rpc.channels import ChannelPool
+
+JUDGED = {"passed": MORE, "audit": MORE, "scenarios.*.passed": MORE}
 
 Scenario = Literal["kills", "pairs", "network"]
 
@@ -49,9 +53,7 @@ class Options(BenchOptions):
     """Of the choice of victims and moments."""
 
     def __post_init__(self) -> None:
-        for name, least in (("stages", 2), ("peers_per_stage", 2), ("steps", 4), ("round_microbatches", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(self, name)}")
+        cli.require_at_least(self, {"stages": 2, "peers_per_stage": 2, "steps": 4, "round_microbatches": 2})
         if not self.scenarios:
             raise ValueError("--scenarios names none")
 

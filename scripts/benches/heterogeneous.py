@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, say, with_corpus
+from scripts.benches.judged import LESS, MORE
 from scripts.benches.lines import NEVER
 from scripts.benches.paced_stage import PACE
 from scripts.benches.probe import LEAST_SECONDS, watch
@@ -46,6 +47,8 @@ LEAST_WORK, MOST_WORK = 0.75, 1.3
 """Of a peer, over what its capacity makes its part. Who gets less has nothing to do for a quarter of the time in which
 its mates have work: it is starved. A third more than one's part is work for which others were waiting. Closer bounds
 would find fault with counting (a slow peer does about a hundred) and with the seconds until a newcomer is known."""
+
+JUDGED = {"passed": MORE, "share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
 
 Policy = Literal["queue", "round_robin", "random"]
 PHASES = ("all", "joined", "left")

@@ -4,7 +4,8 @@ Ours: a swarm-peer serves the last of two stages over TLS, and this process, in 
 microbatches with `Hop.train` and acknowledges them. Its module gives the first two channels of its input as logits of
 a vocabulary of two; the loss over all tokens and its gradient, zero elsewhere, take a few milliseconds with 8 MiB, and
 those count for us. Theirs: hivemind.moe's Server with a torch.nn.Identity, called from this process through
-RemoteExpert, forward and then backward. Both take turns.
+RemoteExpert, forward and then backward. Both take turns of several calls, one after another; a turn's figure is the
+median of its calls, and ratios are of the turns of one repetition.
 """
 
 import asyncio
@@ -13,7 +14,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,16 @@ from hivemind.moe.expert_uid import ExpertInfo
 from hivemind.p2p import PeerID
 from torch import Tensor
 
+from peers import cli
 from peers.supervisor import Supervisor
+from scripts.benches import paired
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus
 from scripts.benches.identity_stage import VOCABULARY, Identity
+from scripts.benches.judged import MORE
 from scripts.benches.moe_server import EXPERT
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import PeerUnavailable
 from swarm.hop import Hop, HopListener, Microbatch
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -52,63 +59,76 @@ class Shape:
 
 
 SHAPES = {"8 MiB": Shape(8, 256, 1024), "16 KiB": Shape(1, 16, 256)}
+TIMES_AS_MANY = {"8 MiB": 1, "16 KiB": 10}
+"""Calls of each size in a turn, for one of the largest."""
+
+ATTEMPTS = 3
+"""Calls of hivemind.moe, one after another, that may fail before the bench does."""
+
+JUDGED = {"ratio_to_hivemind_moe": MORE, "small_ratio_to_hivemind_moe": MORE}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BenchOptions):
     """Compare one hop with hivemind.moe's remote expert."""
 
-    repetitions: int = 20
-    """Calls of each that are measured with 8 MiB; ten times as many with 16 KiB."""
+    repetitions: int = 7
+    """Turns of each side."""
+    calls: int = 5
+    """Calls of a turn with 8 MiB; ten times as many with 16 KiB."""
     warm_up: int = 3
-    """Calls of each before those."""
+    """Calls of each side before the first turn."""
 
     def __post_init__(self) -> None:
-        if self.repetitions < 1 or self.warm_up < 0:
-            raise ValueError("--repetitions must be at least 1, --warm-up at least 0")
+        cli.require_at_least(self, {"repetitions": 1, "calls": 1, "warm_up": 0})
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure both; gives the figures."""
     torch.set_num_threads(1)
+    configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
         say("hivemind.moe's servers and our peers start")
         # All of theirs before any of ours: hivemind forks, which gRPC must not see.
         theirs = {size: _connect_expert(shape, children, Path(name) / size) for size, shape in SHAPES.items()}
         with asyncio.Runner() as runner:
-            sides = {}
+            turns: dict[str, paired.Turns] = {}
             for size, shape in SHAPES.items():
-                swarm = SwarmProcesses(with_corpus(_config(options, shape))[0], children, Path(name) / size / "swarm")
+                swarm = SwarmProcesses(configs[size], children, Path(name) / size / "swarm")
                 swarm.start_peers([1])
-                sides[size] = runner.run(_connect_hop(swarm, shape)), theirs[size]
-            repetitions = {"8 MiB": options.repetitions, "16 KiB": 10 * options.repetitions}
-            measured = {
-                size: _measure(runner, ours, expert, options.warm_up, repetitions[size])
-                for size, (ours, expert) in sides.items()
-            }
-            for ours, expert in sides.values():
+                ours = runner.run(_connect_hop(swarm, shape))
+                turns[size] = _measure(options, size, partial(_call_ours, runner, ours), theirs[size].call)
                 runner.run(ours.close())
+                swarm.stop()
+            for expert in theirs.values():
                 expert.close()
-    ratios = {size: medians["hivemind_moe"] / medians["ours"] for size, medians in measured.items()}
+    ratios = {size: paired.ratio(sides["hivemind_moe"], sides["ours"]) for size, sides in turns.items()}
     return {
-        "ratio_to_hivemind_moe": ratios["8 MiB"],
-        "small_ratio_to_hivemind_moe": ratios["16 KiB"],
-        "median_seconds": measured,
-        "calls": repetitions,
+        **paired.figures({"ratio_to_hivemind_moe": ratios["8 MiB"], "small_ratio_to_hivemind_moe": ratios["16 KiB"]}),
+        "median_seconds": {size: paired.medians(sides) for size, sides in turns.items()},
+        "repetitions": turns,
+        "hivemind_moe_failed_calls": sum(expert.num_failed for expert in theirs.values()),
+        "calls": {size: options.calls * times for size, times in TIMES_AS_MANY.items()},
     }
 
 
 def _measure(
-    runner: asyncio.Runner, ours: "OurHop", theirs: "TheirExpert", warm_up: int, repetitions: int
-) -> dict[str, float]:
-    """Median seconds of each side's calls, which take turns."""
-    seconds: dict[str, list[float]] = {"ours": [], "hivemind_moe": []}
-    for repetition in range(warm_up + repetitions):
-        measured = {"ours": runner.run(ours.call(repetition)), "hivemind_moe": theirs.call()}
-        if repetition >= warm_up:
-            for side, value in measured.items():
-                seconds[side].append(value)
-    return {side: statistics.median(values) for side, values in seconds.items()}
+    options: Options, size: str, ours: Callable[[], float], theirs: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of each side's call, the median of every turn."""
+    sides = {"ours": ours, "hivemind_moe": theirs}
+    for call in sides.values():
+        for _ in range(options.warm_up):
+            call()
+
+    def turn(call: Callable[[], float], number: int) -> float:
+        return statistics.median(call() for _ in range(options.calls * TIMES_AS_MANY[size]))
+
+    return paired.in_turns({name: partial(turn, call) for name, call in sides.items()}, options.repetitions, what=size)
+
+
+def _call_ours(runner: asyncio.Runner, ours: "OurHop") -> float:
+    return runner.run(ours.call())
 
 
 def _config(options: Options, shape: Shape) -> RunConfig:
@@ -141,9 +161,11 @@ class OurHop:
     channels: ChannelPool
     hidden_BTD: Tensor
     tokens_BT1: Tensor
+    num_called: int = 0
 
-    async def call(self, index: int) -> float:
-        """Hand over one microbatch, get its gradient and acknowledge it; gives the seconds."""
+    async def call(self) -> float:
+        """Hand over the next microbatch, get its gradient and acknowledge it; gives the seconds."""
+        index, self.num_called = self.num_called, self.num_called + 1
         microbatch = Microbatch(index=index, round=0, num_samples=len(self.hidden_BTD))
         start = time.perf_counter()
         reply = await self.hop.train(
@@ -179,9 +201,22 @@ class TheirExpert:
     dht: hivemind.DHT
     hidden_BTD: Tensor
     gradient_BTD: Tensor
+    num_failed: int = 0
 
     def call(self) -> float:
-        """Forward, then backward; gives the seconds."""
+        """Forward, then backward; gives the seconds.
+
+        Now and then hivemind loses the second half of a stream: such a call is counted and made again.
+        """
+        for _ in range(ATTEMPTS):
+            try:
+                return self._call()
+            except RuntimeError as error:
+                self.num_failed += 1
+                say(f"a call of hivemind.moe failed: {error}")
+        raise PeerUnavailable(f"hivemind.moe failed {ATTEMPTS} times in a row")
+
+    def _call(self) -> float:
         inputs_BTD = self.hidden_BTD.clone().requires_grad_()
         start = time.perf_counter()
         self.expert(inputs_BTD).backward(self.gradient_BTD)

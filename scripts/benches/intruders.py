@@ -8,6 +8,7 @@ as long, one that only computes, for the same share of a core as the intruder wa
 import asyncio
 import dataclasses
 import datetime
+import math
 import os
 import random
 import statistics
@@ -22,9 +23,11 @@ from typing import Any
 
 import torch
 
+from peers import cli
 from peers.supervisor import Supervisor
 from peers.token_option import VARIABLE
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus, write_json
+from scripts.benches.judged import MORE
 from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
@@ -37,6 +40,7 @@ from swarm.token import Token, new_owner
 
 KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3
+JUDGED = {"worst_ratio": MORE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +53,9 @@ class Options(BenchOptions):
     """Of each kind of intruder, and of its harmless counterpart."""
 
     def __post_init__(self) -> None:
-        if self.seconds <= 0 or self.repetitions < 1:
-            raise ValueError("--seconds must be positive, --repetitions at least 1")
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"--seconds must be positive, not {self.seconds}")
+        cli.require_at_least(self, {"repetitions": 1})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def run(options: Options) -> dict[str, Any]:
                         ratios.append(rate / runner.run(honest.rate(options.seconds)))
                 figures[kind] = {"honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares)}
             runner.run(honest.channels.close())
+        swarm.stop()
     return {"worst_ratio": min(figure["honest_rate_ratio"] for figure in figures.values()), **figures}
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.judged import MORE
 from scripts.benches.lines import NEVER, Lines, serve
 from scripts.benches.probe import LEAST_SECONDS, Watched, longest_gap, watch
 from scripts.benches.throttle import Throttle
@@ -38,6 +39,8 @@ from swarm.config import (
 )
 
 STAGES = (0, 1, 0, 1)
+
+JUDGED = {"ratio_to_normal": MORE}
 
 Arm = Literal["normal", "overlap", "wait"]
 Sample = dict[str, float]

@@ -9,20 +9,23 @@ The C library keeps what was freed, for whoever wants it next. So every case is 
 memory given back to the system at once (`returning`), which is slower and shows what is really held.
 """
 
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches import memory_sizes as sizes
-from scripts.benches.common import BenchOptions, say, wait_for_json, write_config
+from scripts.benches import paired
+from scripts.benches.common import OutputOptions, require_multiple, say, wait_for_json, write_config
+from scripts.benches.judged import LESS
 from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
@@ -35,18 +38,20 @@ GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
 """What a peer may keep of graphs, in each mode."""
 TURNS = 9
 """Microbatches of each mode whose CPU time is taken."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-"""One thread, and large tensors in huge pages, as in swarm-peer."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread."""
 
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 """The C library's settings; see mallopt(3)."""
+
+JUDGED = {"recompute_seconds_ratio": LESS, "cases.*.ratio.returning.*": LESS}
 
 Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(BenchOptions):
-    """Compare a stage's memory with arithmetic; the dataset plays no part."""
+class Options(OutputOptions):
+    """Compare a stage's memory with arithmetic."""
 
     d_model: int = 384
     """Width of the model; a multiple of 128."""
@@ -56,11 +61,8 @@ class Options(BenchOptions):
     """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
 
     def __post_init__(self) -> None:
-        if self.d_model < 128 or self.d_model % 128:
-            raise ValueError(f"--d-model must be a multiple of 128, not {self.d_model}")
-        for name in ("layers", "in_flight"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        require_multiple("d-model", self.d_model, 128)
+        cli.require_at_least(self, {"layers": 1, "in_flight": 1})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def run(options: Options) -> dict[str, Any]:
             say(f"{setting}, graphs {graphs}: {cases[f'{setting}_{graphs}']['ratio']}")
     return {
         "cases": cases,
-        "recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options)),
+        **paired.figures({"recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options))}),
         "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
         "d_model": options.d_model,
         "layers": options.layers,
@@ -145,7 +147,7 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
     }
 
 
-def recompute_ratio(config: RunConfig) -> float:
+def recompute_ratio(config: RunConfig) -> paired.Ratio:
     """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept; in turns."""
     torch.set_num_threads(1)
     module = build_stage(config, STAGE, device="cpu")
@@ -156,12 +158,15 @@ def recompute_ratio(config: RunConfig) -> float:
     inputs = random_inputs(config)
     # The first graph of all is kept, to be measured.
     backend.release(backend.forward(0, 0, inputs))
-    seconds: dict[str, list[float]] = {graphs: [] for graphs in GRAPH_BYTES}
-    for _ in range(TURNS):
-        for graphs, backend.budget.limit_bytes in GRAPH_BYTES.items():
-            started_at = time.process_time()
-            _, accumulated = backend.backward(backend.forward(0, 0, inputs), inputs[HIDDEN], accumulate=True)
-            seconds[graphs].append(time.process_time() - started_at)
-            assert accumulated is not None
-            backend.settle(accumulated)
-    return statistics.median(seconds["recomputed"]) / statistics.median(seconds["kept"])
+
+    def microbatch(graphs: str, number: int) -> float:
+        backend.budget.limit_bytes = GRAPH_BYTES[graphs]
+        started_at = time.process_time()
+        _, accumulated = backend.backward(backend.forward(0, 0, inputs), inputs[HIDDEN], accumulate=True)
+        seconds = time.process_time() - started_at
+        assert accumulated is not None
+        backend.settle(accumulated)
+        return seconds
+
+    seconds = paired.in_turns({graphs: partial(microbatch, graphs) for graphs in GRAPH_BYTES}, TURNS)
+    return paired.ratio(seconds["recomputed"], seconds["kept"])

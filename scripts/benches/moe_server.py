@@ -16,6 +16,7 @@ import torch
 from hivemind.moe import ModuleBackend, Server
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 
+from peers import process
 from scripts.benches.common import write_json
 
 EXPERT = "identity.0"
@@ -29,6 +30,8 @@ def serve(
 ) -> None:
     """Serve one expert, write the DHT's addresses to `ready_file`, and go on until killed."""
     torch.set_num_threads(1)
+    # As swarm's programs do: the same allocator on all sides.
+    process.keep_freed_memory()
     # hivemind forks while its threads run: a child that finds tempfile's lock taken waits for ever. It's taken once.
     util.get_temp_dir()
     dht = hivemind.DHT(initial_peers=list(initial_peers), host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)

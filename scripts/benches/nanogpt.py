@@ -2,19 +2,21 @@
 
 4 layers, 4 heads, width 128, context 64, 2,000 iterations of 12 samples, AdamW from 1e-3 to 1e-4 by cosine; nanoGPT's
 README gives 1.88 for its validation loss. Real processes over TLS train it in the synchronous setting, and with DiLoCo
-on as many samples. Name the text: --dataset tinyshakespeare.txt. The last tenth of it is held out, as in nanoGPT;
-tokens are bytes, which for this text are its characters.
+on as many samples. The text has to be named: --dataset tinyshakespeare.txt. The last tenth of it is held out, as in
+nanoGPT; tokens are bytes, which for this text are its characters.
 """
 
 import dataclasses
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.judged import LESS
 from swarm.config import (
     AveragingConfig,
     DataConfig,
@@ -28,11 +30,15 @@ from swarm.config import (
 
 BATCH = 12
 NANOGPT_LOSS = 1.88
+JUDGED = {"synchronous.validation_loss": LESS, "diloco.validation_loss": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(BenchOptions):
     """Train nanoGPT's Shakespeare model over a swarm."""
+
+    dataset: str = field()
+    """nanoGPT's Shakespeare text, a file: its loss means nothing for another one."""
 
     iterations: int = 2000
     """Batches of 12 samples."""
@@ -44,8 +50,12 @@ class Options(BenchOptions):
     """Which settings to train in."""
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.inner_steps < 1:
-            raise ValueError("--iterations and --inner-steps must be at least 1")
+        cli.require_at_least(self, {"iterations": 1, "inner_steps": 1})
+        if not self.settings:
+            raise ValueError("--settings names none")
+        if "diloco" in self.settings:
+            # A round is what two peers do in so many steps.
+            cli.require_at_least(self, {"iterations": 2 * self.inner_steps})
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.judged import MORE
 from scripts.benches.reference import Reference
 from swarm import identity
 from swarm.averaging.state_transfer import StateTransfer
@@ -42,6 +44,8 @@ COMMIT_SECONDS = 30.0
 """Longest wait for a member to commit the last round: others may be ahead of it by a moment."""
 ANSWER_SECONDS = 10.0
 
+JUDGED = {"passed": MORE, "exactly_once": MORE}
+
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -57,10 +61,8 @@ class Options(BenchOptions):
     """Optimizer steps to train."""
 
     def __post_init__(self) -> None:
-        if self.steps * MICROBATCHES_PER_ROUND <= CONTROL_MICROBATCH:
-            raise ValueError(f"--steps must be at least {CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1}")
-        if self.stages < 1 or self.peers_per_stage < 1:
-            raise ValueError("--stages and --peers-per-stage must be at least 1")
+        first_with_control = CONTROL_MICROBATCH // MICROBATCHES_PER_ROUND + 1
+        cli.require_at_least(self, {"stages": 1, "peers_per_stage": 1, "steps": first_with_control})
 
 
 @dataclass(frozen=True, kw_only=True)

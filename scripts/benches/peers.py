@@ -1,17 +1,17 @@
 """Two stages of a swarm, against what a user would pick instead.
 
 Three sides train the same two-stage model on the same microbatches with the same optimizer, one thread a stage, in
-turns:
+turns. A turn is one round of 40 microbatches, one optimizer step:
 
     swarm     two stage peers and a trainer, over TLS; any of them may drop at any moment
     moe       two servers of hivemind.moe, driven through RemoteExpert (moe_stage.py, moe_trainer.py)
     static    torch.distributed.pipelining, 1F1B over gloo (static_stage.py), which tolerates nothing
 
-Start-up and each side's first step are not measured.
+Start-up and the first step, of each side and of each trainer of the swarm, are not measured. Ratios are of the turns of
+one repetition.
 """
 
 import socket
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,12 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_config
+from scripts.benches import paired
+from scripts.benches.common import (
+    BenchOptions,
+    SwarmProcesses,
+    require_multiple,
+    say,
+    wait_for_json,
+    with_corpus,
+    write_config,
+)
+from scripts.benches.judged import MORE
 from scripts.benches.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
 NUM_STAGES = 2
+JUDGED = {"ratio_to_hivemind_moe": MORE, "ratio_to_torch_pipelining": MORE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,29 +44,28 @@ class Options(BenchOptions):
     """Compare a swarm with hivemind.moe and with a static pipeline."""
 
     d_model: int = 512
-    """Width of the model."""
+    """Width of the model; a multiple of 64."""
     num_layers: int = 4
     """Layers of the model, half of them at each stage."""
     microbatch_size: int = 2
     """Samples of 256 tokens in a microbatch."""
-    microbatches: int = 64
+    microbatches: int = 40
     """Microbatches in a round, which is one optimizer step."""
     steps: int = 1
     """Rounds of each turn."""
-    repetitions: int = 3
+    repetitions: int = 5
     """Times that each side has its turn."""
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "microbatch_size", "microbatches", "steps", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        require_multiple("d-model", self.d_model, 64)
+        least = {"num_layers": NUM_STAGES, "microbatch_size": 1, "microbatches": 1, "steps": 1, "repetitions": 1}
+        cli.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all sides; gives the figures."""
     config, _ = with_corpus(_config(options))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
-    rates: dict[str, list[float]] = {"swarm": [], "moe": [], "static": []}
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         write_config(config, folder / "run.toml")
@@ -63,21 +74,25 @@ def run(options: Options) -> dict[str, Any]:
         moe = _start_moe(folder, options.steps, children)
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers(range(NUM_STAGES))
-        for repetition in range(options.repetitions):
-            rows = swarm.train(f"trainer-{repetition}", 1 + options.steps)
-            rates["swarm"].append(tokens / sum(row["train/step_time"] for row in rows[1:]))
-            rates["moe"].append(tokens / _turn([moe]))
-            rates["static"].append(tokens / _turn(static))
-            latest = ", ".join(f"{side} {values[-1]:,.0f} tokens/s" for side, values in rates.items())
-            say(f"{repetition + 1} of {options.repetitions}: {latest}")
+        rates = paired.in_turns(
+            {
+                "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
+                "moe": lambda number: tokens / _turn([moe]),
+                "static": lambda number: tokens / _turn(static),
+            },
+            options.repetitions, what="turns", unit="tokens/s",
+        )  # fmt: skip
         for child in children.running:
             children.kill9(child)
-    medians = {side: statistics.median(values) for side, values in rates.items()}
+    ratios = {
+        "ratio_to_hivemind_moe": paired.ratio(rates["swarm"], rates["moe"]),
+        "ratio_to_torch_pipelining": paired.ratio(rates["swarm"], rates["static"]),
+    }
     return {
-        "ratio_to_hivemind_moe": medians["swarm"] / medians["moe"],
-        "ratio_to_torch_pipelining": medians["swarm"] / medians["static"],
-        "tokens_per_second": medians,
+        **paired.figures(ratios),
+        "tokens_per_second": paired.medians(rates),
         "repetitions": rates,
+        "microbatches_per_round": options.microbatches,
     }
 
 

@@ -7,21 +7,35 @@ Three sides train the same model with the same rounds, microbatches and optimize
     single    one process with two threads
 
 Only one side works at a time: a whole-model process is stopped by signal while it waits, and peers that no trainer
-feeds take less than 1 % of a core. Start-up, every trainer's first step and its evaluation are not measured.
+feeds take less than 1 % of a core. Start-up, every trainer's first step and its evaluation are not measured. Ratios are
+of the turns of one repetition.
 """
 
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus, write_config
+from scripts.benches import paired
+from scripts.benches.common import (
+    BenchOptions,
+    SwarmProcesses,
+    require_multiple,
+    say,
+    with_corpus,
+    write_config,
+)
+from scripts.benches.judged import MORE
 from scripts.benches.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+
+Setting = Literal["diloco", "synchronous"]
+
+JUDGED = {"ratio_to_limit.*": MORE, "ratio_to_single_process.*": MORE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,41 +43,53 @@ class Options(BenchOptions):
     """Compare two pipelined stages with what the cores can do."""
 
     d_model: tuple[int, ...] = (384, 768)
-    """Widths of the model to measure."""
+    """Widths of the model to measure; multiples of 64."""
     num_layers: int = 0
     """Layers of the model, half of them at each stage; 0: one for each 64 of its width, as GPT-2 small has, which is
     12 at 768, and nanoGPT's smallest, which is 6 at 384. What crosses the wire is the same for any number."""
     microbatch_size: int = 0
     """Samples of 256 tokens in a microbatch; 0: as many as take the memory of one at 768, which is 4 at 384 with half
     the layers."""
+    setting: Setting = "diloco"
+    """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains in
+    every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
     microbatches: int = 64
-    """Microbatches in a round, which is one optimizer step. With n of them, filling and draining two stages leaves
-    n / (n + 1) of the limit at best."""
+    """Microbatches in a round, which is one optimizer step; with DiLoCo one inner and one outer step."""
     steps: int = 1
     """Rounds that each repetition measures."""
     repetitions: int = 3
     """Times that each side has its turn."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 0 or self.num_layers == 1:
-            raise ValueError(f"--num-layers must be 0, or at least 2 for two stages, not {self.num_layers}")
-        if self.microbatch_size < 0:
-            raise ValueError(f"--microbatch-size must not be negative: {self.microbatch_size}")
-        for name in ("microbatches", "steps", "repetitions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not self.d_model:
+            raise ValueError("--d-model names no width")
+        for width in self.d_model:
+            require_multiple("d-model", width, 64)
+            if _num_layers(self, width) < 2:
+                raise ValueError(f"--num-layers must be at least 2 for two stages, not {_num_layers(self, width)}")
+        least = {"microbatch_size": 0, "microbatches": 1, "steps": 1, "repetitions": 1}
+        cli.require_at_least(self, least)
 
 
 def run(options: Options) -> dict[str, Any]:
     """Measure every width; gives the figures."""
-    medians = {str(width): _measure(options, width) for width in options.d_model}
+    turns = {str(width): _measure(options, width) for width in options.d_model}
+
+    def over(side: str) -> dict[str, paired.Ratio]:
+        return {width: paired.ratio(sides["swarm"], sides[side]) for width, sides in turns.items()}
+
     return {
-        "ratio_to_limit": {width: sides["swarm"] / sides["limit"] for width, sides in medians.items()},
-        "ratio_to_single_process": {width: sides["swarm"] / sides["single"] for width, sides in medians.items()},
-        "tokens_per_second": medians,
+        **paired.figures({"ratio_to_limit": over("limit"), "ratio_to_single_process": over("single")}),
+        "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()},
+        "repetitions": turns,
+        "setting": options.setting,
         "microbatches_per_round": options.microbatches,
         "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
     }
+
+
+def _num_layers(options: Options, d_model: int) -> int:
+    return options.num_layers or d_model // 64
 
 
 def _microbatch_size(options: Options, d_model: int) -> int:
@@ -71,27 +97,27 @@ def _microbatch_size(options: Options, d_model: int) -> int:
 
 
 def _config(options: Options, d_model: int) -> RunConfig:
-    num_heads = d_model // 64
     microbatch_size = _microbatch_size(options, d_model)
+    round_samples = microbatch_size * options.microbatches
     return RunConfig(
         run="bench-pipeline",
         model=ModelConfig(
-            num_layers=options.num_layers or num_heads, d_model=d_model, num_heads=num_heads, vocab_size=256
+            num_layers=_num_layers(options, d_model), d_model=d_model, num_heads=d_model // 64, vocab_size=256
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
             dataset=options.dataset, sequence_length=256, microbatch_size=microbatch_size, max_tokens=4_000_000
         ),
-        rounds=RoundsConfig(setting="synchronous", round_samples=microbatch_size * options.microbatches),
-        optimizer=OptimizerConfig(learning_rate=3e-4, clip_norm=1.0),
+        rounds=RoundsConfig(setting=options.setting, round_samples=round_samples, inner_batch_samples=round_samples),
+        # Low: with one inner step a round, DiLoCo's momentum makes a rate many times larger.
+        optimizer=OptimizerConfig(learning_rate=3e-5, clip_norm=1.0),
     )
 
 
-def _measure(options: Options, d_model: int) -> dict[str, float]:
-    """Median tokens/s of each side."""
+def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
+    """Tokens/s of each side, in all repetitions."""
     config, _ = with_corpus(_config(options, d_model))
     tokens = options.steps * config.rounds.round_samples * config.data.sequence_length
-    rates: dict[str, list[float]] = {"swarm": [], "limit": [], "single": []}
     with tempfile.TemporaryDirectory(prefix="bench-pipeline-") as name, Supervisor(Path(name) / "logs") as children:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
@@ -100,16 +126,17 @@ def _measure(options: Options, d_model: int) -> dict[str, float]:
         single = [_whole_model("single", 2, options.steps, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
-        for repetition in range(options.repetitions):
-            rows = swarm.train(f"trainer-{repetition}", 1 + options.steps)
-            rates["swarm"].append(tokens / sum(row["train/step_time"] for row in rows[1:]))
-            rates["limit"].append(_train_at_once(limit, tokens))
-            rates["single"].append(_train_at_once(single, tokens))
-            latest = ", ".join(f"{side} {values[-1]:,.0f} tokens/s" for side, values in rates.items())
-            say(f"d_model {d_model}, {repetition + 1} of {options.repetitions}: {latest}")
+        rates = paired.in_turns(
+            {
+                "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
+                "limit": lambda number: _train_at_once(limit, tokens),
+                "single": lambda number: _train_at_once(single, tokens),
+            },
+            options.repetitions, what=f"d_model {d_model}", unit="tokens/s",
+        )  # fmt: skip
         for child in children.running:
             children.kill9(child)
-    return {side: statistics.median(values) for side, values in rates.items()}
+    return rates
 
 
 def _whole_model(name: str, threads: int, steps: int, children: Supervisor, folder: Path) -> Worker:

@@ -3,12 +3,12 @@
 A new swarm for each repetition: a first peer, one of another stage, a trainer until its first step is done, a peer
 that joins the trained stage, and swarm-status, which asks that peer or enters the DHT itself. Seconds are those of the
 clock until a peer serves, a trainer has taken its step or a program has answered; CPU seconds are those of all its
-processes until then, p2pd included. Importing a command's program is what it costs before it does anything.
+processes until then, p2pd included. Importing a command's program is what it costs before it does anything. Nobody's
+machine is another's, so `cpu_over_import` gives CPU seconds over those of importing what a command cannot do without.
 """
 
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers import cli
 from peers.supervisor import Supervisor
+from scripts.benches import paired
 from scripts.benches.common import (
     POLL_SECONDS,
     BenchOptions,
@@ -29,6 +31,7 @@ from scripts.benches.common import (
     say,
     with_corpus,
 )
+from scripts.benches.judged import LESS
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.entry import Entry
@@ -36,6 +39,12 @@ from swarm.types import PeerId
 
 PROGRAMS = ("stage_peer", "trainer", "status", "local", "keys")
 """Modules in peers/."""
+YARDSTICKS = {"torch": "import torch", "hivemind": "import torch, hivemind"}
+"""What CPU seconds are compared with, measured in the same repetition: `torch`, but for those below."""
+IN_THE_DHT = ("first_peer_serving", "joiner_serving", "trainer_first_step", "status_dht")
+"""What needs hivemind as well."""
+
+JUDGED = {"cpu_over_import.*": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +55,11 @@ class Options(BenchOptions):
     """Swarms that are started, one after another."""
 
     def __post_init__(self) -> None:
-        if self.repetitions < 1:
-            raise ValueError(f"--repetitions must be at least 1, not {self.repetitions}")
+        cli.require_at_least(self, {"repetitions": 1})
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Medians of all repetitions."""
+    """Medians of all repetitions, and ratios of CPU seconds within each."""
     config, _ = with_corpus(_config(options))
     samples: list[dict[str, float]] = []
     for number in range(options.repetitions):
@@ -59,8 +67,25 @@ def run(options: Options) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, Supervisor(Path(folder) / "logs") as children:
             swarm = SwarmProcesses(config, children, Path(folder))
             samples.append({**_imports(), **_starts(swarm)})
+            swarm.stop()
         say(", ".join(f"{name} {value:.2f}" for name, value in samples[-1].items()))
-    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    turns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {
+        **paired.figures({"cpu_over_import": _over_import(turns)}),
+        **paired.medians(turns),
+        "repetitions": turns,
+    }
+
+
+def _over_import(turns: paired.Turns) -> dict[str, paired.Ratio]:
+    """CPU seconds of every command, and of importing its program, over those of its yardstick."""
+    found = {}
+    for name in turns:
+        command = name.removesuffix("_cpu_seconds")
+        if command != name and command.removeprefix("import_") not in YARDSTICKS:
+            yardstick = "hivemind" if command in IN_THE_DHT else "torch"
+            found[command] = paired.ratio(turns[name], turns[f"import_{yardstick}_cpu_seconds"])
+    return found
 
 
 def _config(options: Options) -> RunConfig:
@@ -74,9 +99,10 @@ def _config(options: Options) -> RunConfig:
 
 
 def _imports() -> dict[str, float]:
+    statements = YARDSTICKS | {name: f"import peers.{name}" for name in PROGRAMS}
     return {
-        f"import_{name}_cpu_seconds": _to_the_end([sys.executable, "-c", f"import peers.{name}"])[0]
-        for name in PROGRAMS
+        f"import_{name}_cpu_seconds": _to_the_end([sys.executable, "-c", statement])[0]
+        for name, statement in statements.items()
     }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.judged import MORE, MORE_OF_DIFFERENCE
 from scripts.benches.lines import NEVER, Lines, serve
 from scripts.benches.paced_stage import PACE, Narrow
 from scripts.benches.probe import LEAST_SECONDS, rate_between_commits, watch
@@ -34,6 +35,8 @@ SAMPLES, TOKENS = 4, 32
 """Of a microbatch: few, since what the wire carries is the width."""
 ENOUGH = 100
 """Microbatches to count, at least about: one more or less is then a hundredth."""
+
+JUDGED = {"gpt3_share_at_100ms": MORE, "worst_over_swarm": MORE_OF_DIFFERENCE, "rows.*.share": MORE}
 
 RowName = Literal["base", "xxlarge", "gpt3"]
 

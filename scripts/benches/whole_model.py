@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from peers import process
 from scripts.benches.common import with_corpus
 from scripts.benches.reference import Reference
 from scripts.benches.turns import take_turns
@@ -20,6 +21,8 @@ from swarm import config as configs
 def main(config_path: Path, folder: Path, threads: int, steps: int) -> None:
     """Train on request, until killed."""
     torch.set_num_threads(threads)
+    # As swarm's programs do: the same allocator on all sides.
+    process.keep_freed_memory()
     reference = Reference(*with_corpus(configs.load(config_path)))
     reference.step(0)
     numbers = itertools.count(1)

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.benches.common import BenchOptions, say, with_corpus
+from peers import cli
+from scripts.benches.common import BenchOptions, require_multiple, say, with_corpus
+from scripts.benches.judged import MORE
 from scripts.benches.wire_chain import WireChain
 from swarm import config as configs
 from swarm.config import RunConfig
@@ -56,6 +58,8 @@ CODEC_SHAPE = (16, 512, 256)
 """8 MiB of float32."""
 CODEC_REPETITIONS = 20
 
+JUDGED = {"arms.*.reached": MORE, "arms.*.bytes_ratio*": MORE}
+
 Figures = Mapping[str, Any]
 
 
@@ -75,23 +79,20 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.arms if name not in ARMS]:
             raise ValueError(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
-        for name in ("seeds", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
-        if self.d_model < 64 or self.d_model % 64:
-            raise ValueError("--d-model must be a multiple of 64")
+        cli.require_at_least(self, {"seeds": 1, "steps": 1})
+        require_multiple("d-model", self.d_model, 64)
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Time the codecs, train all arms; gives the figures."""
+    """Train all arms, time the codecs; gives the figures."""
     torch.set_num_threads(1)
-    codecs = codec_times()
-    say(f"CPU time a MiB: {codecs}")
     by_arm: dict[str, list[Figures]] = {name: [] for name in ("fp32", *(arm for arm in options.arms if arm != "fp32"))}
     for seed in range(options.seeds):
         for name, runs in by_arm.items():
             runs.append(train(name, seed, options))
             say(f"{name}, seed {seed}: {runs[-1]['val_loss']:.4f} after {runs[-1]['cpu_seconds']:.0f} s of CPU time")
+    codecs = codec_times()
+    say(f"CPU time a MiB: {codecs}")
     return {"arms": summary(by_arm), "codecs": codecs, "steps": options.steps}
 
 

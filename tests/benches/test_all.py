@@ -1,18 +1,70 @@
-"""Every bench can be run by the bench `all`: its command line is understood."""
+"""The bench `all`: the command lines of the others, and what is run again."""
 
-from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peers import cli
-from scripts.benches.all import arguments_of
+from scripts.benches import all as all_benches
+from scripts.benches import figures_file
+from scripts.benches.all import Options, arguments_of, module_of
 from scripts.benches.catalogue import MEASURING
+
+FIGURES = {"figures": {"ratio": 1.0}}
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which benches were run, in place of running them."""
+    names: list[str] = []
+
+    def measure(name: str, dataset: str) -> dict[str, Any]:
+        names.append(name)
+        return FIGURES
+
+    monkeypatch.setattr(all_benches, "_measure", measure)
+    return names
 
 
 @pytest.mark.parametrize("name", MEASURING)
 def test_the_command_line_is_understood(name: str) -> None:
     _, *arguments = arguments_of(name, "text.txt")
-    module = import_module(f"scripts.benches.{name.replace('-', '_')}")
-    options = cli.parse(module.Options, prog=name, argv=arguments)
+    options = cli.parse(module_of(name).Options, prog=name, argv=arguments)
     assert options.json
     assert getattr(options, "dataset", "text.txt") == "text.txt"
+
+
+def test_figures_are_kept_with_their_version_and_errors_tried_again(
+    tmp_path: Path, measured: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.json"
+    before: figures_file.Entries = {
+        "hop": {"version": "old", **FIGURES},
+        "wire": {"version": "old", "error": "exit code 1"},
+    }
+    figures_file.write(out, before)
+    all_benches.run(Options(out=out, only=("hop", "wire")))
+    assert measured == ["wire"]
+    found = figures_file.read(out)
+    assert found["hop"] == before["hop"]
+    assert found["wire"] == {**found["wire"], **FIGURES, "version": figures_file.version()}
+    assert "hop is kept, OF ANOTHER VERSION (old;" in capsys.readouterr().err
+
+
+def test_a_bench_of_one_text_waits_for_its_name(tmp_path: Path, measured: list[str]) -> None:
+    all_benches.run(Options(out=tmp_path / "all.json"))
+    assert measured == [name for name in MEASURING if name != "nanogpt"]
+    all_benches.run(Options(out=tmp_path / "all.json", dataset="shakespeare.txt"))
+    assert measured[-1] == "nanogpt"
+
+
+def test_what_cannot_be_written_is_noticed_before_anything_is_measured(tmp_path: Path, measured: list[str]) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        Options(out=tmp_path / "missing" / "all.json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(ValueError, match="is no file of figures"):
+        Options(out=tmp_path / "list.json")
+    with pytest.raises(ValueError, match="cannot read"):
+        Options(out=tmp_path)
+    assert not measured

@@ -125,7 +125,7 @@ def test_a_case_is_compared_with_arithmetic() -> None:
 
 def test_computing_again_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "TURNS", 1)
-    assert memory.recompute_ratio(_config()) > 0
+    assert memory.recompute_ratio(_config()).median > 0
 
 
 @pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}])

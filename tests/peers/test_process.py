@@ -89,8 +89,8 @@ from peers import process
 process.keep_freed_memory()
 
 def turn():
-    # As a microbatch's gradients: beside each other, and all gone at its end.
-    kept = [bytearray(8_000_000) for _ in range(16)]
+    # As a microbatch's gradients, and a round's vector of them: beside each other, and all gone at the end.
+    kept = [bytearray(size) for size in [8_000_000] * 16 + [128_000_000]]
 
 def turns():
     global faults
@@ -113,7 +113,7 @@ def test_what_a_microbatch_leaves_is_there_for_the_next_one_unless_the_user_says
         command = [sys.executable, "-c", _FAULTS_OF_THIRD_TURN]
         return int(subprocess.run(command, env=environment | settings, capture_output=True, check=True).stdout)
 
-    num_pages = 16 * 8_000_000 // 4096
+    num_pages = 2 * 16 * 8_000_000 // 4096
     assert faults({}) < num_pages / 10
     assert faults({"MALLOC_TRIM_THRESHOLD_": "131072"}) > num_pages / 2
 

@@ -13,6 +13,7 @@ Computing is mostly a pause of fixed length, so that many peers fit on few cores
 
 import dataclasses
 import json
+import math
 import random
 import subprocess
 import sys
@@ -90,13 +91,15 @@ class Options(BenchOptions):
     def __post_init__(self) -> None:
         if unknown := [name for name in self.kinds if name not in KINDS]:
             raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
-        for name in ("minutes", "faults_per_hour", "stages", "trainers", "calibration_seconds", "settling_seconds"):
-            if getattr(self, name) <= 0:
+        if not self.kinds:
+            raise ValueError("--kinds names none")
+        for name in ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
-        if self.round_samples < 0:
-            raise ValueError(f"--round-samples must not be negative, not {self.round_samples}")
-        if self.peers_per_stage < 2:
-            raise ValueError("--peers-per-stage must be at least 2: a stage's last peer is spared")
+        if not 0 <= self.warm_up_seconds < math.inf:
+            raise ValueError(f"--warm-up-seconds must not be negative, not {self.warm_up_seconds}")
+        # A stage's last peer is spared.
+        cli.require_at_least(self, {"stages": 1, "peers_per_stage": 2, "trainers": 1, "round_samples": 0})
         if self.keep is not None and self.keep.exists():
             raise ValueError(f"--keep {self.keep}: is there already; name a new folder")
 
