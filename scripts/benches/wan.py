@@ -109,8 +109,8 @@ def _layers(column: str) -> Layers:
 
 
 ROWS: dict[RowName, Row] = {
-    "base": Row(layers=_layers("base"), num_merged=4, scale=4.0),
-    "xxlarge": Row(layers=_layers("xxlarge"), num_merged=1, scale=4.0),
+    "base": Row(layers=_layers("base"), num_merged=8, scale=4.0),
+    "xxlarge": Row(layers=_layers("xxlarge"), num_merged=2, scale=4.0),
     # It sends little, so its lines are as fast as SWARM's: HTTP/2's windows bind here if they are too small.
     "gpt3": Row(layers=_layers("GPT-3")),
 }

@@ -8,6 +8,9 @@ stage's work.
 Half of the settings are saturated: whatever is chosen, the poorest stage's peers are busy. In the others the trainer
 keeps few microbatches in flight, so that throughput is their number over the time that one of them takes: who is
 chosen, credits, queues and the length of the lines (../throttle.py) all count.
+
+What it takes on this machine to hand a microbatch on, beside its computing, is measured before: one peer, to which the
+trainer gives one microbatch after the other. It is all that the simulation is told of the real swarm.
 """
 
 import asyncio
@@ -37,8 +40,6 @@ from swarm.stage.slots import LARGEST
 from swarm.types import PeerId
 
 MICROBATCH_SIZE = 4
-LINK_SECONDS = 0.004
-"""Round trip within one machine, with what gRPC does to a message."""
 DIRECTORY_SECONDS = 2.0
 SIMULATED_SECONDS = 400.0
 GOAL_PERCENT = 10.0
@@ -76,6 +77,8 @@ SETTINGS: dict[SettingName, Setting] = {
     "equal-long-line": Setting(paces=EQUAL, max_in_flight=4, round_trip_seconds=0.1),
     "slow-peer-long-line": Setting(paces=SLOW_PEER, max_in_flight=4, round_trip_seconds=0.1),
 }
+ALONE = Setting(paces=((0.05,),), max_in_flight=1)
+"""One after the other: what its time has beside computing is that of handing on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +107,16 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """The figures: by setting, microbatches per second there and here."""
+    link_seconds = handing_on_seconds(_real(options, "alone", ALONE)[0])
+    say(f"to hand a microbatch on takes {1000 * link_seconds:.1f} ms")
     settings = {}
     for name in options.settings:
         setting = SETTINGS[name]
         rates, work = _real(options, name, setting)
         simulated, simulated_work = simulate(
-            setting, options.seed, warm_up_seconds=options.warm_up_seconds, seconds=SIMULATED_SECONDS
-        )
+            setting, options.seed, link_seconds=link_seconds, warm_up_seconds=options.warm_up_seconds,
+            seconds=SIMULATED_SECONDS,
+        )  # fmt: skip
         median = statistics.median(rates)
         settings[name] = {
             "real": median, "real_lowest": min(rates), "real_highest": max(rates), "simulated": simulated,
@@ -123,6 +129,7 @@ def run(options: Options) -> dict[str, Any]:
         "largest_difference_percent": largest,
         "largest_work_difference_points": max(setting["work_difference_points"] for setting in settings.values()),
         "passed": largest <= GOAL_PERCENT,
+        "link_seconds": link_seconds,
         "settings": settings,
     }
 
@@ -130,6 +137,11 @@ def run(options: Options) -> dict[str, Any]:
 def exit_code(figures: Mapping[str, Any]) -> int:
     """1 if a setting is too far off."""
     return int(not figures["passed"])
+
+
+def handing_on_seconds(rates: Sequence[float]) -> float:
+    """Of a microbatch that is alone in the swarm `ALONE`, the way there and back, with all that programs do to it."""
+    return max(0.0, 1 / statistics.median(rates) - ALONE.paces[0][0] * MICROBATCH_SIZE)
 
 
 def largest_difference_points(one: Work, other: Work) -> float:
@@ -156,14 +168,17 @@ class Counting(Ours):
         super().succeeded(peer_id, answer)
 
 
-def simulate(setting: Setting, seed: int, *, warm_up_seconds: float, seconds: float) -> tuple[float, Work]:
+def simulate(
+    setting: Setting, seed: int, *, link_seconds: float, warm_up_seconds: float, seconds: float
+) -> tuple[float, Work]:  # fmt: skip
     """Microbatches per second of a simulated swarm with one trainer, and who did how much of them."""
     timeline = Timeline()
     pipeline = SimulatedPipeline(
         timeline, random.Random(seed), num_stages=len(setting.paces), num_samples=MICROBATCH_SIZE,
         max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST,
     )  # fmt: skip
-    for machine in machines(setting):
+    peers = machines(setting, link_seconds)
+    for machine in peers:
         pipeline.start(machine)
     chooser = Counting(timeline, random.Random(seed + 1))
     view = View(chooser)
@@ -181,7 +196,7 @@ def simulate(setting: Setting, seed: int, *, warm_up_seconds: float, seconds: fl
     answers = [
         [
             chooser.num_answers[machine.peer_id] - answers_before[machine.peer_id]
-            for machine in machines(setting)
+            for machine in peers
             if machine.stage == stage
         ]
         for stage in range(len(setting.paces))
@@ -189,8 +204,8 @@ def simulate(setting: Setting, seed: int, *, warm_up_seconds: float, seconds: fl
     return (trainer.num_done - before) / seconds, shares(answers)
 
 
-def machines(setting: Setting) -> list[Machine]:
-    """The peers of the simulated swarm.
+def machines(setting: Setting, link_seconds: float) -> list[Machine]:
+    """The peers of the simulated swarm, with what it takes to hand on to each.
 
     A simulated line belongs to a peer, and what is between two peers is the sum of half of both; the trainer has none.
     So every other stage's are as long as the whole way, and those between have no length.
@@ -200,7 +215,7 @@ def machines(setting: Setting) -> list[Machine]:
             peer_id=PeerId(f"{100 * stage + number:040x}"),
             stage=stage,
             busy_seconds=pace * MICROBATCH_SIZE,
-            link_seconds=LINK_SECONDS + (setting.round_trip_seconds if stage % 2 == 0 else 0.0),
+            link_seconds=link_seconds + (setting.round_trip_seconds if stage % 2 == 0 else 0.0),
             jitter=0.0,
         )
         for stage, peers in enumerate(setting.paces)
@@ -232,7 +247,7 @@ def _config(options: Options, num_stages: int) -> RunConfig:
     )  # fmt: skip
 
 
-def _real(options: Options, name: SettingName, setting: Setting) -> tuple[list[float], Work]:
+def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], Work]:
     """Microbatches per second of a real swarm, each time that it was measured, and who did how much in all of them."""
     config, _ = with_corpus(_config(options, len(setting.paces)))
     with ExitStack() as stack:
