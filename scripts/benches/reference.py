@@ -54,6 +54,11 @@ class Reference:
         """The weights as they are now, by their names in the whole model."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
+    def warm_up(self) -> None:
+        """Train on the first microbatch alone, so that memory and the optimizer's state are there."""
+        self._accumulate(0, 1.0)
+        self._update(0)
+
     def step(self, number: int, counts: Mapping[int, int] | None = None) -> float:
         """Train round `number`; gives its mean loss.
 

@@ -2,7 +2,7 @@
 
     python -m scripts.benches.whole_model CONFIG FOLDER THREADS STEPS
 
-Trains a step to warm up; then each turn (see turns.py) trains STEPS steps.
+Warms up with a microbatch and a step; then each turn (see turns.py) trains STEPS steps.
 """
 
 import itertools
@@ -24,8 +24,8 @@ def main(config_path: Path, folder: Path, threads: int, steps: int) -> None:
     # As swarm's programs do: the same allocator on all sides.
     process.keep_freed_memory()
     reference = Reference(*with_corpus(configs.load(config_path)))
-    reference.step(0)
-    numbers = itertools.count(1)
+    reference.warm_up()
+    numbers = itertools.count()
 
     def work() -> None:
         for number in itertools.islice(numbers, steps):
