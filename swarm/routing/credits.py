@@ -23,8 +23,9 @@ class Credits:
 
     def take(self, peer_id: PeerId) -> bool:
         """Use one up, if there is one."""
-        left = self.left(peer_id)
-        self._left[peer_id] = max(0, left - 1)
+        left = self._left.pop(peer_id, 0)
+        if left > 1:
+            self._left[peer_id] = left - 1
         return left > 0
 
     def drop(self, peer_id: PeerId) -> None:

@@ -131,12 +131,11 @@ class Router:
         if queue is not None:
             queue.unanswered(peer_id, self._clock.monotonic(), seconds)
 
-    def is_empty(self, stage: int) -> bool:
-        """Whether nobody serves the stage. Banned and busy peers count as serving."""
-        return not self._queues.get(stage)
-
     def next_available_seconds(self, stage: int) -> float | None:
-        """Time until some peer of the stage can be chosen: 0 if one can now, None if nobody serves it."""
+        """Time until some peer of the stage can be chosen: 0 if one can now, None if nobody serves it.
+
+        Banned and busy peers count as serving.
+        """
         queue = self._queues.get(stage)
         return None if queue is None else queue.next_available_seconds(self._clock.monotonic())
 

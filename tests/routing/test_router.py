@@ -135,13 +135,10 @@ def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
 
 def test_empty_and_available() -> None:
     router, clock = _router()
-    assert router.is_empty(0)
-    assert router.is_empty(5)
     assert router.next_available_seconds(0) is None
     assert router.next_available_seconds(5) is None
     assert router.choose(5, 1) is None
     router.update(0, [_record(1), _record(2)])
-    assert not router.is_empty(0)
     assert router.next_available_seconds(0) == 0.0
     router.failed(_id(1))
     assert router.next_available_seconds(0) == 0.0
@@ -149,7 +146,7 @@ def test_empty_and_available() -> None:
     clock.advance(0.5)
     assert router.choose(0, 1) is None
     assert router.next_available_seconds(0) == pytest.approx(1.5)
-    assert not router.is_empty(0)
+    assert router.next_available_seconds(0) is not None
     clock.advance(1.5)
     assert router.next_available_seconds(0) == 0.0
 
@@ -158,7 +155,7 @@ def test_a_peer_is_at_the_stage_it_announced_last() -> None:
     router, _ = _router(_record(1, announced_at=1.0))
     router.update(1, [_record(1, stage=1, announced_at=2.0)])
     router.update(0, [_record(1, announced_at=1.0)])  # The old announcement has not expired yet.
-    assert router.is_empty(0)
+    assert router.next_available_seconds(0) is None
     record = router.record(_id(1))
     assert record is not None
     assert record.stage == 1
