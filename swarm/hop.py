@@ -69,7 +69,7 @@ class HopLimits:
     open_seconds: float = 10.0
     """Longest wait for a peer's first answer."""
     silence_seconds: float = 15.0
-    """Longest wait for any sign of life from a peer that accepted; it gives one a second."""
+    """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
     stall_seconds: float = 120.0
     """Longest time that the next peer may itself be what is waited for."""
     retry_seconds: float = 0.25

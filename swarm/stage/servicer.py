@@ -42,7 +42,10 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 1.0
-"""Time between two signs of life."""
+"""Time between two looks at what a microbatch waits for."""
+UNCHANGED = 3
+"""Looks that find nothing new before the caller hears of it all the same: a sign of life. Each costs both ends half a
+millisecond or so, for each microbatch in flight."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
 Context = Any
@@ -171,6 +174,7 @@ class StageServicer(StageServiceServicer):
     async def _stream_news(self, context: Context, computation: Computation) -> None:
         # There are news at once, of its own subscription.
         route: Mapping[int, PeerId] = {}
+        said, num_unchanged = None, 0
         while not computation.done:
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)
@@ -178,7 +182,10 @@ class StageServicer(StageServiceServicer):
                 route = computation.route
                 await send(context, pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
             progress = pb.Progress(stage=computation.waiting_stage, no_peer=computation.no_peer)
-            await send(context, pb.TrainReply(progress=progress))
+            num_unchanged = num_unchanged + 1 if progress == said else UNCHANGED
+            if num_unchanged >= UNCHANGED:
+                said, num_unchanged = progress, 0
+                await send(context, pb.TrainReply(progress=progress))
 
     @staticmethod
     def _check_owner(context: Context, computation: Computation) -> None:

@@ -253,7 +253,7 @@ Global___Busy: _TypeAlias = Busy  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Sign of life, about once a second: the deepest stage that is being waited for."""
+    """Sign of life, every few seconds: the deepest stage that is being waited for."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
