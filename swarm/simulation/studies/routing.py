@@ -21,7 +21,7 @@ from swarm.simulation.choosers.chooser import Chooser, Ours
 from swarm.simulation.choosers.others import BetterOfTwo, ByChance, SwarmQueue
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
-from swarm.simulation.study import StudyOptions
+from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
 from swarm.stage.slots import LARGEST
 from swarm.types import PeerId
@@ -47,7 +47,7 @@ WARM_UP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StudyOptions):
+class Options(ChanceOptions):
     """Throughput and latency of ways to choose a peer, under failures."""
 
     num_peers: tuple[int, ...] = (10, 100, 1000, 10000)
