@@ -7,7 +7,9 @@ import pytest
 
 from swarm.averaging.group import Phase
 from swarm.averaging.shares import Offer, divide
-from swarm.simulation.rounds import TIMING, Setting, SimulatedMember, SimulatedStage, exchange_seconds
+from swarm.simulation.exchange import exchange_seconds
+from swarm.simulation.participant import TIMING
+from swarm.simulation.rounds import Setting, SimulatedMember, SimulatedStage
 from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId
 
