@@ -53,7 +53,10 @@ network may have held it back until another trainer was given the microbatch."""
 ACK_SECONDS = 120.0
 """Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good."""
 
-_SHORTEST_WAIT_SECONDS = 0.005
+SHORTEST_WAIT_SECONDS = 0.005
+"""Until a peer is looked for again when nobody can be asked, at least."""
+PAUSE_SECONDS = 1.0
+"""For how long a microbatch leaves a peer alone that failed it."""
 
 _Answer = TypeVar("_Answer")
 
@@ -279,7 +282,7 @@ class Hop:
         seconds = self._limits.retry_seconds
         if attempt.excluded:
             first = min(attempt.excluded.values()) - self._clock.monotonic()
-            seconds = min(seconds, max(first, _SHORTEST_WAIT_SECONDS))
+            seconds = min(seconds, max(first, SHORTEST_WAIT_SECONDS))
         await self._clock.sleep(seconds)
 
     def _choose(self, num_samples: int, attempt: _Attempt) -> PeerRecord | None:
@@ -295,7 +298,7 @@ class Hop:
             self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
-        pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else 1.0
+        pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else PAUSE_SECONDS
         attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
         attempt.route.pop(self.stage, None)
         # Who joins, moves, leaves or lacks a round's weights says nothing about the others.

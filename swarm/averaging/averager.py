@@ -21,6 +21,7 @@ from swarm.averaging.donor import Donor
 from swarm.averaging.group import Ballot
 from swarm.averaging.leader import AttemptFailed, Leader
 from swarm.averaging.participant import Participant
+from swarm.averaging.quorum import has_quorum
 from swarm.averaging.reduction import Payload
 from swarm.averaging.reporter import Reporter, wait
 from swarm.averaging.roster import Roster
@@ -275,12 +276,11 @@ class Averager:
         return self._participant.standing != standing
 
     def _has_quorum(self, present: Collection[str]) -> bool:
-        if self._config.averaging.quorum == "available":
-            return True
         last = self._participant.outcomes.get(self._participant.standing.round - 1)
-        # Before the first commit that this peer knows of, all that are announced count.
-        electorate = set(last.prepared.member_ids) if last else {self._own_id, *self._roster.announced()}
-        return 2 * len(electorate & set(present)) > len(electorate)
+        return has_quorum(
+            self._config.averaging.quorum, present, last_members=last.prepared.member_ids if last else (),
+            announced={self._own_id, *self._roster.announced()},
+        )  # fmt: skip
 
     # -- for other peers ---------------------------------------------------------------------------------------------
 

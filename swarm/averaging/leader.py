@@ -26,6 +26,7 @@ from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, contact_of
+from swarm.averaging.unfinished import Begun, unfinished
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
@@ -36,8 +37,6 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
-
-Begun = Mapping[PeerId, pb.BeginReply]
 
 MOST_THROUGH_ONE = 8
 """Members of whom one may sum everything, for want of lines between the others: it carries all that they send."""
@@ -120,7 +119,7 @@ class Leader:
         self.active = Ballot(number, self.own_id)
         try:
             begun = await self._begin(members, standing, self.active, spare_doubles(progress))
-            prepared = _unfinished(begun)
+            prepared = unfinished(begun)
             if prepared is None:
                 prepared = await self._average(members, begun, standing, self.active)
                 holders = list(begun)
@@ -163,7 +162,7 @@ class Leader:
             raise _failure("a member is slow", unreached)
         if not self.has_quorum(begun.keys()):
             raise _failure("too few members for a quorum", unreached)
-        if _unfinished(begun) is None:
+        if unfinished(begun) is None:
             if self.config.rounds.synchronous:
                 drops = duplicates(begun)
                 again = {peer: members[peer] for peer in drops}
@@ -349,25 +348,6 @@ def _is_prepared(reply: Any) -> bool:
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
     return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
-
-
-def _unfinished(begun: Begun) -> pb.Prepared | None:
-    """The newest earlier result, if it may have been decided: no member of its exchange knows better."""
-    prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
-    if not prepared:
-        return None
-    newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
-    ballot = messages.require_ballot(newest.ballot)
-    for peer in newest.member_ids:
-        reply = begun.get(PeerId(peer))
-        # One that was restarted since has no say: it may have prepared the result and forgotten.
-        if (
-            reply is not None
-            and reply.prepared.digest != newest.digest
-            and messages.require_ballot(reply.since) <= ballot
-        ):
-            return None
-    return newest
 
 
 def _failure(reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:

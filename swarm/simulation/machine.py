@@ -12,8 +12,8 @@ from functools import partial
 
 from swarm.routing.throughput import MovingAverage
 from swarm.simulation.timeline import Timeline
-from swarm.stage.admission import Admission
-from swarm.stage.slots import FEW, Slots
+from swarm.stage.admission import Admission, credits_of
+from swarm.stage.slots import Slots
 from swarm.stage.task_queue import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -71,7 +71,7 @@ class SimulatedPeer:
     @property
     def num_credits(self) -> int:
         """What a reply grants."""
-        return max(0, min(1, self._admission.num_free))
+        return credits_of(self._admission.num_free)
 
     def record(self) -> PeerRecord:
         """What it announces now."""
@@ -87,7 +87,7 @@ class SimulatedPeer:
     def admit(self, caller: str) -> None:
         """Take a slot. Raises Overloaded."""
         seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
-        idle = self.queue_length <= FEW and not self.num_refused
+        idle = self._slots.lacks_work and not self.num_refused
         self._admission.take(caller, busy_seconds=seconds, idle=idle)
 
     def give_back(self, caller: str) -> None:

@@ -2,9 +2,9 @@
 
 Used by the study `routing` and by `validate`. A microbatch is handed on as swarm.hop does it: a peer is chosen, asked
 unless it gave a credit, left alone when it is busy or fails, and another one is chosen. What is sent when, and how long
-that takes, is simulated; choices, credits, slots and queues are the real classes'. Simpler than the real thing: a
-sender's view of the swarm is shared by whatever peers its microbatches pass, a microbatch whose peer failed is computed
-again further downstream as well, and nothing is ever lost for good.
+that takes, is simulated; choices, credits, slots and queues are the real classes', and so are the hop's pauses. Simpler
+than the real thing: a sender's view of the swarm is shared by whatever peers its microbatches pass, a microbatch whose
+peer failed is computed again further downstream as well, and nothing is ever lost for good.
 """
 
 import random
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from swarm.errors import Overloaded
+from swarm.hop import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits
 from swarm.routing.credits import Credits
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer
@@ -20,17 +21,15 @@ from swarm.types import PeerId
 
 NOTICE_SECONDS = 1.0
 """From a peer's death until those whose microbatches it had know of it."""
-RETRY_SECONDS = 0.25
-"""As in swarm.hop: until a peer is looked for again when nobody can be asked, and for how long one that failed is not
-asked by the same microbatch."""
-EXCLUDED_SECONDS = 1.0
 
 
 class View:
     """What one sender knows: whom it would choose, and who takes a microbatch unasked."""
 
-    def __init__(self, chooser: Chooser) -> None:
+    def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
         self.chooser = chooser
+        self.name = name
+        """By which peers tell it from other senders."""
         self.credits: dict[int, Credits] = {}
         """By stage: every stage's hop has its own."""
 
@@ -109,7 +108,7 @@ class _Hop:
         self._credits = view.credits.setdefault(stage, Credits())
         self._stage = stage
         self._origin = origin
-        self._caller = "trainer" if origin is None else origin.peer_id
+        self._caller = view.name if origin is None else origin.peer_id
         self._then = then
         self._is_refused = False
         self._excluded: dict[PeerId, float] = {}
@@ -125,8 +124,8 @@ class _Hop:
         self._excluded = {peer: until for peer, until in self._excluded.items() if until > now}
         peer_id = self._view.chooser.choose(self._stage, self._pipeline.num_samples, self._excluded.keys())
         if peer_id is None:
-            waits = min([RETRY_SECONDS, *(until - now for until in self._excluded.values())])
-            self._timeline.after(max(waits, 0.005), self.attempt)
+            waits = min([HopLimits.retry_seconds, *(until - now for until in self._excluded.values())])
+            self._timeline.after(max(waits, SHORTEST_WAIT_SECONDS), self.attempt)
             return
         self._sent_at = now
         self._busy_seconds = self._downstream_seconds = 0.0
@@ -134,7 +133,7 @@ class _Hop:
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
             # Nobody answers there any more.
-            self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt))
+            self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt, is_gone=True))
             return
         self._peer = peer
         self._one_way = (peer.machine.link_seconds + (self._origin.machine.link_seconds if self._origin else 0.0)) / 2
@@ -144,7 +143,7 @@ class _Hop:
     def lost(self, peer_id: PeerId) -> None:
         """The peer that this waits for has died."""
         self._attempt += 1
-        self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt))
+        self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt, is_gone=False))
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something later, unless the peer dies first."""
@@ -154,13 +153,13 @@ class _Hop:
         if attempt == self._attempt:
             action()
 
-    def _failed(self, peer_id: PeerId, attempt: int) -> None:
+    def _failed(self, peer_id: PeerId, attempt: int, *, is_gone: bool) -> None:
         if attempt != self._attempt or (self._origin is not None and self._origin.is_gone):
             return
         self._pipeline.num_reroutes += 1
-        self._view.chooser.failed(peer_id)
+        self._view.chooser.failed(peer_id, is_gone=is_gone)
         self._credits.drop(peer_id)
-        self._excluded[peer_id] = self._timeline.monotonic() + EXCLUDED_SECONDS
+        self._excluded[peer_id] = self._timeline.monotonic() + PAUSE_SECONDS
         self.attempt()
 
     # -- at the peer -------------------------------------------------------------------------------------------------

@@ -9,5 +9,11 @@ class StudyOptions:
 
     json: bool = False
     """Print one JSON object as the last line of stdout, instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChanceOptions(StudyOptions):
+    """Of a study that draws by chance."""
+
     seed: int = 0
-    """Of all that is drawn by chance."""
+    """Of all that is drawn."""

@@ -21,6 +21,11 @@ CLEARLY_MORE = 2
 """By so many slots. One more or less is how it falls out among equals."""
 
 
+def credits_of(num_free: int) -> int:
+    """What a reply grants: of the free slots one at most, since all who get a reply are told of the same ones."""
+    return max(0, min(1, num_free))
+
+
 class Admission:
     """Gives out slots."""
 

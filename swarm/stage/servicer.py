@@ -32,6 +32,7 @@ from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import chunks
+from swarm.stage.admission import credits_of
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.incoming import FIRST_SECONDS, Incoming
@@ -205,7 +206,7 @@ class StageServicer(StageServiceServicer):
         done = pb.Done(
             loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
             busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
-            credits=max(0, min(1, self._stage.num_free)), num_reroutes=result.num_reroutes,
+            credits=credits_of(self._stage.num_free), num_reroutes=result.num_reroutes,
         )  # fmt: skip
         await send(context, pb.TrainReply(done=done))
 

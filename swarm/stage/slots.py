@@ -35,6 +35,11 @@ class Slots:
         """Microbatches that may be in flight here now."""
         return self.least if self._piles_up() else int(self._size)
 
+    @property
+    def lacks_work(self) -> bool:
+        """Whether what is at the compute thread does not keep it busy for long."""
+        return self._queue_length() <= FEW
+
     def refused(self, *, idle: bool) -> None:
         """All are taken and somebody wanted one; `idle`: the peer has nothing to do, though it has all these."""
         if idle:

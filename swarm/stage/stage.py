@@ -26,7 +26,7 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.runtime import Runtime
-from swarm.stage.slots import FEW, Slots
+from swarm.stage.slots import Slots
 from swarm.types import PeerId
 
 REPLAY_GAP_SECONDS = 1.0
@@ -143,7 +143,7 @@ class Stage:
     def _is_idle(self) -> bool:
         """Whether more microbatches would have the peer do more: they would wait for nothing here, and fit."""
         return not (
-            self.runtime.queue_length > FEW
+            not self._slots.lacks_work
             or self.num_answering
             or (self._hop is not None and self._hop.is_held_up)
             or not self.backend.budget.has_room()

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from swarm.simulation.hand_off import Path, Pipeline, Station, journey, play
+from swarm.simulation.hand_off import Pipeline, Station, Way, journey, play
 from swarm.simulation.timeline import Timeline
+from swarm.stage.task_queue import Priority
 
 FAST = 1e12
 BASE = Pipeline(
@@ -18,55 +19,55 @@ def with_lines(peer: float, trainer: float, **changes: float) -> Pipeline:
     return dataclasses.replace(BASE, peer_bytes_per_second=peer, trainer_bytes_per_second=trainer, **changes)  # type: ignore[arg-type]  # whole numbers among the changes are counts
 
 
-@pytest.mark.parametrize("path", list(Path))
+@pytest.mark.parametrize("way", list(Way))
 @pytest.mark.parametrize("round_trip_seconds", [0.0, 3.0])
-def test_peers_compute_all_the_time_if_lines_cost_nothing(path: Path, round_trip_seconds: float) -> None:
-    outcome = play(with_lines(FAST, FAST, round_trip_seconds=round_trip_seconds), path)
+def test_peers_compute_all_the_time_if_lines_cost_nothing(way: Way, round_trip_seconds: float) -> None:
+    outcome = play(with_lines(FAST, FAST, round_trip_seconds=round_trip_seconds), way)
     assert outcome.utilisation == pytest.approx(1.0, abs=0.01)
 
 
 def test_directly_the_line_of_an_inner_peer_is_the_limit() -> None:
     # It carries an activation to one side and a gradient to the other, a second each; half a second is computing.
-    assert play(BASE, Path.DIRECT).utilisation == pytest.approx(0.5 / 2, abs=0.01)
+    assert play(BASE, Way.DIRECT).utilisation == pytest.approx(0.5 / 2, abs=0.01)
 
 
 def test_by_way_of_the_trainer_its_line_is_the_limit() -> None:
     # Up: of each of two boundaries the activation, the same once more with the backward, and the gradient.
-    assert play(BASE, Path.TRAINER).utilisation == pytest.approx(0.5 / 6, abs=0.01)
+    assert play(BASE, Way.TRAINER).utilisation == pytest.approx(0.5 / 6, abs=0.01)
 
 
 def test_a_trainer_with_a_wide_line_leaves_the_limit_to_the_peers() -> None:
     # Down to an inner peer: its input, and with the backward its input once more and a gradient.
-    assert play(with_lines(100.0, FAST), Path.TRAINER).utilisation == pytest.approx(0.5 / 3, abs=0.01)
+    assert play(with_lines(100.0, FAST), Way.TRAINER).utilisation == pytest.approx(0.5 / 3, abs=0.01)
 
 
 def test_peers_of_a_stage_share_the_trainer_and_nothing_else() -> None:
     shared = dataclasses.replace(BASE, peers_per_stage=4)
-    assert play(shared, Path.DIRECT).utilisation == pytest.approx(0.5 / 2, abs=0.01)
-    assert play(shared, Path.TRAINER).utilisation == pytest.approx(0.5 / 24, abs=0.01)
+    assert play(shared, Way.DIRECT).utilisation == pytest.approx(0.5 / 2, abs=0.01)
+    assert play(shared, Way.TRAINER).utilisation == pytest.approx(0.5 / 24, abs=0.01)
 
 
 def test_a_journey_counts_every_tensor() -> None:
-    def sent(path: Path, kind: str) -> dict[int, float]:
+    def sent(way: Way, kind: str) -> dict[int, float]:
         totals: dict[int, float] = {}
-        for visit in journey(BASE, path):
-            if visit.place[0] == kind:
-                totals[visit.place[1]] = totals.get(visit.place[1], 0.0) + visit.seconds
+        for step in journey(BASE, way):
+            if step.place[0] == kind:
+                totals[step.place[1]] = totals.get(step.place[1], 0.0) + step.seconds
         return totals
 
-    assert sent(Path.DIRECT, "up") == {-1: 0, 0: 1, 1: 2, 2: 1}
-    assert sent(Path.DIRECT, "down") == {-1: 0, 0: 1, 1: 2, 2: 1}
-    assert sent(Path.TRAINER, "up") == {-1: 6, 0: 1, 1: 2, 2: 1}
-    assert sent(Path.TRAINER, "down") == {-1: 4, 0: 1, 1: 3, 2: 2}
-    assert sent(Path.DIRECT, "machine") == pytest.approx({0: 0.5, 1: 0.5, 2: 0.5})
+    assert sent(Way.DIRECT, "up") == {-1: 0, 0: 1, 1: 2, 2: 1}
+    assert sent(Way.DIRECT, "down") == {-1: 0, 0: 1, 1: 2, 2: 1}
+    assert sent(Way.TRAINER, "up") == {-1: 6, 0: 1, 1: 2, 2: 1}
+    assert sent(Way.TRAINER, "down") == {-1: 4, 0: 1, 1: 3, 2: 2}
+    assert sent(Way.DIRECT, "machine") == pytest.approx({0: 0.5, 1: 0.5, 2: 0.5})
 
 
-def test_a_station_takes_the_lowest_priority_first_and_knows_how_long_it_worked() -> None:
+def test_a_station_takes_the_oldest_first_and_knows_how_long_it_worked() -> None:
     timeline = Timeline()
     station = Station(timeline)
     done: list[tuple[int, float]] = []
     for number in (2, 3, 1):
-        station.take((False, number, 0), 2.0, lambda number=number: done.append((number, timeline.monotonic())))  # type: ignore[misc]
+        station.take(Priority.FORWARD, number, 2.0, lambda number=number: done.append((number, timeline.monotonic())))  # type: ignore[misc]
     timeline.run(5.0)
     # The first one to come did not wait for better ones.
     assert done == [(2, 2.0), (1, 4.0)]

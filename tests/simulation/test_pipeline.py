@@ -32,6 +32,18 @@ def build(
     return pipeline, view
 
 
+class Noted(Ours):
+    """Our router, and what it is told of failures."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__(timeline, random.Random(1))
+        self.failures: list[bool] = []
+
+    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
+        self.failures.append(is_gone)
+        super().failed(peer_id, is_gone=is_gone)
+
+
 def peer_id(number: int) -> PeerId:
     return PeerId(f"{number:040x}")
 
@@ -101,3 +113,53 @@ def test_a_trainer_finds_the_swarm_s_capacity_and_shares_follow_speed() -> None:
     before = trainer.num_done
     pipeline.timeline.run(120.0)
     assert (trainer.num_done - before) / 100.0 == pytest.approx(1 / 0.2 + 1 / 0.4 + 1 / 0.6, rel=0.05)
+
+
+def test_who_is_back_is_asked_as_soon_as_it_is_announced() -> None:
+    pipeline, _ = build((1.0,))
+    chooser = Noted(pipeline.timeline)
+    view = View(chooser)
+    pipeline.announce([view])
+    machine = pipeline.peers[peer_id(0)].machine
+    done: list[float] = []
+    pipeline.train(view, lambda _: done.append(pipeline.timeline.monotonic()))
+    pipeline.timeline.run(0.5)
+    pipeline.kill(machine.peer_id)
+    pipeline.timeline.run(3.0)
+    pipeline.start(machine)
+    pipeline.announce([view])
+    pipeline.timeline.run(6.0)
+    assert chooser.failures == [False], "its connection broke"
+    assert done, "less than the 5 seconds of a ban have passed"
+
+
+def test_where_nobody_listens_the_router_is_told_so() -> None:
+    pipeline, _ = build((1.0,))
+    chooser = Noted(pipeline.timeline)
+    view = View(chooser)
+    pipeline.announce([view])
+    pipeline.kill(peer_id(0))
+    pipeline.train(view, lambda _: None)
+    pipeline.timeline.run(2.0)
+    assert chooser.failures == [True]
+
+
+def test_peers_tell_trainers_apart() -> None:
+    """One floods a busy peer, the other one gets its turn all the same."""
+    pipeline, _ = build((1.0,), max_in_flight=4)
+    done: dict[str, int] = {"flood": 0, "quiet": 0}
+
+    def send(view: View) -> None:
+        pipeline.train(view, lambda _: came_back(view))
+
+    def came_back(view: View) -> None:
+        done[view.name] += 1
+        send(view)
+
+    for name, in_flight in (("flood", 40), ("quiet", 2)):
+        view = View(Ours(pipeline.timeline, random.Random(1)), name)
+        pipeline.announce([view])
+        for _ in range(in_flight):
+            send(view)
+    pipeline.timeline.run(200.0)
+    assert done["quiet"] > 0.3 * done["flood"]

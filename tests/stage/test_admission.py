@@ -4,7 +4,7 @@ import pytest
 
 from swarm.clock import ManualClock
 from swarm.errors import Overloaded
-from swarm.stage.admission import PATIENCE_SECONDS, SHORTEST_RETRY_SECONDS, Admission
+from swarm.stage.admission import PATIENCE_SECONDS, SHORTEST_RETRY_SECONDS, Admission, credits_of
 from swarm.stage.slots import Slots
 
 RETRY = 0.5
@@ -145,3 +145,7 @@ def test_a_flood_that_leaves_the_peer_idle_gets_no_slot_that_is_kept_for_another
     assert not any(_taken(admission, "flood", idle=True) for _ in range(100))
     assert slots.size == 3, "the one that is kept"
     assert _taken(admission, "quiet")
+
+
+def test_a_reply_grants_one_free_slot_at_most() -> None:
+    assert [credits_of(num_free) for num_free in (-1, 0, 1, 5)] == [0, 0, 1, 1]

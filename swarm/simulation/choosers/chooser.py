@@ -44,8 +44,12 @@ class Chooser(Protocol):
         """A peer had no room."""
         ...
 
-    def failed(self, peer_id: PeerId) -> None:
-        """A peer is gone."""
+    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
+        """A peer did not answer.
+
+        Args:
+            is_gone: nobody listened where it was; else a connection broke.
+        """
         ...
 
 
@@ -54,14 +58,23 @@ class Ours:
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._router = Router(clock, rng)
-        self.update = self._router.update
         self.busy = self._router.busy
-        self.failed = self._router.failed
+
+    def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        """See Router."""
+        self._router.update(stage, records)
+        # In place of swarm.connections, whose probe each of these would answer: only the living are listed here.
+        for record in self._router.unreachable(stage):
+            self._router.answered(PeerId(record.peer_id))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
         """See Router."""
         record = self._router.choose(stage, num_samples, exclude=exclude)
         return None if record is None else PeerId(record.peer_id)
+
+    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
+        """See Router."""
+        self._router.failed(peer_id, is_gone=is_gone, is_unreachable=True)
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         """See Router."""

@@ -1,7 +1,7 @@
 """Other ways to choose: by chance, the better of two, and the SWARM paper's queue.
 
-Used by the study `routing`. All of them leave a peer that has failed alone for 5 seconds and one that was busy for as
-long as it asked for, as this project's does: what differs is the choice.
+Used by the study `routing`. All of them leave a peer that has failed alone for 5 seconds, or until it is found to be
+back, and one that was busy for as long as it asked for, as this project's does: what differs is the choice.
 """
 
 import heapq
@@ -36,12 +36,16 @@ class ByChance:
         self._clock = clock
         self._rng = rng
         self._stages: dict[int, _Stage] = {}
-        self._away_until: dict[PeerId, float] = {}
+        self._busy_until: dict[PeerId, float] = {}
+        self._banned_until: dict[PeerId, float] = {}
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         """See Chooser."""
         known = self._stages.setdefault(stage, _Stage())
         known.peers = [PeerId(record.peer_id) for record in records if record.state is PeerState.SERVING]
+        for peer_id in known.peers:
+            # Only the living are listed.
+            self._banned_until.pop(peer_id, None)
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
         """See Chooser."""
@@ -52,11 +56,11 @@ class ByChance:
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
         """See Chooser."""
-        self._away_until[peer_id] = self._clock.monotonic() + retry_after_seconds
+        self._busy_until[peer_id] = self._clock.monotonic() + retry_after_seconds
 
-    def failed(self, peer_id: PeerId) -> None:
+    def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
         """See Chooser."""
-        self._away_until[peer_id] = self._clock.monotonic() + BASE_BAN_SECONDS
+        self._banned_until[peer_id] = self._clock.monotonic() + BASE_BAN_SECONDS
 
     def _draw(self, stage: int, exclude: Collection[PeerId]) -> PeerId | None:
         peers = self._stages[stage].peers
@@ -68,7 +72,8 @@ class ByChance:
         return self._rng.choice(left) if left else None
 
     def _can_be_asked(self, peer_id: PeerId, exclude: Collection[PeerId]) -> bool:
-        return peer_id not in exclude and self._away_until.get(peer_id, 0.0) <= self._clock.monotonic()
+        away_until = max(self._busy_until.get(peer_id, 0.0), self._banned_until.get(peer_id, 0.0))
+        return peer_id not in exclude and away_until <= self._clock.monotonic()
 
 
 class BetterOfTwo(ByChance):

@@ -20,7 +20,7 @@ from swarm.simulation.rules.own_rule import OwnRule
 from swarm.simulation.rules.petals_rule import PetalsRule
 from swarm.simulation.rules.rule import NoRule, Rule
 from swarm.simulation.rules.swarm_rule import SwarmRule
-from swarm.simulation.study import StudyOptions
+from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
 
 PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
@@ -28,7 +28,7 @@ PAPER = {"none": 82.7, "swarm_300": 95.8, "swarm_60": 97.6}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StudyOptions):
+class Options(ChanceOptions):
     """What each rule for moving between stages keeps of the best throughput."""
 
     num_traces: int = 10

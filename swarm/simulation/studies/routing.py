@@ -11,7 +11,7 @@ machine that died comes back later, and has to be found again.
 import gc
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from swarm.simulation.choosers.chooser import Chooser, Ours
 from swarm.simulation.choosers.others import BetterOfTwo, ByChance, SwarmQueue
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
-from swarm.simulation.study import StudyOptions
+from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
 from swarm.stage.slots import LARGEST
 from swarm.types import PeerId
@@ -42,12 +42,14 @@ DOWN_SECONDS = 20.0
 """Mean time for which a machine that died is away."""
 DIRECTORY_SECONDS = 5.0
 """How often the senders read the directory."""
+ONE_SEED_FROM = 10_000
+"""Peers: of so many a single run is an average, and takes more than a minute."""
 WARM_UP_SECONDS = 60.0
 """At the start nobody knows what anybody manages, and slow peers are given too much."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StudyOptions):
+class Options(ChanceOptions):
     """Throughput and latency of ways to choose a peer, under failures."""
 
     num_peers: tuple[int, ...] = (10, 100, 1000, 10000)
@@ -58,14 +60,19 @@ class Options(StudyOptions):
     """Of the pipeline, at most half as many as there are peers."""
     num_trainers: int = 8
     """Each with a view of its own of the swarm."""
+    num_seeds: int = 3
+    """Runs of each setting to take the mean over, but one from 10,000 peers on; the first is drawn with `seed`, the
+    next with the number after it."""
     num_visits: int = 60000
     """Microbatches times stages that are simulated, about, in each run; but at least 30 and at most 1200 seconds."""
 
     def __post_init__(self) -> None:
         if min(self.num_peers, default=0) < 2 or min(self.num_stages, self.num_trainers) < 1:
             raise ValueError("there must be at least 2 peers, a stage and a trainer")
-        if not self.failure_percent or min(self.failure_percent) < 0:
-            raise ValueError("--failure-percent takes one or more numbers that are not negative")
+        if min(self.num_seeds, self.num_visits) < 1:
+            raise ValueError("--num-seeds and --num-visits must be at least 1")
+        if not self.failure_percent or not all(0 <= percent <= 100 for percent in self.failure_percent):
+            raise ValueError("--failure-percent takes one or more numbers from 0 to 100")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -78,7 +85,11 @@ def run(options: Options) -> dict[str, Any]:
                 {
                     "num_peers": size,
                     "failure_percent": rate,
-                    **{name: _one(options, size, rate, make) for name, make in CHOOSERS.items()},
+                    "num_seeds": len(seeds := _seeds(options, size)),
+                    **{
+                        name: mean_and_spread([_one(options, size, rate, make, seed) for seed in seeds])
+                        for name, make in CHOOSERS.items()
+                    },
                 }
                 for size in options.num_peers
                 for rate in options.failure_percent
@@ -86,6 +97,18 @@ def run(options: Options) -> dict[str, Any]:
         }
     finally:
         gc.enable()
+
+
+def _seeds(options: Options, size: int) -> range:
+    return range(options.seed, options.seed + (1 if size >= ONE_SEED_FROM else options.num_seeds))
+
+
+def mean_and_spread(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Every figure's mean; `spread` has the highest less the lowest."""
+    return {
+        **{figure: statistics.fmean(run[figure] for run in runs) for figure in runs[0]},
+        "spread": {figure: max(run[figure] for run in runs) - min(run[figure] for run in runs) for figure in runs[0]},
+    }
 
 
 @dataclass(eq=False)
@@ -108,11 +131,11 @@ class _Load:
 
 
 def _one(
-    options: Options, size: int, failure_percent: float, make: Callable[[Clock, random.Random], Chooser]
+    options: Options, size: int, failure_percent: float, make: Callable[[Clock, random.Random], Chooser], seed: int
 ) -> dict[str, float]:
     gc.collect()  # what the last run left
     timeline = Timeline()
-    world, chance = random.Random(options.seed), random.Random(options.seed + 1)
+    world, chance = random.Random(seed), random.Random(f"{seed} peers")
     num_stages = min(options.num_stages, size // 2)
     pipeline = SimulatedPipeline(
         timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=num_stages + 2,
@@ -121,12 +144,15 @@ def _one(
     machines = [_machine(world, number, number % num_stages) for number in range(size)]
     for machine in machines:
         pipeline.start(machine)
-    views = [View(make(timeline, random.Random(options.seed + 2 + number))) for number in range(options.num_trainers)]
+    views = [
+        View(make(timeline, random.Random(f"{seed} {name}")), name)
+        for name in (f"trainer {number}" for number in range(options.num_trainers))
+    ]
     seconds = min(1200.0, max(30.0, options.num_visits * USUAL_SECONDS / size))
     end = WARM_UP_SECONDS + seconds
     for machine in machines:
         _let_fail(pipeline, machine, failure_percent / 100 / ITERATION_SECONDS, end, random.Random(world.random()))
-    capacity = _Capacity(pipeline, WARM_UP_SECONDS)
+    capacity = Capacity(pipeline, WARM_UP_SECONDS, end)
 
     def read_directory() -> None:
         pipeline.announce(views)
@@ -137,13 +163,17 @@ def _one(
     # Enough to keep every peer busy and let a few tasks wait: each microbatch keeps one peer at a time busy.
     for number in range(2 * size):
         timeline.after(world.random() * 2 * num_stages * USUAL_SECONDS, partial(load.send, views[number % len(views)]))
+    timeline.run(WARM_UP_SECONDS)
+    num_reroutes = pipeline.num_reroutes
     timeline.run(end)
+    if len(load.latencies) < 2 or not capacity.microbatches():
+        raise ValueError(f"{size} peers have done next to nothing in {seconds:.0f} s: --failure-percent is too high")
     quantiles = statistics.quantiles(load.latencies, n=100)
     return {
         "percent_of_capacity": 100.0 * len(load.latencies) / capacity.microbatches(),
         "p50_seconds": quantiles[49],
         "p99_seconds": quantiles[98],
-        "num_reroutes": pipeline.num_reroutes,
+        "num_reroutes": pipeline.num_reroutes - num_reroutes,
     }
 
 
@@ -165,21 +195,25 @@ def _let_fail(
         pipeline.timeline.at(at, partial(pipeline.start, machine))
 
 
-class _Capacity:
-    """What the peers could compute: at every moment, those of the weakest stage."""
+class Capacity:
+    """What the peers could compute: at every moment, those of the weakest stage. Read once a second."""
 
-    def __init__(self, pipeline: SimulatedPipeline, since: float) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, since: float, until: float) -> None:
         self._pipeline = pipeline
-        self._readings: list[float] = []
+        self._until = until
+        self._total = 0.0
         pipeline.timeline.at(since, self._read)
 
     def microbatches(self) -> float:
-        """So many since then."""
-        return sum(self._readings)
+        """So many from then on."""
+        return self._total
 
     def _read(self) -> None:
+        left = self._until - self._pipeline.timeline.monotonic()
+        if left <= 0:
+            return
         rates = [0.0] * self._pipeline.num_stages
         for peer in self._pipeline.peers.values():
             rates[peer.machine.stage] += 1.0 / peer.machine.busy_seconds
-        self._readings.append(min(rates))
+        self._total += min(rates) * min(1.0, left)
         self._pipeline.timeline.after(1.0, self._read)

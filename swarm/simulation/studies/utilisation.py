@@ -11,7 +11,7 @@ from typing import Any
 from swarm.compression.codec import simple_codec
 from swarm.rpc.wire import DTYPES
 from swarm.simulation import published
-from swarm.simulation.hand_off import Path, Pipeline, play
+from swarm.simulation.hand_off import Pipeline, Way, play
 from swarm.simulation.study import StudyOptions
 
 BYTES_PER_MEGABIT = 125_000
@@ -141,7 +141,7 @@ def _ours(layers: Layers, num_elements: int, dtype: str, round_trip_seconds: flo
         peer_bytes_per_second=options.peer_megabits_per_second * BYTES_PER_MEGABIT,
         trainer_bytes_per_second=options.trainer_megabits_per_second * BYTES_PER_MEGABIT,
     )
-    outcomes = {path.value: play(pipeline, path) for path in Path}
+    outcomes = {way.value: play(pipeline, way) for way in Way}
     return {name: 100 * outcome.utilisation for name, outcome in outcomes.items()} | {
-        "in_flight": outcomes[Path.DIRECT.value].num_in_flight
+        "in_flight": outcomes[Way.DIRECT.value].num_in_flight
     }
