@@ -2,10 +2,10 @@
 
 Used by routing. Each peer is a DhtNode with a p2pd of its own, and does with it what swarm-peer does while it serves:
 it announces a full record, publishes the run's configuration and reads the peers of all stages, at the program's own
-intervals. All peers are in this process, and begin at random moments. Bytes between their nodes are the kernel's count
-of the loopback, headers included (a p2pd talks to its own process over a Unix socket), so other work on the machine
-that uses the loopback adds to them. A record is checked once in a process, so here once for all peers; what that costs
-is told apart.
+intervals. All peers are in this process, and begin at random moments. Bytes are those that pass through each p2pd, by
+the kernel's count, encrypted and without the headers of TCP and IP. The loopback's count, which has these, stands
+beside them; other work on the machine adds to it. A record is checked once in a process, so here once for all peers;
+what that costs is told apart.
 """
 
 import asyncio
@@ -42,7 +42,8 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
-"""Then all have announced themselves, and what nodes keep that are no longer nearest to a key has expired."""
+"""Then all have announced themselves, and the records that nodes keep which are no longer nearest to their key have
+expired. The configuration's copies last longer, and are few."""
 REPLICAS = 5
 """Nodes that keep a key: hivemind's default, and ours."""
 EXTRAPOLATED = (100, 1000, 10000)
@@ -55,7 +56,7 @@ class Counters:
 
     Attributes:
         seconds: of the clock.
-        loopback_bytes: what all nodes have sent to each other.
+        loopback_bytes: what the machine has sent to itself.
         process_cpu_seconds: this process's.
         p2pd_cpu_seconds: those of all p2pd.
         passed_bytes: what each p2pd has written: to other nodes what came from its process, and to its process what
@@ -160,7 +161,7 @@ def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_byt
             used[size] = asyncio.run(_observe(peers, seconds))
             process_bytes.append(resident_bytes())
             p2pd_bytes[str(size)] = statistics.mean(map(resident_bytes, _p2pds()))
-            say(f"a DHT of {size} nodes: {used[size].loopback_bytes / seconds / size:.0f} bytes/s from each")
+            say(f"a DHT of {size} nodes has been observed")
     return {
         **traffic(used, record_bytes=record_bytes),
         "dht_check_cpu_seconds_per_record": _check_cpu_seconds(),
@@ -203,15 +204,18 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
     def by_size(values: Mapping[int, float]) -> dict[str, float]:
         return {str(size): value for size, value in values.items()}
 
-    sent = {size: u.loopback_bytes / u.seconds / size for size, u in used.items()}
-    # All receive about the same, which is half of what passes in the mean.
-    received = {size: statistics.mean(u.passed_bytes) / 2 for size, u in used.items()}
-    busiest = {size: (max(u.passed_bytes) - received[size]) / u.seconds for size, u in used.items()}
+    # What one sends another receives, so each is half of what passes.
+    sent = {size: statistics.mean(u.passed_bytes) / 2 / u.seconds for size, u in used.items()}
+    # All receive about the same.
+    busiest = {size: max(u.passed_bytes) / u.seconds - sent[size] for size, u in used.items()}
     # With fewer peers, the copies of a key grow as well.
     sizes = [size for size in used if size > REPLICAS]
     per_peer, fixed = statistics.linear_regression(sizes, [sent[size] for size in sizes])
     return {
         "dht_bytes_per_second": by_size(sent),
+        "dht_loopback_bytes_per_second": by_size(
+            {size: u.loopback_bytes / u.seconds / size for size, u in used.items()}
+        ),
         "dht_busiest_bytes_per_second": by_size(busiest),
         "dht_bytes_over_arithmetic": by_size(
             {size: value / (size * record_bytes / REFRESH_SECONDS) for size, value in sent.items()}

@@ -18,15 +18,16 @@ def _used(size: int, sent: float, busiest: float) -> Counters:
     others = (size * sent - busiest) / (size - 1)
     passed = [10 * (sent + others)] * (size - 1) + [10 * (sent + busiest)]
     return Counters(
-        seconds=10.0, loopback_bytes=round(10 * size * sent), process_cpu_seconds=0.2 * size,
+        seconds=10.0, loopback_bytes=round(11 * size * sent), process_cpu_seconds=0.2 * size,
         p2pd_cpu_seconds=0.1 * size, passed_bytes=tuple(map(round, passed)), num_readings=5 * size,
     )  # fmt: skip
 
 
 def test_a_line_through_the_sizes_that_have_all_copies_is_extrapolated() -> None:
-    used = {2: _used(2, 100.0, 100.0), 8: _used(8, 2900.0, 5000.0), 16: _used(16, 4900.0, 9000.0)}
+    used = {2: _used(2, 100.0, 100.0), 8: _used(8, 2900.0, 5000.0), 16: _used(16, 4900.0, 9400.0)}
     figures = traffic(used, record_bytes=RECORD_BYTES)
     assert figures["dht_bytes_per_second"] == {"2": 100.0, "8": 2900.0, "16": 4900.0}
+    assert figures["dht_loopback_bytes_per_second"] == {"2": 110.0, "8": 3190.0, "16": 5390.0}
     assert figures["dht_bytes_over_arithmetic"] == pytest.approx({"2": 0.1, "8": 0.725, "16": 0.6125})
     assert figures["dht_fixed_bytes_per_second"] == pytest.approx(900.0)
     assert figures["dht_added_bytes_per_second_per_peer"] == pytest.approx(250.0)
