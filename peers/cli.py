@@ -5,9 +5,10 @@ Every program calls `parse` once, at its start.
 
 import contextlib
 import io
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import tyro
@@ -46,6 +47,22 @@ def require_at_least(options: object, least: Mapping[str, int]) -> None:
         value = getattr(options, name)
         if value is not None and value < bound:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
+
+
+def require_positive(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for a number that is not above zero and finite, by the option's name."""
+    for name in names:
+        value = getattr(options, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value}")
+
+
+def require_distinct(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for an option that lists nothing, or something twice."""
+    for name in names:
+        values = getattr(options, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
 
 
 def _one_line(box: str, options: type[object]) -> str:

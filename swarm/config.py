@@ -21,6 +21,9 @@ from swarm.errors import ConfigMismatch
 
 _STRICT = ConfigDict(extra="forbid")
 
+Setting = Literal["synchronous", "diloco"]
+Quorum = Literal["majority", "available"]
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -183,7 +186,7 @@ class RoundsConfig:
 
     __pydantic_config__ = _STRICT
 
-    setting: Literal["synchronous", "diloco"] = "diloco"
+    setting: Setting = "diloco"
     """`synchronous`: one optimizer step a round on the summed gradient, like one process. `diloco`: peers take
     inner steps of their own and average pseudo-gradients at the end of the round."""
     round_samples: int = 256
@@ -295,7 +298,7 @@ class AveragingConfig:
     committed. A few cost no loss (docs/performance.md). 0: it waits, accumulating gradients."""
     num_fragments: int = 1
     """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn."""
-    quorum: Literal["majority", "available"] = "available"
+    quorum: Quorum = "available"
     """Members a round needs: more than half of those of the last committed round, or whoever is there."""
 
     def __post_init__(self) -> None:

@@ -5,10 +5,9 @@ figures `compare` judges.
 """
 
 import sys
-from importlib import import_module
 
 from peers import process
-from scripts.benches.catalogue import MEASURING
+from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.menu import run_named
 
 PROG = "scripts/bench"
@@ -21,7 +20,7 @@ BENCHES = {
 
 def main() -> int:
     """Run the bench that the command line names; gives the exit code."""
-    return run_named(PROG, "benches", BENCHES, lambda name: import_module(f"scripts.benches.{name.replace('-', '_')}"))
+    return run_named(PROG, "benches", BENCHES, module_of)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from scripts.benches import figures_file
-from scripts.benches.catalogue import MEASURING
+from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.common import BenchOptions, say
 
 
@@ -99,8 +97,3 @@ def _dataset_is_required(name: str) -> bool:
 
 def _fields(name: str) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(module_of(name).Options)}
-
-
-def module_of(name: str) -> ModuleType:
-    """The module of a bench."""
-    return import_module(f"scripts.benches.{name.replace('-', '_')}")

@@ -165,7 +165,7 @@ def run(options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-allreduce-") as name, Supervisor(Path(name) / "logs") as children:
         groups = _start_groups(options, children, Path(name))
         for repetition in range(1 + options.repetitions):
-            for arm in ARMS[:: 1 if repetition % 2 == 0 else -1]:
+            for arm in paired.order(ARMS, repetition):
                 measured = _round(groups[arm.side], arm)
                 if repetition > 0:
                     rounds[arm].append(measured)

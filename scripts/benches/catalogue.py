@@ -1,7 +1,10 @@
 """The benches that measure something, by name, and what each is for.
 
-Used by __main__, which runs one, and by all, which runs every one.
+Used by __main__, which runs one, by all, which runs every one, and by compare, which asks them what is judged.
 """
+
+from importlib import import_module
+from types import ModuleType
 
 MEASURING = {
     "parity": "a swarm follows the trajectory of one process",
@@ -23,3 +26,8 @@ MEASURING = {
     "cuda": "tokens/s of a GPU stage, against one that copies without pinned memory and streams (needs a GPU)",
     "diloco": "validation loss and bytes of each way to average (slow)",
 }
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a bench; of one that measures nothing, too."""
+    return import_module(f"scripts.benches.{name.replace('-', '_')}")

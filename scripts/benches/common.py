@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from peers import process
 from peers.stage_peer import CACHE
 from peers.supervisor import Child, Supervisor
 from swarm.config import RunConfig
@@ -47,6 +50,12 @@ def require_multiple(option: str, value: int, of: int) -> None:
     """Raise ValueError for an option's value that is not so many times something."""
     if value < of or value % of:
         raise ValueError(f"--{option} must be a multiple of {of}, not {value}")
+
+
+def compute_like_peers(num_threads: int = 1) -> None:
+    """Have this process compute as swarm's programs do: with so many threads, and with their way to keep memory."""
+    process.keep_freed_memory()
+    torch.set_num_threads(num_threads)
 
 
 def say(text: str) -> None:
@@ -223,10 +232,11 @@ def wait_for_json(path: Path, children: Supervisor) -> dict[str, Any]:
     return values
 
 
-def fail_on_exit(children: Supervisor) -> None:
-    """Raise PeerUnavailable if a child has ended by itself."""
+def fail_on_exit(children: Supervisor, *, but: str = "") -> None:
+    """Raise PeerUnavailable if a child has ended by itself, unless it is the one that was told to."""
     for end in children.exits():
-        raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+        if end.name != but:
+            raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import tyro
 
 from scripts.benches import figures_file
-from scripts.benches.all import module_of
-from scripts.benches.catalogue import MEASURING
+from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.common import OutputOptions
 from scripts.benches.judged import Judgement
 

@@ -26,14 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, say, with_corpus
+from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
 from scripts.benches.judged import LESS, MORE
 from scripts.benches.lines import NEVER
 from scripts.benches.paced_stage import PACE
 from scripts.benches.probe import LEAST_SECONDS, watch
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.errors import DeadlineExceeded
 
 SLOWNESS = 3.0
 """Of the slow one of a stage."""
@@ -70,13 +71,10 @@ class Options(BenchOptions):
     """Times that each policy has its turn."""
 
     def __post_init__(self) -> None:
-        for name in ("microbatch_seconds", "warm_up_seconds", "repetitions"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        cli.require_positive(self, ("microbatch_seconds", "warm_up_seconds", "repetitions"))
         if self.seconds < LEAST_SECONDS:
             raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
-        if not self.policies or len(set(self.policies)) < len(self.policies):
-            raise ValueError("--policies must name at least one, and none twice")
+        cli.require_distinct(self, ["policies"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,15 +212,10 @@ def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]
 def _watch(
     options: Options, swarm: SwarmProcesses, peers: Sequence[Peer], *, warm_up_seconds: float = 0.0, leaving: str = ""
 ) -> list[Work]:
-    def check() -> None:
-        for end in swarm.children.exits():
-            if end.name != leaving:
-                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
-
     watched = asyncio.run(
         watch(
             swarm, [peer.serving for peer in peers], warm_up_seconds=warm_up_seconds, seconds=options.seconds,
-            check=check,
+            check=partial(fail_on_exit, swarm.children, but=leaving),
         )
     )  # fmt: skip
     return [

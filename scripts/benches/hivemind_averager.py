@@ -17,9 +17,8 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.compression import CompressionBase, Float16Compression, Uniform8BitQuantization
 
-from peers import process
 from scripts.benches.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, values
-from scripts.benches.common import write_json
+from scripts.benches.common import compute_like_peers, write_json
 
 CODECS: dict[str, CompressionBase] = {"8bit": Uniform8BitQuantization(), "fp16": Float16Compression()}
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 1.0, 0.5
@@ -83,8 +82,7 @@ class CodecPeer:
 
 def main(folder: Path, number: int, num_peers: int, num_parameters: int, addresses: list[str]) -> None:
     """Obey orders until killed."""
-    process.keep_freed_memory()  # As swarm-peer does; on both sides.
-    torch.set_num_threads(1)
+    compute_like_peers()
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     peers = {codec: CodecPeer(codec, num_peers, num_parameters, dht) for codec in CODECS}
     own = as_tensors(values(number, num_parameters))

@@ -8,7 +8,6 @@ as long, one that only computes, for the same share of a core as the intruder wa
 import asyncio
 import dataclasses
 import datetime
-import math
 import os
 import random
 import statistics
@@ -53,8 +52,7 @@ class Options(BenchOptions):
     """Of each kind of intruder, and of its harmless counterpart."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.seconds < math.inf:
-            raise ValueError(f"--seconds must be positive, not {self.seconds}")
+        cli.require_positive(self, ["seconds"])
         cli.require_at_least(self, {"repetitions": 1})
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from peers import cli
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.judged import MORE
 from scripts.benches.lines import NEVER, Lines, serve
@@ -75,13 +76,10 @@ class Options(BenchOptions):
 
     def __post_init__(self) -> None:
         counts = ("parameters", "d_model", "microbatch_size", "round_samples", "overlap_steps", "repetitions")
-        for name in ("megabits", *counts):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        cli.require_positive(self, ("megabits", *counts))
         if self.seconds < LEAST_SECONDS:
             raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
-        if not self.arms or len(set(self.arms)) < len(self.arms):
-            raise ValueError("--arms must name at least one, and none twice")
+        cli.require_distinct(self, ["arms"])
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -16,8 +16,7 @@ import torch
 from hivemind.moe import ModuleBackend, Server
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 
-from peers import process
-from scripts.benches.common import write_json
+from scripts.benches.common import compute_like_peers, write_json
 
 EXPERT = "identity.0"
 MAX_BATCH_SAMPLES = 64
@@ -29,9 +28,7 @@ def serve(
     backend: ModuleBackend, ready_file: Path, initial_peers: Sequence[str] = (), num_handlers: int = NUM_HANDLERS
 ) -> None:
     """Serve one expert, write the DHT's addresses to `ready_file`, and go on until killed."""
-    torch.set_num_threads(1)
-    # As swarm's programs do: the same allocator on all sides.
-    process.keep_freed_memory()
+    compute_like_peers()
     # hivemind forks while its threads run: a child that finds tempfile's lock taken waits for ever. It's taken once.
     util.get_temp_dir()
     dht = hivemind.DHT(initial_peers=list(initial_peers), host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)

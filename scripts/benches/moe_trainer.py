@@ -17,8 +17,7 @@ from hivemind.moe.client.expert import create_remote_experts
 from hivemind.moe.expert_uid import ExpertInfo
 from hivemind.p2p import PeerID
 
-from peers import process
-from scripts.benches.common import with_corpus
+from scripts.benches.common import compute_like_peers, with_corpus
 from scripts.benches.moe_stage import expert_name
 from scripts.benches.turns import take_turns
 from swarm import config as configs
@@ -33,9 +32,7 @@ def main(config_path: Path, results: Path, steps: int, addresses: list[str]) -> 
     Args:
         addresses: of each stage's server, in order.
     """
-    torch.set_num_threads(1)
-    # As swarm's programs do: the same allocator on all sides.
-    process.keep_freed_memory()
+    compute_like_peers()
     config, data = with_corpus(configs.load(config_path))
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     servers = [PeerID.from_base58(address.rsplit("/", 1)[1]) for address in addresses]

@@ -25,6 +25,7 @@ from swarm.config import (
     OuterConfig,
     RoundsConfig,
     RunConfig,
+    Setting,
     StagesConfig,
 )
 
@@ -46,7 +47,7 @@ class Options(BenchOptions):
     """DiLoCo: steps that each peer takes in a round."""
     codec: Literal["fp32", "fp16", "int8"] = "int8"
     """DiLoCo: how pseudo-gradients travel."""
-    settings: tuple[Literal["synchronous", "diloco"], ...] = ("synchronous", "diloco")
+    settings: tuple[Setting, ...] = ("synchronous", "diloco")
     """Which settings to train in."""
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ def run(options: Options) -> dict[str, Any]:
     return figures
 
 
-def _config(options: Options, setting: Literal["synchronous", "diloco"]) -> RunConfig:
+def _config(options: Options, setting: Setting) -> RunConfig:
     total = BATCH * options.iterations
     synchronous = RunConfig(
         run="bench-nanogpt",

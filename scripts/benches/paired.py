@@ -7,9 +7,11 @@ ratio is the median of the repetitions' own ratios.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from scripts.benches.common import say
+
+Side = TypeVar("Side")
 
 Turns = Mapping[str, Sequence[float]]
 """What each side's turns gave, one value a repetition."""
@@ -37,12 +39,17 @@ def in_turns(
     """
     values: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repetitions):
-        for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
+        for name in order(list(sides), number):
             values[name].append(sides[name](number))
         latest = ", ".join(f"{name} {_rounded(turns[-1])} {unit}" for name, turns in values.items())
         if what:
             say(f"{what}, {number + 1} of {repetitions}: {latest}")
     return values
+
+
+def order(sides: Sequence[Side], number: int) -> Sequence[Side]:
+    """Who comes when in a repetition: every second one goes the other way round."""
+    return sides if number % 2 == 0 else sides[::-1]
 
 
 def _rounded(value: float) -> str:

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from peers import cli
 from peers.supervisor import Supervisor
@@ -31,9 +31,7 @@ from scripts.benches.common import (
 )
 from scripts.benches.judged import MORE
 from scripts.benches.turns import Worker
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
-
-Setting = Literal["diloco", "synchronous"]
+from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, Setting, StagesConfig
 
 JUDGED = {"ratio_to_limit.*": MORE, "ratio_to_single_process.*": MORE}
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from peers import cli
 from peers.network import REFRESH_SECONDS
 from peers.stage_server import ANNOUNCE_SECONDS
 from scripts.benches import routing_dht
-from scripts.benches.common import say
+from scripts.benches.common import OutputOptions, say
 from scripts.benches.judged import LESS
 from scripts.benches.routing_dht import REPLICAS, full_record
 from swarm import identity
@@ -31,11 +32,9 @@ JUDGED = {"cost_*_over_*": LESS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(OutputOptions):
     """What a choice among many peers costs, and what it costs to know them."""
 
-    json: bool = False
-    """Print one JSON object as the last line of stdout, instead of a table."""
     sizes: tuple[int, ...] = (100, 1000, 10000)
     """Peers of a stage; the first and the last are compared."""
     num_choices: int = 20000
@@ -52,14 +51,14 @@ class Options:
     """Of the peers' speeds, of the router's chance, and of when each peer begins."""
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(*self.sizes, self.num_choices, self.repetitions) < 1:
-            raise ValueError("--sizes, --num-choices and --repetitions must be at least 1")
+        cli.require_at_least(self, {"num_choices": 1, "repetitions": 1, "dht_stages": 1})
+        cli.require_positive(self, ["dht_seconds"])
+        if not self.sizes or min(self.sizes) < 1:
+            raise ValueError("--sizes takes one or more numbers from 1 on")
         if any(larger <= size for size, larger in pairwise((0, *self.dht_sizes))):
             raise ValueError("--dht-sizes must grow from one to the next")
         if sum(size > REPLICAS for size in self.dht_sizes) < 2:
             raise ValueError(f"--dht-sizes must contain two above {REPLICAS}, for the extrapolation")
-        if self.dht_stages < 1 or self.dht_seconds <= 0:
-            raise ValueError("--dht-stages must be at least 1, and --dht-seconds positive")
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from peers import process
-from scripts.benches.common import with_corpus
+from scripts.benches.common import compute_like_peers, with_corpus
 from scripts.benches.reference import BareStage, torch_adamw
 from scripts.benches.turns import take_turns
 from swarm import config as configs
@@ -53,9 +52,7 @@ class StaticStage:
 
 def main(config_path: Path, results: Path, rank: int, port: int, steps: int) -> None:
     """Train when it is this side's turn, until killed."""
-    torch.set_num_threads(1)
-    # As swarm's programs do: the same allocator on all sides.
-    process.keep_freed_memory()
+    compute_like_peers()
     config, data = with_corpus(configs.load(config_path))
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.stages.num_stages)
     stage = StaticStage(config, data, rank)

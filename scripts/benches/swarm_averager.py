@@ -18,9 +18,8 @@ from typing import Any
 import grpc
 import torch
 
-from peers import process
 from scripts.benches.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
-from scripts.benches.common import write_json
+from scripts.benches.common import compute_like_peers, write_json
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
@@ -163,8 +162,7 @@ class CodecPeer:
 
 async def main(folder: Path, number: int, num_peers: int, num_parameters: int, codecs: list[str]) -> None:
     """Obey orders until killed."""
-    process.keep_freed_memory()  # As swarm-peer does; on both sides.
-    torch.set_num_threads(1)
+    compute_like_peers()
     own = as_tensors(values(number, num_parameters))
     contribution = {f"layer-{index:04d}": tensor for index, tensor in enumerate(own)}
     identity, channels = generate(), ChannelPool()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from peers import cli
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.judged import MORE, MORE_OF_DIFFERENCE
 from scripts.benches.lines import NEVER, Lines, serve
@@ -59,15 +60,10 @@ class Options(BenchOptions):
     """Times that each row and line has its turn."""
 
     def __post_init__(self) -> None:
-        for name in ("warm_up_seconds", "repetitions"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        cli.require_positive(self, ("warm_up_seconds", "repetitions"))
         if self.seconds < LEAST_SECONDS:
             raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
-        for name in ("rows", "megabits", "round_trips_ms"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
+        cli.require_distinct(self, ("rows", "megabits", "round_trips_ms"))
         if min(self.megabits) <= 0:
             raise ValueError(f"--megabits must be positive, not {min(self.megabits)}")
         if 0 not in self.round_trips_ms or min(self.round_trips_ms) < 0:

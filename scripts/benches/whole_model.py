@@ -9,10 +9,7 @@ import itertools
 import sys
 from pathlib import Path
 
-import torch
-
-from peers import process
-from scripts.benches.common import with_corpus
+from scripts.benches.common import compute_like_peers, with_corpus
 from scripts.benches.reference import Reference
 from scripts.benches.turns import take_turns
 from swarm import config as configs
@@ -20,9 +17,7 @@ from swarm import config as configs
 
 def main(config_path: Path, folder: Path, threads: int, steps: int) -> None:
     """Train on request, until killed."""
-    torch.set_num_threads(threads)
-    # As swarm's programs do: the same allocator on all sides.
-    process.keep_freed_memory()
+    compute_like_peers(threads)
     reference = Reference(*with_corpus(configs.load(config_path)))
     reference.warm_up()
     numbers = itertools.count()

@@ -279,7 +279,7 @@ class Averager:
         last = self._participant.outcomes.get(self._participant.standing.round - 1)
         return has_quorum(
             self._config.averaging.quorum, present, last_members=last.prepared.member_ids if last else (),
-            announced={self._own_id, *self._roster.announced()},
+            announced=lambda: {self._own_id, *self._roster.announced()},
         )  # fmt: skip
 
     # -- for other peers ---------------------------------------------------------------------------------------------

@@ -4,23 +4,22 @@ Used by averaging/averager, before an attempt and, through its leader, once the 
 simulator. Pure.
 """
 
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Callable, Collection
 
-Rule = Literal["available", "majority"]
+from swarm.config import Quorum
 
 
 def has_quorum(
-    rule: Rule, present: Collection[str], *, last_members: Collection[str], announced: Collection[str]
+    quorum: Quorum, present: Collection[str], *, last_members: Collection[str], announced: Callable[[], Collection[str]]
 ) -> bool:
     """Whether those who are present may commit a round.
 
     Args:
-        last_members: of the round before; empty for a peer that knows of none. Most of them have to be there if `rule`
-            says majority.
-        announced: all that are, this peer included: who has to be asked as long as no round is known.
+        last_members: of the round before; empty for a peer that knows of none. Most of them have to be there if a
+            majority is wanted.
+        announced: gives all that are, this peer included; asked only where they count, as long as no round is known.
     """
-    if rule == "available":
+    if quorum == "available":
         return True
-    electorate = set(last_members or announced)
+    electorate = set(last_members or announced())
     return 2 * len(electorate & set(present)) > len(electorate)

@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 from swarm.averaging import messages
 from swarm.averaging.group import Ballot, Group, Refused
 from swarm.averaging.messages import Standing
-from swarm.averaging.quorum import Rule, has_quorum
+from swarm.averaging.quorum import has_quorum
 from swarm.averaging.roster import Roster
 from swarm.averaging.timing import Timing
+from swarm.config import Quorum
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.simulation.exchange import Exchange
 from swarm.simulation.timeline import Timeline
@@ -66,7 +67,7 @@ class Participant:
     """One member, as leaders see it."""
 
     def __init__(
-        self, network: "Network[Any]", host: Host, *, standing: Standing, last_members: Collection[str], quorum: Rule,
+        self, network: "Network[Any]", host: Host, *, standing: Standing, last_members: Collection[str], quorum: Quorum,
         committed: Callable[[Standing, Collection[str]], object],
     ) -> None:  # fmt: skip
         """
@@ -115,7 +116,7 @@ class Participant:
         """Whether those who are present may commit the round that this member is at."""
         return has_quorum(
             self._quorum, present, last_members=self.last_members,
-            announced={self.peer_id, *self.roster.announced()},
+            announced=lambda: {self.peer_id, *self.roster.announced()},
         )  # fmt: skip
 
     def begin(self, standing: Standing, ballot: Ballot) -> pb.BeginReply:

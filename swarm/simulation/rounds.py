@@ -18,9 +18,8 @@ from swarm.averaging import messages
 from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
-from swarm.averaging.quorum import Rule
 from swarm.averaging.transport import contact_of
-from swarm.config import AveragingConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import AveragingConfig, Quorum, RoundsConfig, RunConfig, StagesConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.simulation.attempt import Attempt, Failure
 from swarm.simulation.participant import SAMPLES_PER_SECOND, TIMING, Host, Network, Participant
@@ -45,7 +44,7 @@ class Setting:
     """What a stage is like."""
 
     num_members: int
-    quorum: Rule
+    quorum: Quorum
     lifetime_seconds: float
     """Mean time until a member dies; infinite if none does."""
     round_seconds: float

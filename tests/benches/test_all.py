@@ -8,8 +8,8 @@ import pytest
 from peers import cli
 from scripts.benches import all as all_benches
 from scripts.benches import figures_file
-from scripts.benches.all import Options, arguments_of, module_of
-from scripts.benches.catalogue import MEASURING
+from scripts.benches.all import Options, arguments_of
+from scripts.benches.catalogue import MEASURING, module_of
 
 FIGURES = {"figures": {"ratio": 1.0}}
 

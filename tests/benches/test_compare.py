@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.benches import compare
-from scripts.benches.all import module_of
-from scripts.benches.catalogue import MEASURING
+from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.compare import Options, verdict
 from scripts.benches.judged import LESS, MORE, MORE_OF_DIFFERENCE, Judgement
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
 import tyro
 
-from peers.cli import parse
+from peers.cli import parse, require_distinct, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +89,17 @@ def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert "Addresses of peers." in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_has_to_be_positive_is_finite_as_well(value: float) -> None:
+    require_positive(SimpleNamespace(some_seconds=0.5), ["some_seconds"])
+    with pytest.raises(ValueError, match=f"^--some-seconds must be positive, not {value}$"):
+        require_positive(SimpleNamespace(some_seconds=value), ["some_seconds"])
+
+
+@pytest.mark.parametrize("values", [(), ("a", "b", "a")])
+def test_a_list_names_something_and_nothing_twice(values: tuple[str, ...]) -> None:
+    require_distinct(SimpleNamespace(some_names=("a", "b")), ["some_names"])
+    with pytest.raises(ValueError, match=r"^--some-names must name at least one, and none twice$"):
+        require_distinct(SimpleNamespace(some_names=values), ["some_names"])

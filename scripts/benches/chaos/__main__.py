@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from peers import cli, process
 from peers.supervisor import Supervisor
@@ -42,6 +42,7 @@ from swarm.config import (
     OuterConfig,
     RoundsConfig,
     RunConfig,
+    Setting,
     StagesConfig,
 )
 
@@ -58,7 +59,7 @@ wrong, and for all of it while peers started."""
 class Options(BenchOptions):
     """Train a local swarm under faults of all kinds."""
 
-    setting: Literal["synchronous", "diloco"] = "synchronous"
+    setting: Setting = "synchronous"
     """Which of the two ways to train."""
     minutes: float = 15.0
     """Length of the storm, its parts together."""
@@ -93,9 +94,9 @@ class Options(BenchOptions):
             raise ValueError(f"--kinds: {unknown[0]!r} is none of {', '.join(KINDS)}")
         if not self.kinds:
             raise ValueError("--kinds names none")
-        for name in ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        cli.require_positive(
+            self, ("minutes", "faults_per_hour", "calibration_seconds", "settling_seconds", "bound_seconds")
+        )
         if not 0 <= self.warm_up_seconds < math.inf:
             raise ValueError(f"--warm-up-seconds must not be negative, not {self.warm_up_seconds}")
         # A stage's last peer is spared.

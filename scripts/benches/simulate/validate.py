@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.lines import FAST, NEVER, Lines, serve
@@ -97,12 +98,10 @@ class Options(BenchOptions):
     """Of the simulated swarm."""
 
     def __post_init__(self) -> None:
-        if min(self.warm_up_seconds, self.repetitions) <= 0:
-            raise ValueError("--warm-up-seconds and --repetitions must be positive")
+        cli.require_positive(self, ("warm_up_seconds", "repetitions"))
         if self.seconds < LEAST_SECONDS:
             raise ValueError(f"--seconds must be at least {LEAST_SECONDS:g}, not {self.seconds}")
-        if not self.settings or len(set(self.settings)) < len(self.settings):
-            raise ValueError("--settings must name at least one, and none twice")
+        cli.require_distinct(self, ["settings"])
 
 
 def run(options: Options) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from swarm.averaging.quorum import Rule
 from swarm.averaging.timing import Timing
+from swarm.config import Quorum
 from swarm.simulation.rounds import RoundEnd, Setting, SimulatedStage
 from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
@@ -76,7 +76,7 @@ def run(options: Options) -> dict[str, Any]:
             {
                 "num_members": size,
                 "failures": name,
-                **{rule: _one(options, size, lifetime, rule) for rule in get_args(Rule)},
+                **{quorum: _one(options, size, lifetime, quorum) for quorum in get_args(Quorum)},
             }
             for size in options.num_members
             for name, lifetime in options.lifetimes.items()
@@ -84,7 +84,7 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def _one(options: Options, size: int, lifetime_seconds: float, quorum: Rule) -> dict[str, float | None]:
+def _one(options: Options, size: int, lifetime_seconds: float, quorum: Quorum) -> dict[str, float | None]:
     timeline = Timeline()
     setting = Setting(
         num_members=size, quorum=quorum, lifetime_seconds=lifetime_seconds, round_seconds=options.round_seconds,
