@@ -125,8 +125,10 @@ class PeerStore:
         """Other peers to ask, when those asked so far are gone."""
         self._others = list(records)[:MAX_OTHERS]
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         """All unexpired records under a key: subkey -> (value, expiration). Cancellation gives the question up.
+
+        One peer is asked in any case, whether `partly` or not.
 
         Raises:
             PeerUnavailable: no peer answers; the message is about the first.

@@ -37,7 +37,7 @@ class Store(MemoryStore):
         self.answers = asyncio.Event()
         self.answers.set()
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         self.num_lookups += 1
         await asyncio.sleep(0)
         await self.answers.wait()
@@ -49,7 +49,7 @@ class Store(MemoryStore):
 class Alone(MemoryStore):
     """A node that has lost all others."""
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         raise NoOtherNode(await super().get(key))
 
 

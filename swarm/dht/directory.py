@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 LEAVING_SECONDS = 5.0
 """For how long a peer that left is at least listed as leaving."""
+NUM_OFTEN, MAX_STRETCH = 32, 3.0
+"""Of how many peers `watch` reads at its own interval, and by how much it lengthens that where there are more."""
 
 
 class NoOtherNode(PeerUnavailable):
@@ -46,8 +48,9 @@ class RecordStore(Protocol):
         """False if the record was refused. Raises PeerUnavailable."""
         ...
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
-        """Subkey -> (value, expiration). Raises PeerUnavailable, NoOtherNode for one."""
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
+        """Subkey -> (value, expiration); `partly`: cheaply, and a record may be missed. Raises PeerUnavailable,
+        NoOtherNode for one."""
         ...
 
     def remember(self, address: str) -> None:
@@ -69,7 +72,7 @@ class MemoryStore:
         values[subkey] = (value, expiration)
         return True
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         now = self._clock.time()
         return {subkey: found for subkey, found in self._values.get(key, {}).items() if found[1] > now}
 
@@ -105,9 +108,9 @@ class _Key(Generic[Record]):
         self._model: type[Record] = model
         self._known: dict[str, tuple[Record, float]] = {}
 
-    async def read(self, store: RecordStore) -> list[Record]:
+    async def read(self, store: RecordStore, *, partly: bool = False) -> list[Record]:
         """All that hold now, of whatever protocol version. Raises PeerUnavailable."""
-        found = await store.get(self.name)
+        found = await store.get(self.name, partly=partly)
         now = self._clock.time()
         for subkey, (value, expiration) in found.items():
             if subkey not in self._known or expiration > self._known[subkey][1]:
@@ -184,10 +187,15 @@ class Directory:
             await self.announce_peer(leaving, LEAVING_SECONDS)
             self._announced = None
 
-    async def peers(self, stage: int) -> list[PeerRecord]:
-        """The peers of a stage, in whatever state. Raises PeerUnavailable."""
+    async def peers(self, stage: int, *, partly: bool = False) -> list[PeerRecord]:
+        """The peers of a stage, in whatever state. Raises PeerUnavailable.
+
+        Args:
+            partly: for who asks again and again: one of the DHT's nodes is asked and not all. What an earlier answer
+                had is not lost, and what this one misses the next has.
+        """
         key = self._stage(stage)
-        records = self._compatible(key, await key.read(self._store))
+        records = self._compatible(key, await key.read(self._store, partly=partly))
         for record in records:
             if record.dht_address:
                 self._store.remember(record.dht_address)
@@ -209,13 +217,17 @@ class Directory:
     ) -> None:
         """Read the stages again and again, and tell `on_update`; while the DHT is gone it is told nothing.
 
-        Runs until it is cancelled.
+        Runs until it is cancelled. Where there are more than `NUM_OFTEN` peers, each of which reads of all of them, the
+        intervals are longer in proportion, up to `MAX_STRETCH` times: records should not expire in between.
         """
         lost = False
         while True:
+            num_peers = 0
             try:
                 for stage in stages:
-                    on_update(stage, await self.peers(stage))
+                    records = await self.peers(stage, partly=True)
+                    num_peers += len(records)
+                    on_update(stage, records)
                 if lost:
                     logger.info("the DHT answers again")
                 lost = False
@@ -223,7 +235,7 @@ class Directory:
                 if not lost:
                     logger.warning("going on with the peers known so far: %s", error)
                 lost = True
-            await self._clock.sleep(interval_seconds)
+            await self._clock.sleep(interval_seconds * min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN)))
 
     def _stage(self, stage: int) -> _Key[PeerRecord]:
         if stage not in self._stages:

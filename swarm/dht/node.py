@@ -20,6 +20,7 @@ from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.dht import addresses, daemon
 from swarm.dht.directory import NoOtherNode
+from swarm.dht.holders import Found, Holders
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
@@ -79,12 +80,14 @@ class DhtNode:
         self._known = dict.fromkeys(known)
         self._client_mode = client_mode
         self._alone_since: float | None = None
+        self._holders: dict[str, Holders] = {}
         self._take(running)
         self._background = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._stay_alive())]
 
     def _take(self, running: _Running) -> None:
         self._process, self._p2p, self._node = running.process, running.p2p, running.node
         self._visible = list(running.visible)
+        self._holders.clear()
 
     def addresses(self) -> list[str]:
         """Multiaddresses, /p2p/ID included, at which others can join; none in client mode."""
@@ -109,7 +112,15 @@ class DhtNode:
 
     async def _store(self, key: str, subkey: str, value: bytes, expiration: float) -> Any:
         self._forget_far(key)
-        return await self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
+        stored = await self._holders_of(key).store(subkey, value, expiration)
+        if stored is None:
+            stored = await self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
+        return stored
+
+    def _holders_of(self, key: str) -> Holders:
+        if key not in self._holders:
+            self._holders[key] = Holders(self._node, key, self._clock, client_mode=self._client_mode)
+        return self._holders[key]
 
     def _forget_far(self, key: str) -> None:
         """Drop what this node took itself while its clock was ahead: it would refuse all that expires before that, and
@@ -121,29 +132,37 @@ class DhtNode:
         if found is not None and found.expiration_time > self._clock.time() + MAX_LIFETIME_SECONDS:
             del storage.data[key_id], storage.key_to_heap[key_id]
 
-    async def get(self, key: str, *, timeout_seconds: float = CALL_SECONDS) -> dict[str, tuple[bytes, float]]:
+    async def get(
+        self, key: str, *, partly: bool = False, timeout_seconds: float = CALL_SECONDS
+    ) -> dict[str, tuple[bytes, float]]:
         """All unexpired records under a key: subkey -> (value, expiration).
+
+        Args:
+            partly: ask one of the nodes that keep the key, another one each time, and not all; it may miss a record.
 
         Raises:
             PeerUnavailable: no DHT, or no answer in time.
             NoOtherNode: there were some not long ago.
         """
-        found, is_doubtful = await self._call(self._get(key), timeout_seconds)
-        records = {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
+        records, is_doubtful = await self._call(self._get(key, partly), timeout_seconds)
         if is_doubtful:
             raise NoOtherNode(records)
         return records
 
-    async def _get(self, key: str) -> tuple[Any, bool]:
+    async def _get(self, key: str, partly: bool) -> tuple[Found, bool]:
+        if partly and self._has_neighbours and (records := await self._holders_of(key).read()) is not None:
+            self._alone_since = None
+            return records, False
         # Without `latest`, whatever the node itself stores would do for an answer.
         found = await self._node.get(key, latest=True)
+        records = {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
         # Without neighbours it does all the same, and everybody else's records would seem to have expired.
         now = asyncio.get_running_loop().time()
         if self._has_neighbours or self._client_mode or not self._known:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
-        return found, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
+        return records, self._alone_since is not None and now - self._alone_since < ALONE_SECONDS
 
     @property
     def _has_neighbours(self) -> bool:
@@ -151,7 +170,8 @@ class DhtNode:
 
     def remember(self, address: str) -> None:
         """Note another node's address, to reach it again should it drop out of the routing table."""
-        if self._thread.is_open:
+        # Nearly always it is known, and the DHT's thread had better sleep on.
+        if self._thread.is_open and address not in self._known:
             self._thread.loop.call_soon_threadsafe(self._remember, address)
 
     def shutdown(self) -> None:

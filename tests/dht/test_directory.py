@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class Store(MemoryStore):
         self.is_gone = False
         self.remembered: list[str] = []
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         if self.is_gone:
             raise PeerUnavailable("gone")
         return await super().get(key)
@@ -272,6 +273,25 @@ async def test_watching_survives_the_loss_of_the_dht(
     with contextlib.suppress(asyncio.CancelledError):
         await watching
     assert watching.cancelled()
+
+
+async def test_many_peers_are_read_less_often(
+    store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them reads of all of them."""
+    monkeypatch.setattr("swarm.dht.directory.NUM_OFTEN", 1)
+    read_at: list[float] = []
+    directory = Directory(store, OURS, RUN, clock)
+    watching = asyncio.create_task(directory.watch([1], lambda *_: read_at.append(clock.time()), 2.0))
+    for who in (OURS, THEIRS, *(identity.generate() for _ in range(4))):
+        await _advance(clock, 0)
+        await Directory(store, who, RUN, clock).announce_peer(_record(who), 60)
+        for _ in range(12):
+            await _advance(clock, 0.5)
+    gaps = [round(later - earlier, 6) for earlier, later in itertools.pairwise(read_at)]
+    assert sorted(set(gaps)) == [2.0, 4.0, 6.0] and gaps == sorted(gaps)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
 
 
 CONFIG = RunConfig()

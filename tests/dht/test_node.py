@@ -93,7 +93,9 @@ async def test_what_one_stores_all_can_read(first: DhtNode, second: DhtNode, cli
     for node in (first, second, client):
         found = await node.get("notes")
         assert found == {OWNER.peer_id: (value, expiration), THIEF.peer_id: (by_client, expiration)}
-    assert await first.get("nothing") == {}
+        for _ in range(3):
+            assert await node.get("notes", partly=True) == found
+    assert await first.get("nothing") == await first.get("nothing", partly=True) == {}
 
 
 async def test_a_client_has_no_address(first: DhtNode, client: DhtNode) -> None:
@@ -412,6 +414,19 @@ async def test_parted_nodes_find_each_other_again(start: Start, monkeypatch: pyt
             await asyncio.sleep(0.1)
     for node in (one, two):
         node.shutdown()
+
+
+async def test_reading_partly_survives_the_node_that_was_asked(start: Start, first: DhtNode, second: DhtNode) -> None:
+    third = start(first.addresses())
+    reader = start(first.addresses(), client_mode=True)
+    expiration = time.time() + 30
+    value = _sealed("survives", expiration)
+    assert await reader.store("survives", OWNER.peer_id, value, expiration)
+    assert await reader.get("survives", partly=True) == {OWNER.peer_id: (value, expiration)}
+    third.shutdown()
+    for _ in range(6):
+        assert await reader.get("survives", partly=True) == {OWNER.peer_id: (value, expiration)}
+    reader.shutdown()
 
 
 async def _until_alone(node: DhtNode) -> None:

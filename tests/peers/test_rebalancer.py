@@ -44,7 +44,7 @@ class SlowStore(MemoryStore):
         await self._answer()
         return await super().store(key, subkey, value, expiration)
 
-    async def get(self, key: str) -> dict[str, tuple[bytes, float]]:
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
         await self._answer()
         return await super().get(key)
 

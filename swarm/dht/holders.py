@@ -1,0 +1,117 @@
+"""The nodes of the DHT that keep a key, remembered from one call to the next.
+
+Used by node, in the DHT's thread. hivemind looks for them at every call, and whoever is asked on the way answers with
+all that it has under the key: every reading, and every record that is stored, would bring the whole list from each of
+the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes straight to all.
+Their answers name the nodes near the key, and so does the node's own routing table: both keep the choice up to date, and
+now and then it is searched for anew.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from swarm.clock import Clock
+
+SEARCH_SECONDS = 30.0
+"""Age at which what is known of the nearest nodes is not relied on."""
+
+Found = dict[str, tuple[bytes, float]]
+
+
+class Holders:
+    """Who keeps one key, as one node knows it."""
+
+    def __init__(self, node: Any, key: str, clock: Clock, *, client_mode: bool) -> None:
+        """
+        Args:
+            node: hivemind's DHTNode.
+            client_mode: this node keeps nothing itself.
+        """
+        self._node = node
+        self._protocol = node.protocol
+        self._key_id = type(node.node_id).generate(key)
+        self._clock = clock
+        self._own = {} if client_mode else {node.node_id: node.peer_id}
+        self._nearest: dict[Any, Any] = {}
+        """Node id -> peer id, the nearest first."""
+        self._searched_at = float("-inf")
+        # Not with the same one as everybody else.
+        self._turn = int(node.node_id)
+
+    async def read(self) -> Found | None:
+        """What one of them has: another one each time, and the next where one does not answer. None if none does."""
+        await self._update()
+        for _ in range(len(self._nearest)):
+            self._turn += 1
+            node_id = list(self._nearest)[self._turn % len(self._nearest)]
+            if node_id in self._own:
+                return self._unpack(self._protocol.storage.get(self._key_id))
+            reply = await self._node._call_find_with_blacklist(self._nearest[node_id], [self._key_id])
+            if reply is not None:
+                value, others = reply[self._key_id]
+                self._choose({**self._nearest, **others})
+                return self._unpack(value)
+            self._lost(node_id)
+            if not self._nearest:
+                break
+        return None
+
+    async def store(self, subkey: str, value: bytes, expiration: float) -> bool | None:
+        """Give a sealed record to all of them.
+
+        Returns:
+            Whether one of the others took it, or this node if there are no others. None if none of them answers.
+        """
+        await self._update()
+        others = {node_id: peer_id for node_id, peer_id in self._nearest.items() if node_id not in self._own}
+        took_it = len(others) < len(self._nearest) and self._store_here(subkey, value, expiration)
+        if not others:
+            return took_it if self._nearest else None
+        packed = self._protocol.serializer.dumps(value)
+        answers = await asyncio.gather(
+            *(
+                self._protocol.call_store(peer_id, [self._key_id], [packed], [expiration], [subkey])
+                for peer_id in others.values()
+            )
+        )
+        for (node_id, peer_id), answer in zip(others.items(), answers, strict=True):
+            if answer is None:
+                self._node.blacklist.register_failure(peer_id)
+                self._lost(node_id)
+        # Its own clock or token may be wrong, and the others tell; one that has it already from another one refuses it.
+        given = [all(answer) for answer in answers if answer is not None]
+        return any(given) if given else None
+
+    def _store_here(self, subkey: str, value: bytes, expiration: float) -> bool:
+        packed, packed_subkey = map(self._protocol.serializer.dumps, (value, subkey))
+        if not self._protocol._validate_record(self._key_id.to_bytes(), packed_subkey, packed, expiration):
+            return False
+        return bool(self._protocol.storage.store_subkey(self._key_id, subkey, packed, expiration))
+
+    async def _update(self) -> None:
+        if self._clock.monotonic() - self._searched_at > SEARCH_SECONDS:
+            self._searched_at = self._clock.monotonic()
+            # Nobody keeps anything under its neighbour, so that answers bring nodes and nothing else.
+            beside = type(self._key_id)(self._key_id ^ 1)
+            found = await self._node.find_nearest_nodes([beside], self._protocol.num_replicas, exclude_self=True)
+            self._nearest = found[beside]
+        neighbours = self._protocol.routing_table.get_nearest_neighbors(
+            self._key_id, self._protocol.num_replicas, exclude=self._node.node_id
+        )
+        self._choose({**self._nearest, **dict(neighbours)})
+
+    def _choose(self, candidates: Mapping[Any, Any]) -> None:
+        candidates = {**self._node._filter_blacklisted(candidates), **self._own}
+        by_distance = sorted(candidates.items(), key=lambda item: self._key_id.xor_distance(item[0]))
+        self._nearest = dict(by_distance[: self._protocol.num_replicas])
+
+    def _lost(self, node_id: Any) -> None:
+        self._nearest.pop(node_id, None)
+        self._searched_at = float("-inf")
+
+    def _unpack(self, found: Any) -> Found:
+        if found is None or not hasattr(found.value, "items"):
+            return {}
+        loads = self._protocol.serializer.loads
+        return {subkey: (loads(entry.value), entry.expiration_time) for subkey, entry in found.value.items()}
