@@ -7,8 +7,8 @@ Three sides train the same model with the same rounds, microbatches and optimize
     single    one process with two threads
 
 Only one side works at a time: a whole-model process is stopped by signal while it waits, and peers that no trainer
-feeds take less than 1 % of a core. Start-up, every trainer's first step and its evaluation are not measured. Ratios are
-of the turns of one repetition.
+feeds take less than 1 % of a core. Start-up, every trainer's first step and its evaluation are not measured, nor the
+first rounds of the swarm, in which its peers' memory still grows. Ratios are of the turns of one repetition.
 """
 
 import sys
@@ -53,6 +53,8 @@ class Options(BenchOptions):
     in every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
     microbatches: int = 64
     """Microbatches in a round, which is one optimizer step; with DiLoCo one inner and one outer step."""
+    warm_up: int = 2
+    """Rounds of the swarm before the first repetition."""
     steps: int = 1
     """Rounds that each repetition measures."""
     repetitions: int = 3
@@ -65,7 +67,7 @@ class Options(BenchOptions):
             require_multiple("d-model", width, 64)
             if _num_layers(self, width) < 2:
                 raise ValueError(f"--num-layers must be at least 2 for two stages, not {_num_layers(self, width)}")
-        least = {"microbatch_size": 0, "microbatches": 1, "steps": 1, "repetitions": 1}
+        least = {"microbatch_size": 0, "microbatches": 1, "warm_up": 0, "steps": 1, "repetitions": 1}
         cli.require_at_least(self, least)
 
 
@@ -124,6 +126,8 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         single = [_whole_model("single", 2, options.steps, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
+        if options.warm_up:
+            swarm.train("warm-up", options.warm_up)
         rates = paired.in_turns(
             {
                 "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 from peers import cli
-from peers.network import REFRESH_SECONDS
 from peers.stage_server import ANNOUNCE_SECONDS
 from scripts.benches import routing_dht
 from scripts.benches.common import OutputOptions, say
@@ -23,6 +22,7 @@ from scripts.benches.judged import LESS
 from scripts.benches.routing_dht import REPLICAS, full_record
 from swarm import identity
 from swarm.clock import ManualClock
+from swarm.dht.directory import NUM_OFTEN
 from swarm.dht.records import seal
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -57,8 +57,10 @@ class Options(OutputOptions):
             raise ValueError("--sizes takes one or more numbers from 1 on")
         if any(larger <= size for size, larger in pairwise((0, *self.dht_sizes))):
             raise ValueError("--dht-sizes must grow from one to the next")
-        if sum(size > REPLICAS for size in self.dht_sizes) < 2:
-            raise ValueError(f"--dht-sizes must contain two above {REPLICAS}, for the extrapolation")
+        if sum(REPLICAS < size <= NUM_OFTEN for size in self.dht_sizes) < 2:
+            raise ValueError(
+                f"--dht-sizes must contain two above {REPLICAS} and up to {NUM_OFTEN}, for the extrapolation"
+            )
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -86,7 +88,9 @@ def run(options: Options) -> dict[str, Any]:
         "table_bytes_per_peer": {str(size): _table_bytes(size, options.seed) / size for size in options.sizes},
         "record_bytes": record_bytes,
         "announce_bytes_per_second": record_bytes / ANNOUNCE_SECONDS,
-        "read_bytes_per_second": {str(size): size * record_bytes / REFRESH_SECONDS for size in options.sizes},
+        "read_bytes_per_second": {
+            str(size): routing_dht.read_bytes_per_second(size, record_bytes) for size in options.sizes
+        },
         **routing_dht.measure(
             options.dht_sizes, num_stages=options.dht_stages, seconds=options.dht_seconds, record_bytes=record_bytes,
             seed=options.seed,

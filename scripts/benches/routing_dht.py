@@ -32,7 +32,7 @@ from swarm import identity
 from swarm.clock import SystemClock
 from swarm.config import RunConfig, StagesConfig
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory
+from swarm.dht.directory import Directory, stretch
 from swarm.dht.node import DhtNode
 from swarm.dht.records import open_record, seal
 from swarm.errors import IntegrityError, PeerUnavailable
@@ -198,6 +198,11 @@ def _count(peers: Sequence[Peer]) -> Counters:
     )
 
 
+def read_bytes_per_second(num_peers: int, record_bytes: int) -> float:
+    """By arithmetic: each peer's record once in each reading."""
+    return num_peers * record_bytes / (REFRESH_SECONDS * stretch(num_peers))
+
+
 def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any]:
     """Figures by the number of peers, and what follows for more of them."""
 
@@ -208,8 +213,8 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
     sent = {size: statistics.mean(u.passed_bytes) / 2 / u.seconds for size, u in used.items()}
     # All receive about the same.
     busiest = {size: max(u.passed_bytes) / u.seconds - sent[size] for size, u in used.items()}
-    # With fewer peers, the copies of a key grow as well.
-    sizes = [size for size in used if size > REPLICAS]
+    # With fewer peers, the copies of a key grow as well; all these read at the same interval.
+    sizes = [size for size in used if size > REPLICAS and stretch(size) == 1.0]
     per_peer, fixed = statistics.linear_regression(sizes, [sent[size] for size in sizes])
     return {
         "dht_bytes_per_second": by_size(sent),
@@ -218,14 +223,16 @@ def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any
         ),
         "dht_busiest_bytes_per_second": by_size(busiest),
         "dht_bytes_over_arithmetic": by_size(
-            {size: value / (size * record_bytes / REFRESH_SECONDS) for size, value in sent.items()}
+            {size: value / read_bytes_per_second(size, record_bytes) for size, value in sent.items()}
         ),
         "dht_fixed_bytes_per_second": fixed,
         "dht_added_bytes_per_second_per_peer": per_peer,
-        "dht_extrapolated_bytes_per_second": by_size({size: fixed + per_peer * size for size in EXTRAPOLATED}),
+        "dht_extrapolated_bytes_per_second": by_size(
+            {size: fixed + per_peer * size / stretch(size) for size in EXTRAPOLATED}
+        ),
         # So many read, and so much each.
         "dht_extrapolated_busiest_bytes_per_second": by_size(
-            {size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 for size in EXTRAPOLATED}
+            {size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 / stretch(size) for size in EXTRAPOLATED}
         ),
         "dht_process_cpu_seconds_per_second": by_size(
             {size: u.process_cpu_seconds / u.seconds / size for size, u in used.items()}

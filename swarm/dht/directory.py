@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LEAVING_SECONDS = 5.0
 """For how long a peer that left is at least listed as leaving."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
-"""Of how many peers `watch` reads at its own interval, and by how much it lengthens that where there are more."""
+"""Up to so many peers are read at the interval asked for, and of more at up to so many times that."""
 
 
 class NoOtherNode(PeerUnavailable):
@@ -217,8 +217,8 @@ class Directory:
     ) -> None:
         """Read the stages again and again, and tell `on_update`; while the DHT is gone it is told nothing.
 
-        Runs until it is cancelled. Where there are more than `NUM_OFTEN` peers, each of which reads of all of them, the
-        intervals are longer in proportion, up to `MAX_STRETCH` times: records should not expire in between.
+        Runs until it is cancelled. The more peers there are the longer are the intervals, by `stretch`, since each of
+        them reads of all of them; yet not so long that records expire in between.
         """
         lost = False
         while True:
@@ -235,7 +235,7 @@ class Directory:
                 if not lost:
                     logger.warning("going on with the peers known so far: %s", error)
                 lost = True
-            await self._clock.sleep(interval_seconds * min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN)))
+            await self._clock.sleep(interval_seconds * stretch(num_peers))
 
     def _stage(self, stage: int) -> _Key[PeerRecord]:
         if stage not in self._stages:
@@ -263,6 +263,11 @@ class Directory:
             raise PeerUnavailable(
                 "the DHT refused this peer's record: is this machine's clock right, and does its token hold?"
             )
+
+
+def stretch(num_peers: int) -> float:
+    """How many times as long as asked for the intervals of `watch` are, with so many peers."""
+    return min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN))
 
 
 async def discover_config(

@@ -3,8 +3,8 @@
 Used by node, in the DHT's thread. hivemind looks for them at every call, and whoever is asked on the way answers with
 all that it has under the key: every reading, and every record that is stored, would bring the whole list from each of
 the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes straight to all.
-Their answers name the nodes near the key, and so does the node's own routing table: both keep the choice up to date, and
-now and then it is searched for anew.
+Their answers name the nodes near the key, and so does the node's own routing table: both keep the choice up to date.
+Now and then they are searched for anew.
 """
 
 import asyncio

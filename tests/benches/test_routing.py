@@ -31,8 +31,9 @@ def test_a_line_through_the_sizes_that_have_all_copies_is_extrapolated() -> None
     assert figures["dht_bytes_over_arithmetic"] == pytest.approx({"2": 0.1, "8": 0.725, "16": 0.6125})
     assert figures["dht_fixed_bytes_per_second"] == pytest.approx(900.0)
     assert figures["dht_added_bytes_per_second_per_peer"] == pytest.approx(250.0)
+    # So many read a third as often.
     assert figures["dht_extrapolated_bytes_per_second"] == pytest.approx(
-        {"100": 25_900.0, "1000": 250_900.0, "10000": 2_500_900.0}
+        {"100": 900.0 + 25_000.0 / 3, "1000": 900.0 + 250_000.0 / 3, "10000": 900.0 + 2_500_000.0 / 3}
     )
 
 
@@ -40,7 +41,7 @@ def test_the_busiest_peer_sends_more_with_the_square() -> None:
     figures = traffic({8: _used(8, 2900.0, 5000.0), 10: _used(10, 4500.0, 9000.0)}, record_bytes=RECORD_BYTES)
     assert figures["dht_busiest_bytes_per_second"] == pytest.approx({"8": 5000.0, "10": 9000.0})
     extrapolated = figures["dht_extrapolated_busiest_bytes_per_second"]
-    assert extrapolated == pytest.approx({"100": 9e5, "1000": 9e7, "10000": 9e9})
+    assert extrapolated == pytest.approx({"100": 3e5, "1000": 3e7, "10000": 3e9})
 
 
 def test_cpu_is_a_peers_and_the_machines() -> None:
@@ -65,7 +66,14 @@ def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sizes": ()}, {"dht_sizes": (16, 8)}, {"dht_sizes": (0, 8, 16)}, {"dht_sizes": (2, 4, 8)}, {"dht_stages": 0}],
+    [
+        {"sizes": ()},
+        {"dht_sizes": (16, 8)},
+        {"dht_sizes": (0, 8, 16)},
+        {"dht_sizes": (2, 4, 8)},
+        {"dht_sizes": (2, 8, 64)},
+        {"dht_stages": 0},
+    ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--"):

@@ -289,7 +289,8 @@ async def test_many_peers_are_read_less_often(
         for _ in range(12):
             await _advance(clock, 0.5)
     gaps = [round(later - earlier, 6) for earlier, later in itertools.pairwise(read_at)]
-    assert sorted(set(gaps)) == [2.0, 4.0, 6.0] and gaps == sorted(gaps)
+    assert sorted(set(gaps)) == [2.0, 4.0, 6.0]
+    assert gaps == sorted(gaps)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
 
