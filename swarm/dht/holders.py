@@ -4,7 +4,8 @@ Used by node, in the DHT's thread. hivemind looks for them at every call, and wh
 all that it has under the key: every reading, and every record that is stored, would bring the whole list from each of
 the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes straight to all.
 Their answers name the nodes near the key, and so does the node's own routing table: both keep the choice up to date.
-Now and then they are searched for anew.
+Now and then they are searched for anew. Where one does not answer hivemind searches after all: answers may name nodes
+that are not there, and who names them is not to be the only one that is asked.
 """
 
 import asyncio
@@ -40,34 +41,33 @@ class Holders:
         self._turn = int(node.node_id)
 
     async def read(self) -> Found | None:
-        """What one of them has: another one each time, and the next where one does not answer. None if none does."""
+        """What one of them has, another one each time. None if it does not answer: it is one of them no more."""
         await self._update()
-        for _ in range(len(self._nearest)):
-            self._turn += 1
-            node_id = list(self._nearest)[self._turn % len(self._nearest)]
-            if node_id in self._own:
-                return self._unpack(self._protocol.storage.get(self._key_id))
-            reply = await self._node._call_find_with_blacklist(self._nearest[node_id], [self._key_id])
-            if reply is not None:
-                value, others = reply[self._key_id]
-                self._choose({**self._nearest, **others})
-                return self._unpack(value)
+        if not self._nearest:
+            return None
+        self._turn += 1
+        node_id = list(self._nearest)[self._turn % len(self._nearest)]
+        if node_id in self._own:
+            return self._unpack(self._protocol.storage.get(self._key_id))
+        reply = await self._node._call_find_with_blacklist(self._nearest[node_id], [self._key_id])
+        if reply is None:
             self._lost(node_id)
-            if not self._nearest:
-                break
-        return None
+            return None
+        value, others = reply[self._key_id]
+        self._choose({**self._nearest, **others})
+        return self._unpack(value)
 
-    async def store(self, subkey: str, value: bytes, expiration: float) -> bool | None:
+    async def store(self, subkey: str, value: bytes, expiration: float) -> tuple[bool, bool]:
         """Give a sealed record to all of them.
 
         Returns:
-            Whether one of the others took it, or this node if there are no others. None if none of them answers.
+            Whether one of the others took it, or this node if there are no others; and whether all of them answered.
         """
         await self._update()
         others = {node_id: peer_id for node_id, peer_id in self._nearest.items() if node_id not in self._own}
         took_it = len(others) < len(self._nearest) and self._store_here(subkey, value, expiration)
         if not others:
-            return took_it if self._nearest else None
+            return took_it, bool(self._nearest)
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(
             *(
@@ -80,8 +80,7 @@ class Holders:
                 self._node.blacklist.register_failure(peer_id)
                 self._lost(node_id)
         # Its own clock or token may be wrong, and the others tell; one that has it already from another one refuses it.
-        given = [all(answer) for answer in answers if answer is not None]
-        return any(given) if given else None
+        return any(answer is not None and all(answer) for answer in answers), None not in answers
 
     def _store_here(self, subkey: str, value: bytes, expiration: float) -> bool:
         packed, packed_subkey = map(self._protocol.serializer.dumps, (value, subkey))

@@ -112,10 +112,12 @@ class DhtNode:
 
     async def _store(self, key: str, subkey: str, value: bytes, expiration: float) -> Any:
         self._forget_far(key)
-        stored = await self._holders_of(key).store(subkey, value, expiration)
-        if stored is None:
-            stored = await self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
-        return stored
+        is_stored, all_answered = await self._holders_of(key).store(subkey, value, expiration)
+        if not all_answered:
+            # Then it goes to others, until as many have it as should. Those that have it by now refuse it.
+            search = self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
+            is_stored = await search or is_stored
+        return is_stored
 
     def _holders_of(self, key: str) -> Holders:
         if key not in self._holders:

@@ -102,11 +102,11 @@ async def test_a_store_goes_to_the_nearest_and_readings_take_turns(clock: Manual
     network = Network(12)
     node, holders = _client(network, clock)
     far = 2.0**40
-    assert await holders.store("a", b"1", far)
+    assert await holders.store("a", b"1", far) == (True, True)
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) == nearest
     # One of them has missed this record, and is the only one that does not show it.
-    assert await holders.store("b", b"2", far)
+    assert await holders.store("b", b"2", far) == (True, True)
     del network.nodes[min(nearest)].storage.data[key_id]
     for _ in range(NUM_REPLICAS):
         found = await holders.read()
@@ -119,7 +119,7 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
     network = Network(3)
     node = network.nodes["node 1"]
     holders = Holders(node, KEY, clock, client_mode=False)
-    assert await holders.store("a", b"1", 2.0**40)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
     assert network.who_have(key_id) == set(network.nodes)
     assert [await holders.read() for _ in range(3)] == [{"a": (b"1", 2.0**40)}] * 3
     assert sorted(network.asked) == ["node 0", "node 2"]
@@ -129,33 +129,37 @@ async def test_alone_it_keeps_everything(clock: ManualClock) -> None:
     network = Network(1)
     holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
     assert await holders.read() == {}
-    assert await holders.store("a", b"1", 2.0**40)
-    assert not await holders.store("a", b"0", 1.0)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    assert await holders.store("a", b"0", 1.0) == (False, True)
     assert await holders.read() == {"a": (b"1", 2.0**40)}
 
 
-async def test_who_does_not_answer_is_passed_over_and_replaced(clock: ManualClock, key_id: Any) -> None:
+async def test_who_does_not_answer_is_told_of_and_replaced(clock: ManualClock, key_id: Any) -> None:
     network = Network(12)
     node, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40)
-    gone = set(list(network.nearest(key_id, NUM_REPLICAS, node).values())[:2])
-    for name in gone:
-        del network.nodes[name]
-    for _ in range(NUM_REPLICAS):
-        assert await holders.read() == {"a": (b"1", 2.0**40)} or network.asked[-1] not in gone
-    assert await holders.store("a", b"2", 2.0**41)
-    assert network.who_have(key_id) == set(network.nearest(key_id, NUM_REPLICAS, node).values())
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    first, *rest = network.nearest(key_id, NUM_REPLICAS, node).values()
+    del network.nodes[first]
+    found = [await holders.read() for _ in range(2 * NUM_REPLICAS)]
+    assert found.count(None) == 1
+    assert [asked == first for asked in network.asked] == [answer is None for answer in found]
+    # The newcomer among them has nothing yet.
+    assert {"a": (b"1", 2.0**40)} in found
+    del network.nodes[rest[0]]
+    assert await holders.store("a", b"2", 2.0**41) == (True, False)
+    assert await holders.store("a", b"3", 2.0**42) == (True, True)
+    assert network.who_have(key_id) >= set(network.nearest(key_id, NUM_REPLICAS, node).values())
 
 
 async def test_newcomers_are_learnt_from_answers_and_from_time_to_time(clock: ManualClock, key_id: Any) -> None:
     network = Network(2)
     node, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
     for number in range(2, 12):
         network.add(f"node {number}")
     # Whoever is asked names its neighbours.
     await holders.read()
-    assert await holders.store("a", b"2", 2.0**41)
+    assert await holders.store("a", b"2", 2.0**41) == (True, True)
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) >= nearest
     assert node.num_searches == 1
@@ -176,16 +180,17 @@ async def test_the_others_tell_whether_a_record_is_taken(clock: ManualClock) -> 
     holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
     for name in ("node 1", "node 2", "node 3"):
         network.nodes[name].is_wary = False
-    assert await holders.store("a", b"1", 2.0**40) is False
+    assert await holders.store("a", b"1", 2.0**40) == (False, True)
     # One is enough: the others may have it already.
     network.nodes["node 2"].is_wary = True
-    assert await holders.store("a", b"2", 2.0**41) is True
+    assert await holders.store("a", b"2", 2.0**41) == (True, True)
 
 
 async def test_without_an_answer_it_says_so(clock: ManualClock) -> None:
     network = Network(3)
     _, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
     network.nodes.clear()
-    assert await holders.store("a", b"2", 2.0**41) is None
+    assert await holders.store("a", b"2", 2.0**41) == (False, False)
     assert await holders.read() is None
+    assert await holders.store("a", b"3", 2.0**42) == (False, False)
