@@ -192,7 +192,7 @@ class Directory:
 
         Args:
             partly: for who asks again and again: one of the DHT's nodes is asked and not all. What an earlier answer
-                had is not lost, and what this one misses the next has.
+                had is not lost, and what this one misses another one has.
         """
         key = self._stage(stage)
         records = self._compatible(key, await key.read(self._store, partly=partly))

@@ -3,7 +3,7 @@
 Used by node, in the DHT's thread. hivemind looks for them at every call, and whoever is asked on the way answers with
 all that it has under the key: every reading, and every record that is stored, would bring the whole list from each of
 the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes straight to all.
-Their answers name the nodes near the key, and so does the node's own routing table: both keep the choice up to date.
+What is read names the nodes near the key, and so does the node's own routing table: both keep the choice up to date.
 Now and then they are searched for anew. Where one does not answer hivemind searches after all: answers may name nodes
 that are not there, and who names them is not to be the only one that is asked.
 """
@@ -41,33 +41,41 @@ class Holders:
         self._turn = int(node.node_id)
 
     async def read(self) -> Found | None:
-        """What one of them has, another one each time. None if it does not answer: it is one of them no more."""
+        """What one of the others has, another one each time, with what this node has itself.
+
+        None if that one does not answer, and is no holder any more, or if there are no others.
+        """
         await self._update()
-        if not self._nearest:
+        others = self._others()
+        if not others:
             return None
         self._turn += 1
-        node_id = list(self._nearest)[self._turn % len(self._nearest)]
-        if node_id in self._own:
-            return self._unpack(self._protocol.storage.get(self._key_id))
-        reply = await self._node._call_find_with_blacklist(self._nearest[node_id], [self._key_id])
+        node_id, peer_id = list(others.items())[self._turn % len(others)]
+        reply = await self._node._call_find_with_blacklist(peer_id, [self._key_id])
         if reply is None:
             self._lost(node_id)
             return None
-        value, others = reply[self._key_id]
-        self._choose({**self._nearest, **others})
-        return self._unpack(value)
+        value, nearby = reply[self._key_id]
+        self._choose({**nearby, **self._nearest})
+        found = self._unpack(self._protocol.storage.get(self._key_id))
+        for subkey, (record, expiration) in self._unpack(value).items():
+            if subkey not in found or expiration > found[subkey][1]:
+                found[subkey] = (record, expiration)
+        return found
 
     async def store(self, subkey: str, value: bytes, expiration: float) -> tuple[bool, bool]:
         """Give a sealed record to all of them.
 
         Returns:
-            Whether one of the others took it, or this node if there are no others; and whether all of them answered.
+            Whether one of the others took it, or this node if none of them answers; and whether all that should be
+            asked were, and answered.
         """
         await self._update()
-        others = {node_id: peer_id for node_id, peer_id in self._nearest.items() if node_id not in self._own}
+        others = self._others()
         took_it = len(others) < len(self._nearest) and self._store_here(subkey, value, expiration)
         if not others:
-            return took_it, bool(self._nearest)
+            # There may be some that did not answer a moment ago, and are back.
+            return took_it, bool(self._nearest) and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(
             *(
@@ -79,8 +87,14 @@ class Holders:
             if answer is None:
                 self._node.blacklist.register_failure(peer_id)
                 self._lost(node_id)
-        # Its own clock or token may be wrong, and the others tell; one that has it already from another one refuses it.
-        return any(answer is not None and all(answer) for answer in answers), None not in answers
+        heard = [answer for answer in answers if answer is not None]
+        if heard:
+            # This node's clock or token may be wrong, and the others tell. Who has it already from another one refuses.
+            took_it = any(answer and all(answer) for answer in heard)
+        return took_it, len(heard) == len(answers)
+
+    def _others(self) -> dict[Any, Any]:
+        return {node_id: peer_id for node_id, peer_id in self._nearest.items() if node_id not in self._own}
 
     def _store_here(self, subkey: str, value: bytes, expiration: float) -> bool:
         packed, packed_subkey = map(self._protocol.serializer.dumps, (value, subkey))
@@ -90,18 +104,19 @@ class Holders:
 
     async def _update(self) -> None:
         if self._clock.monotonic() - self._searched_at > SEARCH_SECONDS:
-            self._searched_at = self._clock.monotonic()
             # Nobody keeps anything under its neighbour, so that answers bring nodes and nothing else.
             beside = type(self._key_id)(self._key_id ^ 1)
             found = await self._node.find_nearest_nodes([beside], self._protocol.num_replicas, exclude_self=True)
-            self._nearest = found[beside]
+            self._nearest, self._searched_at = found[beside], self._clock.monotonic()
         neighbours = self._protocol.routing_table.get_nearest_neighbors(
             self._key_id, self._protocol.num_replicas, exclude=self._node.node_id
         )
         self._choose({**self._nearest, **dict(neighbours)})
 
     def _choose(self, candidates: Mapping[Any, Any]) -> None:
-        candidates = {**self._node._filter_blacklisted(candidates), **self._own}
+        # A node's id follows from its libp2p key: else one that lies could name itself under five ids near the key.
+        genuine = {node_id: p for node_id, p in candidates.items() if type(node_id).generate(str(p)) == node_id}
+        candidates = {**self._node._filter_blacklisted(genuine), **self._own}
         by_distance = sorted(candidates.items(), key=lambda item: self._key_id.xor_distance(item[0]))
         self._nearest = dict(by_distance[: self._protocol.num_replicas])
 

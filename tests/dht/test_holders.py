@@ -121,17 +121,45 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
     holders = Holders(node, KEY, clock, client_mode=False)
     assert await holders.store("a", b"1", 2.0**40) == (True, True)
     assert network.who_have(key_id) == set(network.nodes)
-    assert [await holders.read() for _ in range(3)] == [{"a": (b"1", 2.0**40)}] * 3
+    # One of the others is asked all the same: by itself it does not know whether anybody is left.
+    network.nodes["node 0"].storage.store_subkey(holders._key_id, "b", node.serializer.dumps(b"2"), 2.0**40)
+    found = [await holders.read() for _ in range(2)]
     assert sorted(network.asked) == ["node 0", "node 2"]
+    for asked, answer in zip(network.asked, found, strict=True):
+        assert answer == {"a": (b"1", 2.0**40)} | ({"b": (b"2", 2.0**40)} if asked == "node 0" else {})
 
 
 async def test_alone_it_keeps_everything(clock: ManualClock) -> None:
     network = Network(1)
     holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
-    assert await holders.read() == {}
     assert await holders.store("a", b"1", 2.0**40) == (True, True)
     assert await holders.store("a", b"0", 1.0) == (False, True)
-    assert await holders.read() == {"a": (b"1", 2.0**40)}
+    assert await holders.read() is None
+
+
+async def test_what_it_keeps_itself_is_stored_though_nobody_answers(clock: ManualClock) -> None:
+    network = Network(3)
+    holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    del network.nodes["node 1"], network.nodes["node 2"]
+    assert await holders.store("a", b"2", 2.0**41) == (True, False)
+
+
+async def test_a_liar_cannot_name_itself_under_several_ids(
+    clock: ManualClock, key_id: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Network(12)
+    node, holders = _client(network, clock)
+    liar, *_ = honest = list(network.nearest(key_id, NUM_REPLICAS, node).values())
+
+    def lie(key: Any, count: int, without: Node) -> dict[Any, str]:
+        return {type(key)(key ^ number): liar for number in range(1, count + 1)}
+
+    monkeypatch.setattr(network, "nearest", lie)
+    holders._nearest, holders._searched_at = {network.nodes[n].node_id: n for n in honest}, clock.monotonic()
+    for _ in range(2 * NUM_REPLICAS):
+        assert await holders.read() is not None
+    assert sorted(set(network.asked)) == sorted(honest)
 
 
 async def test_who_does_not_answer_is_told_of_and_replaced(clock: ManualClock, key_id: Any) -> None:
