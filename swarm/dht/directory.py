@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 LEAVING_SECONDS = 5.0
 """For how long a peer that left is at least listed as leaving."""
 NUM_OFTEN, MAX_STRETCH = 32, 3.0
-"""Up to so many peers are read at the interval asked for, and of more at up to so many times that."""
+"""Up to NUM_OFTEN peers are read at the interval asked for; with more it grows in proportion, to MAX_STRETCH times."""
 
 
 class NoOtherNode(PeerUnavailable):
@@ -107,6 +107,11 @@ class _Key(Generic[Record]):
         self._authority = authority
         self._model: type[Record] = model
         self._known: dict[str, tuple[Record, float]] = {}
+
+    @property
+    def num_known(self) -> int:
+        """Records that held at the last reading that was answered."""
+        return len(self._known)
 
     async def read(self, store: RecordStore, *, partly: bool = False) -> list[Record]:
         """All that hold now, of whatever protocol version. Raises PeerUnavailable."""
@@ -218,16 +223,13 @@ class Directory:
         """Read the stages again and again, and tell `on_update`; while the DHT is gone it is told nothing.
 
         Runs until it is cancelled. The more peers there are the longer are the intervals, by `stretch`, since each of
-        them reads of all of them; yet not so long that records expire in between.
+        them reads of all of them; yet not so long that records expire in between, if no two readings in a row miss one.
         """
         lost = False
         while True:
-            num_peers = 0
             try:
                 for stage in stages:
-                    records = await self.peers(stage, partly=True)
-                    num_peers += len(records)
-                    on_update(stage, records)
+                    on_update(stage, await self.peers(stage, partly=True))
                 if lost:
                     logger.info("the DHT answers again")
                 lost = False
@@ -235,6 +237,7 @@ class Directory:
                 if not lost:
                     logger.warning("going on with the peers known so far: %s", error)
                 lost = True
+            num_peers = sum(self._stage(stage).num_known for stage in stages)
             await self._clock.sleep(interval_seconds * stretch(num_peers))
 
     def _stage(self, stage: int) -> _Key[PeerRecord]:

@@ -31,7 +31,9 @@ class Holders:
         """
         self._node = node
         self._protocol = node.protocol
-        self._key_id = type(node.node_id).generate(key)
+        self._id_type = type(node.node_id)
+        """hivemind's DHTID, which node alone imports."""
+        self._key_id = self._id_type.generate(key)
         self._clock = clock
         self._own = {} if client_mode else {node.node_id: node.peer_id}
         self._nearest: dict[Any, Any] = {}
@@ -72,10 +74,11 @@ class Holders:
         """
         await self._update()
         others = self._others()
-        took_it = len(others) < len(self._nearest) and self._store_here(subkey, value, expiration)
+        is_holder = len(others) < len(self._nearest)
+        took_it = is_holder and self._store_here(subkey, value, expiration)
         if not others:
             # There may be some that did not answer a moment ago, and are back.
-            return took_it, bool(self._nearest) and not self._protocol.routing_table.uid_to_peer_id
+            return took_it, is_holder and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(
             *(
@@ -105,7 +108,7 @@ class Holders:
     async def _update(self) -> None:
         if self._clock.monotonic() - self._searched_at > SEARCH_SECONDS:
             # Nobody keeps anything under its neighbour, so that answers bring nodes and nothing else.
-            beside = type(self._key_id)(self._key_id ^ 1)
+            beside = self._id_type(self._key_id ^ 1)
             found = await self._node.find_nearest_nodes([beside], self._protocol.num_replicas, exclude_self=True)
             self._nearest, self._searched_at = found[beside], self._clock.monotonic()
         neighbours = self._protocol.routing_table.get_nearest_neighbors(
@@ -115,7 +118,7 @@ class Holders:
 
     def _choose(self, candidates: Mapping[Any, Any]) -> None:
         # A node's id follows from its libp2p key: else one that lies could name itself under five ids near the key.
-        genuine = {node_id: p for node_id, p in candidates.items() if type(node_id).generate(str(p)) == node_id}
+        genuine = {node_id: p for node_id, p in candidates.items() if self._id_type.generate(str(p)) == node_id}
         candidates = {**self._node._filter_blacklisted(genuine), **self._own}
         by_distance = sorted(candidates.items(), key=lambda item: self._key_id.xor_distance(item[0]))
         self._nearest = dict(by_distance[: self._protocol.num_replicas])

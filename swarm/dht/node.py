@@ -108,15 +108,15 @@ class DhtNode:
         Raises:
             PeerUnavailable: no DHT, or no answer in time.
         """
-        return bool(await self._call(self._store(key, subkey, value, expiration), timeout_seconds))
+        return await self._call(self._store(key, subkey, value, expiration), timeout_seconds)
 
-    async def _store(self, key: str, subkey: str, value: bytes, expiration: float) -> Any:
+    async def _store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         self._forget_far(key)
         is_stored, all_answered = await self._holders_of(key).store(subkey, value, expiration)
         if not all_answered:
             # Then it goes to others, until as many have it as should. Those that have it by now refuse it.
             search = self._node.store(key, value, expiration, subkey=subkey, exclude_self=self._client_mode)
-            is_stored = await search or is_stored
+            is_stored = bool(await search) or is_stored
         return is_stored
 
     def _holders_of(self, key: str) -> Holders:
@@ -172,8 +172,7 @@ class DhtNode:
 
     def remember(self, address: str) -> None:
         """Note another node's address, to reach it again should it drop out of the routing table."""
-        # Nearly always it is known, and the DHT's thread had better sleep on.
-        if self._thread.is_open and address not in self._known:
+        if self._thread.is_open:
             self._thread.loop.call_soon_threadsafe(self._remember, address)
 
     def shutdown(self) -> None:

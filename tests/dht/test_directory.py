@@ -31,9 +31,11 @@ class Store(MemoryStore):
     def __init__(self, clock: ManualClock) -> None:
         super().__init__(clock)
         self.is_gone = False
+        self.num_gets = 0
         self.remembered: list[str] = []
 
     async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
+        self.num_gets += 1
         if self.is_gone:
             raise PeerUnavailable("gone")
         return await super().get(key)
@@ -291,6 +293,11 @@ async def test_many_peers_are_read_less_often(
     gaps = [round(later - earlier, 6) for earlier, later in itertools.pairwise(read_at)]
     assert sorted(set(gaps)) == [2.0, 4.0, 6.0]
     assert gaps == sorted(gaps)
+    # Nor is a DHT that is overloaded, and does not answer, asked more often.
+    store.is_gone, asked = True, store.num_gets
+    for _ in range(24):
+        await _advance(clock, 0.5)
+    assert store.num_gets - asked == 2
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
 
