@@ -34,8 +34,6 @@ def prepare_environment() -> None:
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # Children (p2pd, wandb) are made by fork and exec.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Large tensors in huge pages: products of matrices look up fewer addresses, and new memory takes fewer page faults.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
         warnings.simplefilter("ignore", category)
 

@@ -35,8 +35,8 @@ from swarm.errors import IntegrityError
 LEAD_SECONDS = 0.3
 """Between the order to start and the start, so that all processes have read it."""
 POLL_SECONDS = 0.002
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Of both sides: one thread, and large tensors in huge pages, as in swarm-peer."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Of both sides: one thread, as in swarm-peer."""
 MAX_ERROR = 0.3
 """An arm with a larger one has not averaged, and its time is worth nothing."""
 SAME = 1e-2

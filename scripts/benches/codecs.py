@@ -129,7 +129,7 @@ def _pseudo_gradients(options: Options) -> Iterator[dict[str, Tensor]]:
 
 def _compare(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Our codec on all of the tensors as one vector, and the templar quantiser on what it keeps of each of them."""
-    vector_D = layout.flatten(tensors)
+    vector_D = layout.flatten(tensors, torch.empty(sum(tensor.numel() for tensor in tensors.values())))
     codec = contribution_codec(OURS)
     encoded = codec.encode(vector_D)
     decoded_D = codec.decode(encoded, vector_D.numel())

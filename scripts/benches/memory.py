@@ -38,8 +38,8 @@ GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
 """What a peer may keep of graphs, in each mode."""
 TURNS = 9
 """Microbatches of each mode whose CPU time is taken."""
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-"""One thread, and large tensors in huge pages, as in swarm-peer."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread, as in swarm-peer."""
 
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 """The C library's settings; see mallopt(3)."""

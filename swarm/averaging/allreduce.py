@@ -26,6 +26,7 @@ from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload,
 from swarm.averaging.shares import Shares
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, SwarmError
+from swarm.memory import Recycler
 
 OWNER_PATIENCE = 0.8
 """Share of an exchange's time after which an owner names the member it still waits for; before the others,
@@ -68,7 +69,7 @@ class AllReduceTransport(Protocol):
 
 async def butterfly(
     vector_D: torch.Tensor, *, own_id: str, shares: Shares, reduction: Reduction, codec: Codec, result_codec: Codec,
-    transport: AllReduceTransport, timeout_seconds: float,
+    transport: AllReduceTransport, timeout_seconds: float, memory: Recycler,
 ) -> Average:  # fmt: skip
     """Sum the members' vectors, part by part at the parts' owners.
 
@@ -77,6 +78,7 @@ async def butterfly(
         reduction: this member's own part, which other members may be adding to already.
         codec: of the contributions.
         result_codec: of the sums.
+        memory: for the result.
 
     Raises:
         MemberFailed: the exchange failed. Then, as on cancellation, those who wait for this member's part
@@ -88,7 +90,8 @@ async def butterfly(
     owners = {
         share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True) if share.num_elements
     }
-    result_D = torch.empty_like(vector_D)
+    # The sum of a member that owns all of the vector is the result as it is.
+    result_D = vector_D if owners.keys() == {own_id} else memory.vector(vector_D.numel())
 
     def encode(part: slice) -> Buffer:
         encoded = codec.encode(vector_D[part])

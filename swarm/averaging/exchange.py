@@ -19,6 +19,7 @@ from swarm.averaging.shares import Shares
 from swarm.compression import layout
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig
+from swarm.memory import Recycler
 from swarm.rounds import Contribution
 
 SMOOTHING = 0.3
@@ -58,6 +59,7 @@ class Exchanges:
         self._own_id = own_id
         self._feedback: dict[int, ErrorFeedback] = {}
         self._last: Closed | None = None
+        self._memory = Recycler()
 
     @property
     def residual_bytes(self) -> int:
@@ -71,7 +73,8 @@ class Exchanges:
         return self._last
 
     def _close(self, contribution: Contribution) -> Closed:
-        vector_D = self._flatten(contribution.tensors)
+        num_elements = sum(tensor.numel() for tensor in contribution.tensors.values())
+        vector_D = self._flatten(contribution.tensors, self._memory.vector(num_elements))
         if contribution.num_samples and contribution.fragment in self._feedback:
             vector_D = self._feedback[contribution.fragment].compensate(vector_D)
         return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
@@ -108,6 +111,7 @@ class Exchanges:
             average = await butterfly(
                 vector_D, own_id=self._own_id, shares=shares, reduction=exchanged, codec=self.codec,
                 result_codec=self.result_codec, transport=transport, timeout_seconds=timeout_seconds,
+                memory=self._memory,
             )  # fmt: skip
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)

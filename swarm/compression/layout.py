@@ -20,9 +20,11 @@ TILE = SIDE * SIDE
 """Elements of a tile."""
 
 
-def concatenate(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tensors as one new float32 vector, one after the other: for codecs that know no tiles; shape (D,)."""
-    return torch.cat([tensors[name].detach().float().flatten() for name in sorted(tensors)])
+def concatenate(tensors: Mapping[str, torch.Tensor], out_D: torch.Tensor) -> torch.Tensor:
+    """Write the tensors into a float32 vector, one after the other, for codecs that know no tiles; gives the vector."""
+    for name, piece in cut(out_D, tensors).items():
+        piece.copy_(tensors[name].detach())
+    return out_D
 
 
 def cut(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -32,12 +34,11 @@ def cut(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, t
     return {name: piece.view(like[name].shape) for name, piece in zip(names, pieces, strict=True)}
 
 
-def flatten(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tensors as one new float32 vector in tile order, shape (D,)."""
-    vector_D = torch.empty(sum(tensor.numel() for tensor in tensors.values()))
-    for target, piece in _pieces(vector_D, tensors):
+def flatten(tensors: Mapping[str, torch.Tensor], out_D: torch.Tensor) -> torch.Tensor:
+    """Write the tensors into a float32 vector in tile order; gives the vector."""
+    for target, piece in _pieces(out_D, tensors):
         target.copy_(piece.detach())
-    return vector_D
+    return out_D
 
 
 def unflatten(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

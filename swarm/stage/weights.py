@@ -22,6 +22,7 @@ from swarm import optim
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError, NotReady
 from swarm.events import Events, NoEvents, Step
+from swarm.memory import Recycler
 
 Tensors = dict[str, torch.Tensor]
 
@@ -144,6 +145,7 @@ class StageWeights:
         self._config = config
         self._events = events or NoEvents()
         self._num_buckets = 0
+        self._memory = Recycler()
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.round: Round
         self._adamw = optim.AdamW(config.optimizer)
@@ -297,7 +299,10 @@ class StageWeights:
             num_samples = self.backlog_samples
         else:
             anchor, weights = self._anchors[self.round.number], self.masters
-            tensors = {name: (anchor[name] - weights[name].cpu()).detach() for name in self._fragments[fragment]}
+            tensors = self._memory.like({name: anchor[name] for name in self._fragments[fragment]})
+            with torch.no_grad():
+                for name, difference in tensors.items():
+                    torch.sub(anchor[name], weights[name].cpu(), out=difference)
             num_samples = self._unaveraged_samples[fragment]
         self._closed = Closing(
             tensors=tensors, num_samples=num_samples, round_samples=self.round_samples, fragment=fragment,
@@ -368,7 +373,7 @@ class StageWeights:
         self._closed = closed = None
         if contributed or not carried:
             self._unaveraged_samples[fragment] = carried_samples
-        stepped = {name: anchor[name].detach().clone() for name in names}
+        stepped = self._memory.copies({name: anchor[name] for name in names})
         optim.step(outer, stepped, average, self._config.outer.learning_rate)
         self._load_masters(stepped)
         if carried:
@@ -450,7 +455,8 @@ class StageWeights:
 
     def _new_bucket(self) -> GradientBucket:
         self._num_buckets += 1
-        sums = {name: torch.zeros_like(p.detach()) for name, p in self.masters.items()}
+        sums = self._memory.like(self.masters)
+        torch._foreach_zero_(list(sums.values()))
         return GradientBucket(sums=sums, number=self._num_buckets - 1)
 
     def _stepping(self) -> tuple[optim.Optimizer, optim.Parameters]:
@@ -461,13 +467,9 @@ class StageWeights:
 
     def _publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> Version:
         """The masters as they are. Of some there may be copies, to which nobody writes: these are taken if they fit."""
-        parameters = {}
-        for name, master in self.masters.items():
-            copy = copies.get(name) if copies else None
-            if copy is None or copy.device != master.device:
-                copy = master.detach().clone()
-            parameters[name] = copy.requires_grad_()
-        return Version(parameters=parameters)
+        taken = {name: copy for name, copy in (copies or {}).items() if copy.device == self.masters[name].device}
+        made = self._memory.copies({name: master for name, master in self.masters.items() if name not in taken})
+        return Version(parameters={name: (taken | made)[name].requires_grad_() for name in self.masters})
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

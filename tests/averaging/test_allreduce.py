@@ -13,6 +13,7 @@ from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
 from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
+from swarm.memory import Recycler
 from tests.averaging.hall import Door, Hall
 
 FP32 = simple_codec("fp32")
@@ -55,7 +56,7 @@ async def average(
                 )
             return await butterfly(
                 vector_D, own_id=name, shares=shares, reduction=sides[name], codec=codec, result_codec=of_results,
-                transport=transport, timeout_seconds=2.0,
+                transport=transport, timeout_seconds=2.0, memory=Recycler(),
             )  # fmt: skip
         except MemberFailed as failed:
             return failed
@@ -174,7 +175,7 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
     with pytest.raises(MemberFailed) as failed:
         await butterfly(
             torch.ones(4), own_id="0", shares=shares, reduction=reduction, codec=FP32, result_codec=FP32,
-            transport=Patient(), timeout_seconds=0.05,
+            transport=Patient(), timeout_seconds=0.05, memory=Recycler(),
         )  # fmt: skip
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
@@ -196,7 +197,7 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
     with pytest.raises(MemberFailed, match=reason) as failed:
         await butterfly(
             torch.ones(8), own_id="0", shares=shares, reduction=reduction, codec=FP32, result_codec=FP32,
-            transport=Malicious(), timeout_seconds=5,
+            transport=Malicious(), timeout_seconds=5, memory=Recycler(),
         )  # fmt: skip
     assert failed.value.peer_id == "1"
 

@@ -22,11 +22,16 @@ def _tensors(shapes: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """To be filled."""
+    return torch.full((sum(tensor.numel() for tensor in tensors.values()),), torch.nan)
+
+
 @settings(deadline=None, max_examples=60)
 @given(shapes=st.lists(shapes, max_size=5))
 def test_unflatten_is_the_inverse(shapes: list[tuple[int, ...]]) -> None:
     tensors = _tensors(shapes)
-    vector_D = flatten(tensors)
+    vector_D = flatten(tensors, _vector(tensors))
     assert sorted(vector_D.tolist()) == list(range(vector_D.numel()))
     again = unflatten(vector_D, tensors)
     assert again.keys() == tensors.keys()
@@ -41,7 +46,7 @@ def test_tiles_come_first_and_the_rest_in_the_order_of_names() -> None:
         "a": torch.rand(64, 200),
         "c": torch.rand(4096),
     }
-    vector_D = flatten(tensors)
+    vector_D = flatten(tensors, _vector(tensors))
     a, b = tensors["a"], tensors["b"].view(130, 140)
     tiles = [a[:, 0:64], a[:, 64:128], a[:, 128:192], b[:64, :64], b[:64, 64:128], b[64:128, :64], b[64:128, 64:128]]
     for number, tile in enumerate(tiles):
@@ -56,7 +61,7 @@ def test_other_types_and_strides_become_plain_float32() -> None:
         "parameter": torch.nn.Parameter(torch.rand(5)),
         "transposed": torch.rand(65, 2, 66).permute(2, 1, 0),
     }
-    vector_D = flatten(tensors)
+    vector_D = flatten(tensors, _vector(tensors))
     assert vector_D.dtype == torch.float32
     assert not vector_D.requires_grad
     for name, tensor in unflatten(vector_D, tensors).items():
@@ -65,7 +70,7 @@ def test_other_types_and_strides_become_plain_float32() -> None:
 
 def test_what_comes_back_shares_no_memory_with_the_vector() -> None:
     tensors = {"matrix": torch.ones(64, 70), "vector": torch.ones(3)}
-    vector_D = flatten(tensors)
+    vector_D = flatten(tensors, _vector(tensors))
     again = unflatten(vector_D, tensors)
     vector_D.zero_()
     assert all(bool((tensor == 1).all()) for tensor in again.values())
@@ -73,7 +78,7 @@ def test_what_comes_back_shares_no_memory_with_the_vector() -> None:
 
 def test_concatenation_goes_by_name_and_back_without_a_copy() -> None:
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor(7.0)}
-    vector_D = concatenate(tensors)
+    vector_D = concatenate(tensors, _vector(tensors))
     assert vector_D.tolist() == [7, 0, 1, 2, 3, 4, 5]
     back = cut(vector_D, tensors)
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())

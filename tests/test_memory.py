@@ -1,0 +1,81 @@
+import threading
+
+import pytest
+import torch
+
+from swarm.memory import Recycler
+
+
+def test_a_vector_is_made_of_one_that_is_gone() -> None:
+    memory = Recycler()
+    first = memory.vector(1000)
+    address = first.data_ptr()
+    del first
+    assert memory.vector(1000).data_ptr() == address
+
+
+def test_no_vector_has_the_memory_of_one_that_a_view_still_shows() -> None:
+    memory = Recycler()
+    vector = memory.vector(1000).fill_(1.0)
+    view = vector.view(10, 100)[3:5].detach().requires_grad_()
+    del vector
+    assert memory.vector(1000).fill_(2.0).sum() == 2000.0
+    exported = view.detach().numpy().data
+    del view
+    assert memory.vector(1000).fill_(3.0).sum() == 3000.0
+    assert set(exported.tolist()[0]) == {1.0}
+
+
+def test_lengths_do_not_mix() -> None:
+    memory = Recycler()
+    short, long = memory.vector(10), memory.vector(20)
+    addresses = {short.data_ptr(): 10, long.data_ptr(): 20}
+    del short, long
+    for length in (20, 10):
+        again = memory.vector(length)
+        assert again.shape == (length,)
+        assert addresses[again.data_ptr()] == length
+
+
+@pytest.mark.parametrize("length", [0, 1, 17, 100_000])
+def test_a_vector_begins_with_a_cache_line(length: int) -> None:
+    assert Recycler().vector(length).data_ptr() % 64 == 0
+
+
+def test_copies_are_equal_and_nobody_elses() -> None:
+    originals = {
+        "weight": torch.randn(30, 20, requires_grad=True), "transposed": torch.randn(4, 6).T,
+        "counter": torch.tensor(3), "half": torch.randn(5).bfloat16(),
+    }  # fmt: skip
+    copies = Recycler().copies(originals)
+    assert list(copies) == list(originals)
+    for name, original in originals.items():
+        assert torch.equal(copies[name], original)
+        assert copies[name].dtype == original.dtype
+        assert not copies[name].requires_grad
+        copies[name].zero_()
+    assert originals["weight"].any()
+
+
+def test_the_memory_outlives_the_recycler() -> None:
+    vector = Recycler().vector(1000)
+    vector.fill_(1.0)
+    assert Recycler().vector(1000).fill_(2.0).data_ptr() != vector.data_ptr()
+    assert vector.sum() == 1000.0
+
+
+def test_threads_never_get_the_same_vector() -> None:
+    memory, wrong = Recycler(), []
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            vector = memory.vector(500).fill_(number)
+            if not torch.equal(vector, torch.full((500,), float(number))):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
