@@ -326,7 +326,7 @@ class StageServer:
         tensors = restored.tensors if restored is not None else (await self._member.snapshot()).tensors
         snapshot = Snapshot(
             round=beginning.round, run_samples=beginning.run_samples, lineage=beginning.lineage, tensors=tensors,
-            digest=(restored and restored.state_digest) or digest_of(tensors),
+            digest=await asyncio.to_thread(digest_of, tensors),
         )  # fmt: skip
         source = "initial" if restored is None else "checkpoint"
         await self._member.begin_with(

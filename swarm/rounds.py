@@ -78,7 +78,7 @@ class RoundResult:
         exchange_seconds: of these, what the exchange itself took here.
         contribution_norm: of this member's own contribution.
         residual_bytes: what error feedback keeps here.
-        digest: SHA-256 over the members and the averaged bytes, in hexadecimal.
+        digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
         contributed: whether this member is one of `members`.
         partners: where stages share a block, digests of the results that its average was made of.
     """
@@ -141,7 +141,7 @@ class RoundMember(Protocol):
         ...
 
     async def apply(self, result: RoundResult) -> str:
-        """Take the outer step and begin the next round; gives SHA-256 over anchor and outer state."""
+        """Take the outer step and begin the next round; gives BLAKE3 over anchor and outer state."""
         ...
 
     async def snapshot(self) -> Snapshot:

@@ -10,7 +10,6 @@ Shapes: D elements of the vector, P of a part.
 """
 
 import asyncio
-import hashlib
 import math
 import statistics
 import struct
@@ -20,6 +19,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from blake3 import blake3
 
 from swarm.averaging.feedback import Residual
 from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload, Reduction, decode_bounded, squared_norm
@@ -233,7 +233,7 @@ async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, ti
 
 
 def _digest(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:
-    digest = hashlib.sha256(shares.digest.encode())
+    digest = blake3(shares.digest.encode())
     for share in shares.members:
         if (payload := payloads.get(share.peer_id)) is not None:
             digest.update(payload.encoded)

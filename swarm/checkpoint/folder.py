@@ -26,7 +26,6 @@ class Restored:
 
     Attributes:
         lineage: the file's own where it holds just this stage; else made from those of all files that were used.
-        state_digest: SHA-256 over the state; None where it was put together anew.
         files: where it comes from.
     """
 
@@ -35,7 +34,6 @@ class Restored:
     lineage: str
     highest_microbatch: int
     tensors: Tensors
-    state_digest: str | None
     files: tuple[Path, ...]
 
 
@@ -137,6 +135,5 @@ class CheckpointFolder:
             lineage=used[0].lineage if is_same else hashlib.sha256(origin.encode()).hexdigest(),
             highest_microbatch=max(header.highest_microbatch for header in headers),
             tensors=tensors,
-            state_digest=used[0].state_digest if is_same else None,
             files=tuple(paths[header.stage] for header in used),
         )

@@ -102,7 +102,7 @@ class StageMember:
             self._stage.on_change()
 
     async def apply(self, result: RoundResult) -> str:
-        """Take the outer step of a committed round. Gives the SHA-256 of anchor and outer state."""
+        """Take the outer step of a committed round. Gives the BLAKE3 of anchor and outer state."""
         synchronous = self._stage.config.rounds.synchronous
         start = time.perf_counter()
         self._closed = None

@@ -11,11 +11,11 @@ this peer, a few at most: it contributes late (as in asynchronous local SGD, arX
 momentum are needed once a round: they are kept on the CPU, and the outer step is taken there, whatever device trains.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from blake3 import blake3
 from torch import nn
 
 from swarm import optim
@@ -448,7 +448,7 @@ class StageWeights:
             self.version = self._publish()
 
     def state_digest(self) -> str:
-        """SHA-256 over anchor and outer state, in hexadecimal."""
+        """BLAKE3 over anchor and outer state, in hexadecimal."""
         return digest_of({name: value.cpu() for name, value in self._live_state().items()})
 
     # -- helpers -----------------------------------------------------------------------------------------------
@@ -502,8 +502,9 @@ def fragments(names: Iterable[str], num_fragments: int) -> list[list[str]]:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over a state's names and values, in hexadecimal."""
-    digest = hashlib.sha256()
+    """BLAKE3 over a state's names and values, in hexadecimal. It is taken at every round's end: SHA-256 takes three
+    times as long where the processor helps with it, and ten times where it does not."""
+    digest = blake3()
     for name, value in sorted(tensors.items()):
         digest.update(name.encode())
         digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -113,7 +113,7 @@ class Prepared(_message.Message):
     MEMBER_IDS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """SHA-256 over the member list and the averaged bytes, in hexadecimal."""
+    """BLAKE3 over the member list and the averaged bytes, in hexadecimal."""
     squared_norm: _builtins.float
     """Of the averaged tensors of this stage, without the blocks that it shares with others."""
     num_samples: _builtins.int
@@ -632,7 +632,7 @@ class CommitReply(_message.Message):
     REFUSAL_FIELD_NUMBER: _builtins.int
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
-    """SHA-256 over the anchor and the outer optimizer's state after the step."""
+    """BLAKE3 over the anchor and the outer optimizer's state after the step."""
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
     def __init__(
@@ -1079,7 +1079,7 @@ class SnapshotHeader(_message.Message):
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     SEGMENT_DIGESTS_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
-    """SHA-256 over the anchor and the outer optimizer's state, as Commit answers it."""
+    """BLAKE3 over the anchor and the outer optimizer's state, as Commit answers it."""
     segment_bytes: _builtins.int
     """Of every segment but the last, which may be shorter."""
     @_builtins.property

@@ -712,7 +712,7 @@ class RoundReport(_message.Message):
     num_samples: _builtins.int
     """Samples in the average."""
     state_digest: _builtins.str
-    """SHA-256 over the anchor and the outer optimizer's state."""
+    """BLAKE3 over the anchor and the outer optimizer's state."""
     averaged_fraction: _builtins.float
     """Share of the stage's parameters that this round averaged."""
     contribution_norm: _builtins.float
