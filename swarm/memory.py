@@ -6,6 +6,7 @@ its python/protobuf.c). Then every page is cleared anew, which can take a virtua
 And what lies about the holes that one round leaves keeps the next one's vectors out.
 """
 
+import os
 import weakref
 from collections.abc import Mapping
 
@@ -19,14 +20,19 @@ _ALIGNMENT = 64
 class Recycler:
     """Float32 vectors on the CPU, made of the memory of those that nobody uses any more.
 
-    From any thread. The memory is kept for as long as this object.
+    From any thread. The memory is kept for as long as this object; not at all where the user has set
+    MALLOC_* (mallopt(3)) and so decides what becomes of freed memory.
     """
 
     def __init__(self) -> None:
+        # As in process.keep_freed_memory.
+        self._keeps = not any(name.startswith("MALLOC_") for name in os.environ)
         self._unused: dict[int, list[np.ndarray]] = {}
 
     def vector(self, num_elements: int) -> torch.Tensor:
         """Uninitialized, shape (num_elements,). Its memory is taken back when the last tensor that has it is gone."""
+        if not self._keeps:
+            return torch.empty(num_elements)
         unused = self._unused.setdefault(num_elements, [])
         try:
             memory = unused.pop()

@@ -1,4 +1,6 @@
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +64,24 @@ def test_the_memory_outlives_the_recycler() -> None:
     vector.fill_(1.0)
     assert Recycler().vector(1000).fill_(2.0).data_ptr() != vector.data_ptr()
     assert vector.sum() == 1000.0
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+@pytest.mark.parametrize("user_decides", [True, False])
+def test_memory_goes_back_only_where_the_user_has_it_so(user_decides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if user_decides:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    memory = Recycler()
+    vector = memory.vector(1 << 26).fill_(1.0)
+    before = _resident_bytes()
+    del vector
+    assert (before - _resident_bytes() > 1 << 27) == user_decides
+    del memory
 
 
 def test_threads_never_get_the_same_vector() -> None:
