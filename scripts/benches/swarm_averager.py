@@ -17,6 +17,8 @@ from typing import Any
 
 import grpc
 import torch
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from scripts.benches.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
 from scripts.benches.common import compute_like_peers, write_json
@@ -124,6 +126,8 @@ class CodecPeer:
         )  # fmt: skip
         servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, self._server)
+        # A member asks an owner that is slow to answer whether it is alive.
+        add_HealthServicer_to_server(HealthServicer(), self._server)
         await self._server.start()
 
     def run(self, tasks: asyncio.TaskGroup) -> None:
