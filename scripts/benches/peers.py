@@ -7,14 +7,14 @@ turns. A turn is one round of 40 microbatches, one optimizer step:
     moe       two servers of hivemind.moe, driven through RemoteExpert (moe_stage.py, moe_trainer.py)
     static    torch.distributed.pipelining, 1F1B over gloo (static_stage.py), which tolerates nothing
 
-Start-up and the first step, of each side and of each trainer of the swarm, are not measured. Ratios are of the turns of
-one repetition.
+Start-up, a first turn of each side, whose memory is all new, and the first step of each trainer of the swarm are not
+measured. Ratios are of the turns of one repetition.
 """
 
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,15 @@ def run(options: Options) -> dict[str, Any]:
         moe = _start_moe(folder, options.steps, children)
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers(range(NUM_STAGES))
-        rates = paired.in_turns(
-            {
-                "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
-                "moe": lambda number: tokens / _turn([moe]),
-                "static": lambda number: tokens / _turn(static),
-            },
-            options.repetitions, what="turns", unit="tokens/s",
-        )  # fmt: skip
+        sides: dict[str, Callable[[int], float]] = {
+            "swarm": lambda number: swarm.tokens_per_second(f"trainer-{number}", options.steps),
+            "moe": lambda number: tokens / _turn([moe]),
+            "static": lambda number: tokens / _turn(static),
+        }
+        say("all sides warm up")
+        for warm_up in sides.values():
+            warm_up(options.repetitions)
+        rates = paired.in_turns(sides, options.repetitions, what="turns", unit="tokens/s")
         for child in children.running:
             children.kill9(child)
     ratios = {

@@ -51,7 +51,7 @@ its end at about the same time, and one of them leads then. An answer that does 
 LOOK_SECONDS = 0.1
 """A request that waits is looked at again so often, though nothing happened: some things are granted after a time."""
 GAP_SECONDS = 0.03
-"""Changes that come in quick succession are looked at together."""
+"""Least time between two looks: changes that come in quick succession are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +100,7 @@ class LeaseServicer(LeaseServiceServicer):
     async def _answer(self, request: pb.AcquireRequest, wait_seconds: float) -> pb.AcquireReply:
         deadline = self._clock.monotonic() + wait_seconds
         while True:
+            looked_at = self._clock.monotonic()
             lead = self._lead()
             if lead.view is None:
                 # Whoever leads next grants from its own table; ours would be out of date.
@@ -113,7 +114,7 @@ class LeaseServicer(LeaseServiceServicer):
                     counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
                 )  # fmt: skip
             await self._changed(LOOK_SECONDS)
-            await self._clock.sleep(GAP_SECONDS)
+            await self._clock.sleep(max(0.0, looked_at + GAP_SECONDS - self._clock.monotonic()))
 
     def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
         if self._table is None:

@@ -11,6 +11,7 @@ import grpc
 import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
+from swarm.memory import Recycler
 from swarm.rpc.callers import MAX_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
 from swarm.rpc.wire import TensorReader, TensorSpec
@@ -47,8 +48,13 @@ def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
 class Incoming:
     """The messages of one request."""
 
-    def __init__(self, context: Context, caller: Caller, callers: Callers) -> None:
+    def __init__(self, context: Context, caller: Caller, callers: Callers, memory: Recycler | None = None) -> None:
+        """
+        Args:
+            memory: for a microbatch's tensors, which all have the same sizes.
+        """
         self._context = context
+        self._memory = memory
         self.caller = caller
         self._callers = callers
         self._reader: TensorReader | None = None
@@ -80,7 +86,7 @@ class Incoming:
         """
         if self._reader is None:
             num_bytes = _num_bytes(specs)
-            self._reader = TensorReader(specs)
+            self._reader = TensorReader(specs, self._memory)
             self._expected_bytes = num_bytes
             self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
             self._callers.keep(self.caller, num_bytes, training=training)
