@@ -33,7 +33,6 @@ from swarm.errors import (
 )
 from swarm.events import Events, NoEvents
 from swarm.events import Hop as HopEvent
-from swarm.memory import Recycler
 from swarm.routing.credits import Credits
 from swarm.routing.router import Router
 from swarm.rpc.bounds import require_bounds
@@ -174,7 +173,6 @@ class Hop:
         self.stage = stage
         self._run_id = run_id
         self._reply_specs = reply_specs
-        self._memory = Recycler()
         self._router = router
         self._channels = channels
         self._clock = clock
@@ -321,7 +319,7 @@ class Hop:
         self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, attempt: _Attempt
     ) -> HopReply:
         peer_id = PeerId(record.peer_id)
-        reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {}, self._memory)
+        reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
         is_new_to_it = attempt.route.get(self.stage) != peer_id
         request = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,

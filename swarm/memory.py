@@ -1,9 +1,9 @@
-"""Memory of large tensors that come again in each round or microbatch, at the same sizes.
+"""Memory of large tensors that come again in each round, at the same sizes.
 
-Used by stage/weights, averaging, and where tensors are received. What is given back to the C library may go on to the
-system, whatever the library is told: protobuf has it return all that is free whenever 10,000 pieces of messages were
-freed (`upb_trim_allocfunc` in its python/protobuf.c). Then every page is cleared anew, for which 14 µs were measured on
-a virtual machine. And what lies about the holes that one round leaves keeps the next one's vectors out.
+Used by stage/weights and averaging. What is given back to the C library may go on to the system, whatever the library
+is told: protobuf has it return all that is free whenever 10,000 pieces of messages were freed (`upb_trim_allocfunc` in
+its python/protobuf.c). Then every page is cleared anew, for which 14 µs were measured on a virtual machine.
+And what lies about the holes that one round leaves keeps the next one's vectors out.
 """
 
 import os
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class Recycler:
-    """Float32 vectors, and bytes, on the CPU, made of the memory of those that nobody uses any more.
+    """Float32 vectors on the CPU, made of the memory of those that nobody uses any more.
 
     From any thread. The memory is kept for as long as this object; not at all where the user has set
     MALLOC_* (mallopt(3)) and so decides what becomes of freed memory.
@@ -42,10 +42,6 @@ class Recycler:
         lent = memory.view()
         weakref.finalize(lent, unused.append, memory).atexit = False
         return torch.from_numpy(lent)
-
-    def buffer(self, num_bytes: int) -> memoryview:
-        """Uninitialized bytes, likewise."""
-        return self.vector(-(-num_bytes // 4)).view(torch.uint8).numpy().data[:num_bytes]
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Uninitialized tensors of the same names, shapes, types and devices; new ones where they are none of ours."""

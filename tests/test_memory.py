@@ -39,15 +39,6 @@ def test_lengths_do_not_mix() -> None:
         assert addresses[again.data_ptr()] == length
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8])
-def test_a_buffer_has_as_many_bytes_as_wanted(length: int) -> None:
-    memory = Recycler()
-    buffer = memory.buffer(length)
-    buffer[:] = bytes(range(length))
-    assert memory.buffer(length).nbytes == length
-    assert bytes(buffer) == bytes(range(length))
-
-
 @pytest.mark.parametrize("length", [0, 1, 17, 100_000])
 def test_a_vector_begins_with_a_cache_line(length: int) -> None:
     assert Recycler().vector(length).data_ptr() % 64 == 0

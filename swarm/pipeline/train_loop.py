@@ -197,7 +197,7 @@ class TrainLoop(HopListener):
                 self._count_busy()
                 self._in_flight[work.microbatch.index] = (work, task)
                 task.add_done_callback(functools.partial(self._ended, work))
-            if self._wants_more():
+            if self._room() > 0:
                 self._wanted.set()
             self._arrived.clear()
             await self._arrived.wait()
@@ -299,8 +299,8 @@ class TrainLoop(HopListener):
             if await self._acquire(last_round):
                 self._renewed_at = asked_at
             self._wanted.clear()
-            if self._wants_more():
-                # Stage 0 answers as soon as there is some.
+            if self._room() > 0:
+                # More is wanted: stage 0 answers as soon as there is some.
                 await self._clock.sleep(0.02)
                 continue
             try:
@@ -322,7 +322,7 @@ class TrainLoop(HopListener):
         return True
 
     def _room(self) -> int:
-        """How many microbatches are lacking: for the window, and half as many for the time that a question takes.
+        """How many microbatches are wanted: for the window, and half as many for the time that a question takes.
 
         That is less than a microbatch's way through the stages. What more waits here, no other trainer could run. Work
         of a later round than stage 0 is in does not count: it waits for a stage 0 that came back from a checkpoint.
@@ -331,15 +331,7 @@ class TrainLoop(HopListener):
             return 0
         newest = math.inf if self._stage_0 is None else self._stage_0.round
         num_held = sum(work.microbatch.round <= newest for work in self._work())
-        return max(0, self._window.size + self._reserve - num_held)
-
-    @property
-    def _reserve(self) -> int:
-        return math.ceil(self._window.size / 2)
-
-    def _wants_more(self) -> bool:
-        """Whether more than half of what waits for its turn here is gone: a question for each one costs too much."""
-        return self._room() > self._reserve // 2
+        return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
 
     async def _replay_lost(self, stage: int, last_round: int) -> None:
         """Synchronous: run again what a later stage has lost with a peer that died, while the round goes on."""

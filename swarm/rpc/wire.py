@@ -5,14 +5,13 @@ that no message is large; the receiver knows which shapes it wants and allocates
 between element types, and never encodes: that is work for the compute thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from swarm.compression.quantize import Int8
 from swarm.errors import MalformedMessage
-from swarm.memory import Recycler
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 
 CHUNK_BYTES = 1 << 20
@@ -64,14 +63,9 @@ def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
 class TensorReader:
     """Assembles the expected tensors from the chunks of one stream."""
 
-    def __init__(self, expected: Mapping[str, TensorSpec], memory: Recycler | None = None) -> None:
-        """
-        Args:
-            memory: what the tensors are made of; only where a few sizes come again and again, as it keeps them all.
-        """
+    def __init__(self, expected: Mapping[str, TensorSpec]) -> None:
         self._missing = dict(expected)
-        self._make_buffer: Callable[[int], bytearray | memoryview] = bytearray if memory is None else memory.buffer
-        self._buffer: bytearray | memoryview = bytearray()
+        self._buffer = bytearray()
         self._current: TensorSpec | None = None
         self._name = ""
         self._filled = 0
@@ -124,7 +118,7 @@ class TensorReader:
         if header.num_bytes != spec.num_bytes:
             raise MalformedMessage(f"tensor {header.name!r} has {header.num_bytes} bytes, expected {spec.num_bytes}")
         self._name, self._current, self._filled = header.name, spec, 0
-        self._buffer = self._make_buffer(spec.num_bytes)
+        self._buffer = bytearray(spec.num_bytes)
 
     def _finish(self, spec: TensorSpec) -> None:
         flat = torch.frombuffer(self._buffer, dtype=ENCODINGS[spec.encoding])

@@ -11,7 +11,6 @@ import grpc
 import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
-from swarm.memory import Recycler
 from swarm.rpc.callers import MAX_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
 from swarm.rpc.wire import TensorReader, TensorSpec
@@ -48,13 +47,8 @@ def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:
 class Incoming:
     """The messages of one request."""
 
-    def __init__(self, context: Context, caller: Caller, callers: Callers, memory: Recycler | None = None) -> None:
-        """
-        Args:
-            memory: for a microbatch's tensors, which all have the same sizes.
-        """
+    def __init__(self, context: Context, caller: Caller, callers: Callers) -> None:
         self._context = context
-        self._memory = memory
         self.caller = caller
         self._callers = callers
         self._reader: TensorReader | None = None
@@ -86,7 +80,7 @@ class Incoming:
         """
         if self._reader is None:
             num_bytes = _num_bytes(specs)
-            self._reader = TensorReader(specs, self._memory)
+            self._reader = TensorReader(specs)
             self._expected_bytes = num_bytes
             self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
             self._callers.keep(self.caller, num_bytes, training=training)

@@ -26,7 +26,6 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, HopListener, Microbatch, route_entries
-from swarm.memory import Recycler
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
@@ -71,7 +70,6 @@ class StageServicer(StageServiceServicer):
         self._describe = describe
         self._callers = callers or Callers()
         self._specs = request_specs(config, stage.number)
-        self._memory = Recycler()
         self._evaluating = asyncio.Lock()
         """One evaluation is at the compute thread, so that they take no place there from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
@@ -89,7 +87,7 @@ class StageServicer(StageServiceServicer):
 
     # The generated type knows only iterators; grpc takes a coroutine that reads and writes the context as well.
     async def Train(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
-        incoming = Incoming(context, caller_of(context), self._callers, self._memory)
+        incoming = Incoming(context, caller_of(context), self._callers)
         try:
             await self._train(context, incoming)
         except Overloaded as busy:

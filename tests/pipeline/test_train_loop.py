@@ -1,7 +1,6 @@
 """The trainer's loop with a hop and leases that do what the test says: what it acknowledges, and what it gives up."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
@@ -71,8 +70,6 @@ class World:
         self.told: dict[int, list[int]] = {}
         """By stage, what it was told last that stage 0 has."""
         self.trained: list[Microbatch] = []
-        self.under_way: deque[asyncio.Event] = deque()
-        """To end the microbatches one by one, without `answer`."""
         self.hints: list[dict[int, PeerId]] = []
         self.round = 0
         self.steps: list[Step] = []
@@ -115,14 +112,7 @@ class World:
         self.num_runs += 1
         self.trained.append(microbatch)
         self.hints.append(dict(hints))
-        ended = asyncio.Event()
-        self.under_way.append(ended)
-        ways = [asyncio.create_task(event.wait()) for event in (self.answer, ended)]
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for way in ways:
-                way.cancel()
+        await self.answer.wait()
         return self.reply
 
     async def poll(self, wait_seconds: float = 0.0) -> None:
@@ -178,20 +168,6 @@ async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() ->
         await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
         assert world.num_runs == 4
         assert world.num_granted == 4 + 2
-
-
-async def test_more_is_asked_for_once_half_of_what_was_leased_ahead_is_gone() -> None:
-    async with running(max_in_flight=6) as world:
-        world.num_there = 100
-        await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
-        assert (world.num_runs, world.num_granted) == (6, 6 + 3)
-        world.wanted.clear()
-        world.under_way.popleft().set()
-        await eventually(lambda: world.num_runs == 7)
-        assert not world.wanted
-        world.under_way.popleft().set()
-        await eventually(lambda: world.num_granted == 8 + 3)
-        assert world.wanted == [2]
 
 
 async def test_a_full_window_is_counted_once_for_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

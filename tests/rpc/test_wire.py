@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from swarm.errors import MalformedMessage
-from swarm.memory import Recycler
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, TensorReader, TensorSpec, chunks, require_in_range
 
@@ -53,24 +52,6 @@ def test_several_tensors_in_any_order() -> None:
     received = _read(messages, hidden=_SPEC, tokens=TensorSpec(shape=(4,), encoding="int32"))
     assert torch.equal(received["hidden"], first)
     assert torch.equal(received["tokens"], second)
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_tensors_are_made_of_the_memory_of_others_that_are_gone(encoding: str) -> None:
-    memory, spec = Recycler(), TensorSpec(shape=(7,), encoding=encoding)
-    addresses: list[int] = []
-    kept: list[torch.Tensor] = []
-    for number in range(3):
-        tensor = torch.full((7,), number, dtype=ENCODINGS[encoding])
-        reader = TensorReader({"x": spec}, memory)
-        _feed(reader, chunks("x", tensor))
-        received = reader.tensors["x"]
-        assert torch.equal(received, tensor)
-        kept += [received] if number == 0 else []
-        addresses.append(received.data_ptr())
-        del reader, received
-    assert not kept[0].any()
-    assert addresses[0] != addresses[1] == addresses[2]
 
 
 def test_a_received_tensor_can_be_written_to() -> None:
