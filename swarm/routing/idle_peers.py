@@ -5,6 +5,8 @@ chance some peers have a queue while others have nothing. A reply that leaves it
 at the only moment at which it is certain (join-idle-queue, Lu et al. 2011). Decides nothing about shares.
 """
 
+from collections.abc import Collection
+
 from swarm.types import PeerId
 
 
@@ -23,10 +25,21 @@ class IdlePeers:
         """It has something to do, or cannot be asked."""
         self._until.pop(peer_id, None)
 
-    def pop(self, now: float) -> PeerId | None:
-        """Take out whoever was heard last; those that were heard too long ago are dropped on the way."""
-        while self._until:
-            peer_id, until = self._until.popitem()
-            if until >= now:
-                return peer_id
-        return None
+    def pop(self, now: float, exclude: Collection[PeerId]) -> PeerId | None:
+        """Take out whoever was heard last; those that were heard too long ago are dropped on the way.
+
+        Args:
+            exclude: those that one microbatch does not go to; they stay, for others.
+        """
+        excluded: list[tuple[PeerId, float]] = []
+        try:
+            while self._until:
+                peer_id, until = self._until.popitem()
+                if until < now:
+                    continue
+                if peer_id not in exclude:
+                    return peer_id
+                excluded.append((peer_id, until))
+            return None
+        finally:
+            self._until.update(reversed(excluded))

@@ -189,10 +189,10 @@ class PeerQueue:
         return member.record
 
     def _idle_member(self, num_samples: int, now: float, exclude: Collection[PeerId]) -> _Member | None:
-        while (peer_id := self._idle.pop(now)) is not None:
+        while (peer_id := self._idle.pop(now, exclude)) is not None:
             member = self._members[peer_id]
             turn_seconds = num_samples * min(self._expected(member), self._typical or math.inf)
-            if peer_id not in exclude and member.priority - self._virtual_now <= MAX_TURNS_AHEAD * turn_seconds:
+            if member.priority - self._virtual_now <= MAX_TURNS_AHEAD * turn_seconds:
                 return member
         return None
 

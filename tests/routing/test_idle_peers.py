@@ -81,14 +81,17 @@ def test_an_idle_peer_that_cannot_be_asked_is_not(happens: Callable[[PeerQueue],
     assert 2 not in {_choose(queue) for _ in range(6)}
 
 
-def test_an_idle_peer_that_is_excluded_is_not_asked() -> None:
+def test_an_idle_peer_that_one_microbatch_excludes_is_asked_with_the_next_one() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
-    _choose(queue)
-    _succeed(queue, 2)
-    chosen = queue.choose(1, 0.0, exclude={_id(2)}, prefer=())
+    queue.update([_record(number) for number in range(40)], 0.0)
+    for number in [_choose(queue) for _ in range(400)]:
+        _succeed(queue, number, queue_length=1)
+    for number in (11, 7, 5):
+        _succeed(queue, number)
+    chosen = queue.choose(1, 0.0, exclude={_id(5), _id(7)}, prefer=())
     assert chosen is not None
-    assert chosen.peer_id == _id(1)
+    assert chosen.peer_id == _id(11)
+    assert [_choose(queue), _choose(queue)] == [5, 7], "whoever was heard last comes first, as before"
 
 
 def test_what_was_idle_long_ago_waits_for_its_turn() -> None:
