@@ -356,8 +356,14 @@ class Roster:
         return recent - self._suspects.keys() | {PeerId(self.own.peer_id)}
 
     def is_silent(self, peer_id: PeerId) -> bool:
-        """Whether another peer gave no sign of life lately, though peers do so all the time."""
-        return peer_id not in self.alive()
+        """Whether another peer is not `alive`: it gave no sign of life lately, though peers do so all the time.
+
+        Asked of every member again and again while an attempt lasts, so that it does not go through all of them.
+        """
+        if peer_id == self.own.peer_id:
+            return False
+        _, heard_at = self._contacts.get(peer_id, (None, -math.inf))
+        return peer_id in self._suspects or heard_at < self._clock.monotonic() - self._timing.fresh_seconds
 
     def _is_excluded(self, peer_id: PeerId) -> bool:
         exclusion = self._exclusions.get(peer_id)

@@ -77,6 +77,24 @@ def test_what_a_silent_member_has_may_come_back() -> None:
     assert group.committed == {3, 4, 5}
 
 
+def test_whoever_is_not_alive_is_silent() -> None:
+    group = Group()
+    third, unknown, own = (PeerId(record(number).peer_id) for number in (3, 4, 1))
+    group.report(5, by=record(3))
+    group.roster.suspect(third)
+
+    def alive() -> set[PeerId]:
+        found = {peer for peer in (OTHER, third, unknown, own) if not group.roster.is_silent(peer)}
+        assert found == group.roster.alive()
+        return found
+
+    assert alive() == {OTHER, own}
+    group.clock.advance(TIMING.fresh_seconds)
+    assert alive() == {OTHER, own}
+    group.clock.advance(0.1)
+    assert alive() == {own}
+
+
 def test_one_that_does_not_answer_may_come_back_and_one_where_nobody_listens_does_not() -> None:
     group = Group()
     group.roster.suspect(OTHER, is_gone=False)
