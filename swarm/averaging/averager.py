@@ -48,6 +48,9 @@ from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
+_REST_PER_LOOK = 4.0
+"""Seconds between two looks at the round, for each second that one takes: that is for the event loop's other work."""
+
 
 class Averager:
     """One peer's part in its stage's rounds."""
@@ -208,11 +211,17 @@ class Averager:
     # -- leading -----------------------------------------------------------------------------------------------------
 
     async def _lead_loop(self) -> None:
-        num_failures = 0
+        num_failures, changed = 0, self._changed
         while True:
-            await wait(self._changed, self._timing.heartbeat_seconds)
+            await wait(changed, self._timing.heartbeat_seconds)
             self._donor.expire()
-            while self._should_attempt():
+            while True:
+                changed, looked_at = self._changed, self._clock.monotonic()
+                if not self._should_attempt():
+                    # A large group's reports come faster than all of them can be looked at.
+                    rest_seconds = _REST_PER_LOOK * (self._clock.monotonic() - looked_at)
+                    await self._clock.sleep(min(self._timing.heartbeat_seconds, rest_seconds))
+                    break
                 if await self._attempt():
                     num_failures = 0
                 else:

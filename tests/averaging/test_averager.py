@@ -1,5 +1,7 @@
 import asyncio
 from functools import partial
+from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 from tests.averaging.doubles import QUICK, FakeStage, Network, gradient, make_config, network_of, peer_id, until
-from tests.support.virtual_time import in_virtual_time
+from tests.support.virtual_time import LoopClock, in_virtual_time
 
 
 def stages(network: Network, *numbers: int) -> list[FakeStage]:
@@ -114,6 +116,37 @@ async def test_round_waits_for_what_is_missing() -> None:
         assert all(stage.round == 0 for stage in members)
         members[1].learn(5)
         await until(lambda: all(stage.round == 1 for stage in members))
+
+
+@in_virtual_time
+async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> None:
+    """As with hundreds of members, one of which reports every few milliseconds."""
+    look_seconds = QUICK.heartbeat_seconds / 10
+
+    class Clock(LoopClock):
+        spent_seconds = 0.0
+
+        def monotonic(self) -> float:
+            return super().monotonic() + self.spent_seconds
+
+    async with network_of(make_config(), 1) as network:
+        averager, clock, looks = network.peers[peer_id(1)].averager, Clock(), list[float]()
+        look, time = averager._should_attempt, asyncio.get_running_loop().time
+
+        def looks_long() -> bool:
+            looks.append(time())
+            clock.spent_seconds += look_seconds
+            return look()
+
+        with patch.multiple(averager, _clock=clock, _should_attempt=looks_long):
+            for _ in range(100):
+                averager._signal()
+                await asyncio.sleep(look_seconds / 10)
+            last_at = time()
+            await asyncio.sleep(4.5 * look_seconds)
+        assert all(after - before >= 3.9 * look_seconds for before, after in pairwise(looks))
+        assert 2 <= len(looks) <= 4
+        assert looks[-1] >= last_at - look_seconds / 10
 
 
 @in_virtual_time
