@@ -90,11 +90,20 @@ class Holders:
             if answer is None:
                 self._node.blacklist.register_failure(peer_id)
                 self._lost(node_id)
-        heard = [answer for answer in answers if answer is not None]
+        heard = {peer: answer for peer, answer in zip(others.values(), answers, strict=True) if answer is not None}
         if heard:
-            # This node's clock or token may be wrong, and the others tell. Who has it already from another one refuses.
-            took_it = any(answer and all(answer) for answer in heard)
+            # This node's clock or token may be wrong, and the others tell.
+            took_it = any(answer and all(answer) for answer in heard.values())
+            took_it = took_it or await self._has(next(iter(heard)), subkey, expiration)
         return took_it, len(heard) == len(answers)
+
+    async def _has(self, peer_id: Any, subkey: str, expiration: float) -> bool:
+        """Whether a node that refuses a record has just that: nodes hand all they keep to newcomers near to it."""
+        reply = await self._node._call_find_with_blacklist(peer_id, [self._key_id])
+        if reply is None:
+            return False
+        _, kept_until = self._unpack(reply[self._key_id][0]).get(subkey, (b"", 0.0))
+        return kept_until == expiration
 
     def _others(self) -> dict[Any, Any]:
         return {node_id: peer_id for node_id, peer_id in self._nearest.items() if node_id not in self._own}

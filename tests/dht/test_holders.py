@@ -214,6 +214,17 @@ async def test_the_others_tell_whether_a_record_is_taken(clock: ManualClock) -> 
     assert await holders.store("a", b"2", 2.0**41) == (True, True)
 
 
+async def test_who_was_handed_the_record_already_has_not_refused_it(clock: ManualClock, key_id: Any) -> None:
+    """A node that comes near to the key is given all that is kept there, before this one tells it anything."""
+    network = Network(2)
+    holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
+    other = network.nodes["node 1"]
+    other.storage.store_subkey(key_id, "a", other.serializer.dumps(b"1"), 2.0**40)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    other.storage.store_subkey(key_id, "a", other.serializer.dumps(b"2"), 2.0**42)
+    assert await holders.store("a", b"3", 2.0**41) == (False, True), "it has a later one"
+
+
 async def test_without_an_answer_it_says_so(clock: ManualClock) -> None:
     network = Network(3)
     _, holders = _client(network, clock)
