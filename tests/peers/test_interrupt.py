@@ -12,7 +12,9 @@ import pytest
 from tests.support.swarm import CONFIG, wait_until, write_text
 
 SLOW_TOKENIZER = """
-import sys, time
+import signal, sys, time
+# What starts tests in the background may have them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from peers import commands
 from swarm.data.tokenizers import ByteTokenizer
 
