@@ -211,23 +211,22 @@ class Averager:
     # -- leading -----------------------------------------------------------------------------------------------------
 
     async def _lead_loop(self) -> None:
-        num_failures, changed = 0, self._changed
+        num_failures = 0
+        await wait(self._changed, self._timing.heartbeat_seconds)
         while True:
-            await wait(changed, self._timing.heartbeat_seconds)
-            self._donor.expire()
-            while True:
-                changed, looked_at = self._changed, self._clock.monotonic()
-                if not self._should_attempt():
-                    # A large group's reports come faster than all of them can be looked at.
-                    rest_seconds = _REST_PER_LOOK * (self._clock.monotonic() - looked_at)
-                    await self._clock.sleep(min(self._timing.heartbeat_seconds, rest_seconds))
-                    break
-                if await self._attempt():
-                    num_failures = 0
-                else:
-                    num_failures += 1
-                    backoff = self._timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
-                    await self._clock.sleep(min(self._timing.max_retry_seconds, backoff))
+            changed, looked_at = self._changed, self._clock.monotonic()
+            if not self._should_attempt():
+                # A large group's reports come faster than all of them can be looked at.
+                rest_seconds = _REST_PER_LOOK * (self._clock.monotonic() - looked_at)
+                await self._clock.sleep(min(self._timing.heartbeat_seconds, rest_seconds))
+                await wait(changed, self._timing.heartbeat_seconds)
+                self._donor.expire()
+            elif await self._attempt():
+                num_failures = 0
+            else:
+                num_failures += 1
+                backoff = self._timing.retry_seconds * 2 ** (num_failures - 2) if num_failures > 1 else 0.0
+                await self._clock.sleep(min(self._timing.max_retry_seconds, backoff))
 
     def _should_attempt(self) -> bool:
         view = self.view()

@@ -103,7 +103,7 @@ class DhtNode:
         """Store a sealed record until `expiration` (seconds since the epoch).
 
         Returns:
-            False if all nodes that answered refused it: badly signed, or no later than the one they have.
+            False if all nodes that answered refused it: badly signed, or no later than another one that they have.
 
         Raises:
             PeerUnavailable: no DHT, or no answer in time.

@@ -161,12 +161,17 @@ async def test_an_answer_that_makes_no_sense_is_none() -> None:
     await server.stop(None)
 
 
-async def test_who_waits_is_answered_when_something_changes() -> None:
+def _complete() -> RoundView:
+    """A round that has all its microbatches, and no lease to grant."""
     size = SYNCHRONOUS.microbatches_per_round
-    complete = RoundView(
+    return RoundView(
         round=0, committed=set(range(size)), counted=set(range(size)), lost=set(), highest_microbatch=size - 1,
         quiet_seconds=0.0, awaits_reports=False, misses_member=False, complete=True,
     )  # fmt: skip
+
+
+async def test_who_waits_is_answered_when_something_changes() -> None:
+    size, complete = SYNCHRONOUS.microbatches_per_round, _complete()
     leader = Leader(0, complete)
     await leader.gather()
     waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=2, wait_seconds=5.0), CONTEXT))
@@ -180,6 +185,22 @@ async def test_who_waits_is_answered_when_something_changes() -> None:
         # At once: the last look was long ago.
         reply = await waiting
     assert (list(reply.microbatches), reply.round) == ([size, size + 1], 1)
+
+
+async def test_changes_in_quick_succession_are_looked_at_together() -> None:
+    complete = _complete()
+    leader = Leader(0, complete)
+    await leader.gather()
+    waiting = asyncio.create_task(leader.servicer.Acquire(leader.request(count=1, wait_seconds=5.0), CONTEXT))
+    await asyncio.sleep(0)
+    leader.view = dataclasses.replace(complete, round=1, committed=set(), complete=False)
+    leader.changed.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "it was looked at a moment ago"
+    leader.clock.advance(GAP_SECONDS)
+    async with asyncio.timeout(5):
+        assert (await waiting).round == 1
 
 
 async def test_no_more_than_a_few_requests_of_one_caller_wait() -> None:

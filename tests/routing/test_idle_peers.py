@@ -81,6 +81,16 @@ def test_an_idle_peer_that_cannot_be_asked_is_not(happens: Callable[[PeerQueue],
     assert 2 not in {_choose(queue) for _ in range(6)}
 
 
+def test_an_idle_peer_that_is_excluded_is_not_asked() -> None:
+    queue = PeerQueue(random.Random(0))
+    queue.update([_record(1), _record(2)], 0.0)
+    _choose(queue)
+    _succeed(queue, 2)
+    chosen = queue.choose(1, 0.0, exclude={_id(2)}, prefer=())
+    assert chosen is not None
+    assert chosen.peer_id == _id(1)
+
+
 def test_an_idle_peer_that_one_microbatch_excludes_is_asked_with_the_next_one() -> None:
     queue = PeerQueue(random.Random(0))
     queue.update([_record(number) for number in range(40)], 0.0)
