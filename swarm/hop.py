@@ -39,7 +39,7 @@ from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.rpc.wire import TensorReader, TensorSpec, chunks, require_in_range
+from swarm.rpc.wire import TensorReader, TensorSpec, TensorWriter, require_in_range
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class HopLimits:
     """How patient a hop is."""
 
     open_seconds: float = 10.0
-    """Longest wait for a peer's first answer."""
+    """Longest wait for a peer's first answer, when no tensor is sent before it."""
     silence_seconds: float = 15.0
     """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
     stall_seconds: float = 120.0
@@ -321,7 +321,7 @@ class Hop:
         peer_id = PeerId(record.peer_id)
         reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
         is_new_to_it = attempt.route.get(self.stage) != peer_id
-        request = pb.Open(
+        opening = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
             accumulate_only_at=microbatch.accumulate_only_at,
@@ -330,22 +330,19 @@ class Hop:
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
-            await self._write(call, pb.TrainRequest(open=request), self._limits.open_seconds)
-            if not request.eager:
+            request = pb.TrainRequest(open=opening)
+            if not opening.eager:
+                await self._write(call, request, self._limits.open_seconds)
                 accepted = self._admitted(await self._read(call, self._limits.open_seconds))
                 tensors = {} if accepted.has_tensors else tensors
                 self._set_refused(attempt, False)
+                request = pb.TrainRequest()
             sending_at, arrived_at = self._clock.monotonic(), math.inf
-            self._num_sending += 1
-            try:
-                for name, tensor in tensors.items():
-                    for chunk in chunks(name, tensor):
-                        await self._write(call, pb.TrainRequest(chunk=chunk), self._limits.silence_seconds)
-            finally:
-                self._num_sending -= 1
-            if request.eager:
-                self._admitted(await self._read(call, self._limits.open_seconds))
-            self._set_refused(attempt, False)
+            await self._send(call, request, tensors)
+            if opening.eager:
+                self._admitted(await self._read(call, self._limits.silence_seconds))
+                arrived_at = self._clock.monotonic()
+                self._set_refused(attempt, False)
             attempt.route = {**attempt.route, self.stage: peer_id}
             listener.routed(attempt.route)
             stalled_since = self._clock.monotonic()
@@ -354,27 +351,25 @@ class Hop:
                 # The peer says something as soon as it has all tensors, before it computes. When they were written
                 # tells less: buffers take megabytes.
                 arrived_at = min(arrived_at, self._clock.monotonic())
-                kind = reply.WhichOneof("message")
-                if kind == "progress":
-                    if reply.progress.stage != self.stage:
+                for chunk in reply.chunks:
+                    self._feed(reader, chunk)
+                if reply.HasField("done"):
+                    break
+                if reply.HasField("progress"):
+                    progress = reply.progress
+                    if progress.stage != self.stage:
                         stalled_since = self._clock.monotonic()
-                        attempt.forward_passed = True
                     elif self._clock.monotonic() - stalled_since > self._limits.stall_seconds:
                         raise DeadlineExceeded(f"no result after {self._limits.stall_seconds:.0f} s")
-                    listener.progress(reply.progress.stage, no_peer=reply.progress.no_peer)
-                elif kind == "routed":
-                    attempt.forward_passed = True
-                    downstream = {entry.stage: PeerId(entry.peer_id) for entry in reply.routed.route}
-                    attempt.route = {**downstream, self.stage: peer_id}
-                    listener.routed(attempt.route)
-                elif kind == "chunk":
-                    self._feed(reader, reply.chunk)
-                elif kind == "done":
-                    break
-                elif kind == "busy":
+                    downstream = {entry.stage: PeerId(entry.peer_id) for entry in progress.route}
+                    attempt.forward_passed |= progress.stage != self.stage or bool(downstream)
+                    listener.progress(progress.stage, no_peer=progress.no_peer)
+                    if downstream and attempt.route != (route := {**downstream, self.stage: peer_id}):
+                        attempt.route = route
+                        listener.routed(route)
+                elif not reply.chunks:
                     self._admitted(reply)
-                else:
-                    raise PeerUnavailable(f"an unexpected {kind} in the reply")
+                    raise PeerUnavailable("it was accepted twice")
             done: pb.Done = reply.done
             if not reader.complete:
                 raise PeerUnavailable("the reply ended before its tensors")
@@ -406,19 +401,15 @@ class Hop:
         )  # fmt: skip
         reader = TensorReader({} if logits is None else {"logits": logits})
         async with self._stream(record, "Evaluate") as call:
-            await self._write(call, pb.EvaluateRequest(open=request), self._limits.open_seconds)
-            for name, tensor in tensors.items():
-                for chunk in chunks(name, tensor):
-                    await self._write(call, pb.EvaluateRequest(chunk=chunk), self._limits.silence_seconds)
+            await self._send(call, pb.EvaluateRequest(open=request), tensors)
             await call.done_writing()
             while True:
                 reply = await self._read(call, self._limits.silence_seconds)
-                kind = reply.WhichOneof("message")
-                if kind == "progress":
+                for chunk in reply.chunks:
+                    self._feed(reader, chunk)
+                if reply.HasField("progress"):
                     listener.progress(reply.progress.stage, no_peer=reply.progress.no_peer)
-                elif kind == "chunk":
-                    self._feed(reader, reply.chunk)
-                elif kind == "evaluated":
+                if reply.HasField("evaluated"):
                     call.cancel()
                     if logits is None:
                         return float(reply.evaluated.loss)
@@ -448,6 +439,18 @@ class Hop:
             call.cancel()
             raise
 
+    async def _send(self, call: Call, request: Any, tensors: Tensors) -> None:
+        """Write tensors, the first of them with what else `request` says."""
+        writer = TensorWriter(tensors)
+        self._num_sending += 1
+        try:
+            while request.ByteSize() or not writer.done:
+                writer.fill(request.chunks)
+                await self._write(call, request, self._limits.silence_seconds)
+                request = type(request)()
+        finally:
+            self._num_sending -= 1
+
     async def _write(self, call: Call, message: Any, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
@@ -466,11 +469,10 @@ class Hop:
         return reply
 
     def _admitted(self, reply: pb.TrainReply) -> pb.Accepted:
-        kind = reply.WhichOneof("message")
-        if kind == "busy":
+        if reply.HasField("busy"):
             raise Overloaded(reply.busy.reason, retry_after_seconds=reply.busy.retry_after_seconds)
-        if kind != "accepted":
-            raise PeerUnavailable(f"{kind} before accepted")
+        if not reply.HasField("accepted"):
+            raise PeerUnavailable("an answer that neither accepts nor refuses")
         return reply.accepted
 
     @staticmethod

@@ -64,7 +64,7 @@ class Intruder:
         call = await self._open()
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
         while not call.done():
-            await call.write(pb.TrainRequest(chunk=TensorChunk(header=header, data=b"x")).SerializeToString())
+            await call.write(pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString())
             await asyncio.sleep(1.0)
 
     async def _open(self) -> Any:

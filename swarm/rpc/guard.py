@@ -6,7 +6,7 @@ are counted. Never looks at what a call is about.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,10 +46,17 @@ class Unreadable:
     """In the place of a message that is none. gRPC itself would write a traceback into the log for each."""
 
     reason: str
+    chunks: Sequence[Any] = ()
+
+    # It has nothing that a servicer knows, so that it is refused as other messages are.
 
     def WhichOneof(self, _: str) -> str:
-        """Nothing that a servicer knows, so that it refuses the message as it refuses others."""
+        """Of a message that says one thing at a time."""
         return "nothing that can be read"
+
+    def HasField(self, _: str) -> bool:
+        """Of a message that may say several."""
+        return False
 
 
 class Guard(grpc.aio.ServerInterceptor):

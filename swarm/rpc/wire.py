@@ -7,6 +7,7 @@ between element types, and never encodes: that is work for the compute thread.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,7 +16,8 @@ from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of a tensor in one message."""
+"""Most bytes of a tensor in one chunk; a message has at least as many, if there are so many left, and less than twice
+as many."""
 
 LARGEST = 65504.0
 """Largest magnitude of an activation or its gradient: what float16 can carry, whatever the element type. Beyond it
@@ -51,13 +53,45 @@ class TensorSpec:
         return num_bytes
 
 
-def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
-    """The messages that carry a CPU tensor of one of the ENCODINGS."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    header = TensorHeader(name=name, encoding=_NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
-    yield TensorChunk(header=header, data=bytes(raw[:CHUNK_BYTES]))
-    for start in range(CHUNK_BYTES, raw.nbytes, CHUNK_BYTES):
-        yield TensorChunk(data=bytes(raw[start : start + CHUNK_BYTES]))
+class ChunkList(Protocol):
+    """The `chunks` of a message."""
+
+    def add(self, *, header: TensorHeader | None = None, data: bytes = b"") -> TensorChunk:
+        """Append a chunk."""
+
+
+class TensorWriter:
+    """Cuts CPU tensors, each of one of the ENCODINGS, into chunks for one message after the other."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._pieces = _pieces(tensors)
+        self._next = next(self._pieces, None)
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it is in messages."""
+        return self._next is None
+
+    def fill(self, chunks: ChunkList) -> None:
+        """Append what comes next to a message's `chunks`: CHUNK_BYTES and up to as many again, if there are so many.
+
+        In place, since a message that is put into another is copied twice.
+        """
+        num_bytes = 0
+        while self._next is not None and num_bytes < CHUNK_BYTES:
+            header, data = self._next
+            chunks.add(header=header, data=bytes(data))
+            num_bytes += len(data)
+            self._next = next(self._pieces, None)
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorHeader | None, memoryview]]:
+    for name, tensor in tensors.items():
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        header = TensorHeader(name=name, encoding=_NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
+        yield header, raw[:CHUNK_BYTES]
+        for start in range(CHUNK_BYTES, raw.nbytes, CHUNK_BYTES):
+            yield None, raw[start : start + CHUNK_BYTES]
 
 
 class TensorReader:

@@ -4,7 +4,7 @@ Used by stage/servicer. Knows nothing of what the messages are for.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ import torch
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
+from swarm.rpc.v1.tensor_pb2 import TensorChunk
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST
 
@@ -53,6 +54,7 @@ class Incoming:
         self._callers = callers
         self._reader: TensorReader | None = None
         self._expected_bytes = 0
+        """Still to come, of what was announced; negative when more has come."""
         self._kept_bytes = 0
         self._training = False
         self._due = 0.0
@@ -68,8 +70,7 @@ class Incoming:
         if message is grpc.aio.EOF:
             self._expected_bytes = 0
             return None
-        if message.WhichOneof("message") == "chunk":
-            self._expected_bytes -= len(message.chunk.data)
+        self._expected_bytes -= sum(len(chunk.data) for chunk in message.chunks)
         return message
 
     def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
@@ -81,27 +82,34 @@ class Incoming:
         if self._reader is None:
             num_bytes = _num_bytes(specs)
             self._reader = TensorReader(specs)
-            self._expected_bytes = num_bytes
+            self._expected_bytes += num_bytes
             self._due = asyncio.get_running_loop().time() + num_bytes / SLOWEST_BYTES_PER_SECOND
             self._callers.keep(self.caller, num_bytes, training=training)
             self._kept_bytes, self._training = num_bytes, training
 
-    async def tensors(self) -> dict[str, torch.Tensor]:
-        """The expected tensors, once they are whole. Raises MalformedMessage, DeadlineExceeded."""
+    async def tensors(self, chunks: Iterable[TensorChunk] = ()) -> dict[str, torch.Tensor]:
+        """The expected tensors, once they are whole; `chunks` are those that have come.
+
+        Raises:
+            MalformedMessage, DeadlineExceeded.
+        """
         assert self._reader is not None
         seconds = MESSAGE_SECONDS + self._kept_bytes / SLOWEST_BYTES_PER_SECOND
         try:
             async with asyncio.timeout(seconds):
-                while not self._reader.complete:
+                while True:
+                    for chunk in chunks:
+                        self._reader.feed(chunk)
+                    if self._reader.complete:
+                        return self._reader.tensors
                     request = await self.read()
                     if request is None:
                         raise MalformedMessage("the request ended before its tensors")
-                    if request.WhichOneof("message") != "chunk":
+                    chunks = request.chunks
+                    if not chunks:
                         raise MalformedMessage("a tensor chunk is expected")
-                    self._reader.feed(request.chunk)
         except TimeoutError:
             raise DeadlineExceeded(f"the tensors were not whole after {seconds:.0f} s") from None
-        return self._reader.tensors
 
     async def drain(self) -> None:
         """Read away what the caller is still sending.

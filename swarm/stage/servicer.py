@@ -8,9 +8,8 @@ retry that will join it. Never touches weights.
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,7 +30,7 @@ from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import chunks
+from swarm.rpc.wire import TensorWriter
 from swarm.stage.admission import credits_of
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
@@ -51,6 +50,7 @@ MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
+_Reply = TypeVar("_Reply", pb.TrainReply, pb.EvaluateReply)
 
 
 class StageServicer(StageServiceServicer):
@@ -103,14 +103,14 @@ class StageServicer(StageServiceServicer):
 
     async def _train(self, context: Context, incoming: Incoming) -> None:
         request = await incoming.read(FIRST_SECONDS)
-        if request is None or request.WhichOneof("message") != "open":
+        if request is None or not request.HasField("open"):
             raise MalformedMessage("a microbatch begins with Open")
         opening: pb.Open = request.open
         if opening.eager:
             incoming.expect(self._specs, training=True)
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
-        computation = await self._compute(context, incoming, opening, microbatch)
+        computation = await self._compute(context, incoming, request, microbatch)
         try:
             now = asyncio.get_running_loop().time
             patience_seconds = TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS
@@ -121,7 +121,7 @@ class StageServicer(StageServiceServicer):
             if now() > deadline:
                 # It came while this process was stopped; the time-out may be noticed after it.
                 raise DeadlineExceeded("an acknowledgement came too late")
-            if acknowledged.WhichOneof("message") != "ack":
+            if not acknowledged.HasField("ack"):
                 raise MalformedMessage("after Done only an Ack is expected")
             self._check_owner(context, computation)
             self._stage.acknowledge(computation)
@@ -130,18 +130,21 @@ class StageServicer(StageServiceServicer):
             self._stage.abandon(computation, context)
 
     async def _compute(
-        self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
+        self, context: Context, incoming: Incoming, request: pb.TrainRequest, microbatch: Microbatch
     ) -> Computation:
         """From the admission to Done; the slot is free again when the answer is sent."""
+        opening: pb.Open = request.open
         slot = self._stage.admit(microbatch, incoming.caller)
         try:
-            # What follows at once has to be read.
-            tensors = None if opening.eager else self._stage.known_inputs(microbatch)
-            if tensors is None:
+            # What comes at once has to be read.
+            tensors = await incoming.tensors(request.chunks) if opening.eager else self._stage.known_inputs(microbatch)
+            is_here = tensors is not None
+            if not is_here:
                 incoming.expect(self._specs, training=True)
-            await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
+            await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=is_here)))
             if tensors is None:
                 tensors = await incoming.tensors()
+                await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
             hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
             still_waiting = self._signs_of_life(context)
             computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
@@ -157,12 +160,9 @@ class StageServicer(StageServiceServicer):
             self._stage.leave(slot)
 
     def _signs_of_life(self, context: Context) -> Callable[[], Awaitable[None]]:
-        """To be called while this stage is what is waited for: a caller would take silence for death.
-
-        The first time at once, and once a second: that is also how a caller learns that its tensors have arrived.
-        """
+        """To be called while this stage is what is waited for: a caller would take silence for death."""
         now = asyncio.get_running_loop().time
-        said_at = -math.inf
+        said_at = now()
 
         async def say() -> None:
             nonlocal said_at
@@ -173,16 +173,13 @@ class StageServicer(StageServiceServicer):
         return say
 
     async def _stream_news(self, context: Context, computation: Computation) -> None:
-        # There are news at once, of its own subscription.
-        route: Mapping[int, PeerId] = {}
-        said, num_unchanged = None, 0
+        said, num_unchanged = pb.Progress(stage=self._stage.number), 0
         while not computation.done:
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)
-            if computation.route != route:
-                route = computation.route
-                await send(context, pb.TrainReply(routed=pb.Routed(route=route_entries(route))))
-            progress = pb.Progress(stage=computation.waiting_stage, no_peer=computation.no_peer)
+            progress = pb.Progress(
+                stage=computation.waiting_stage, no_peer=computation.no_peer, route=route_entries(computation.route)
+            )
             num_unchanged = num_unchanged + 1 if progress == said else UNCHANGED
             if num_unchanged >= UNCHANGED:
                 said, num_unchanged = progress, 0
@@ -196,19 +193,21 @@ class StageServicer(StageServiceServicer):
     async def _answer(self, context: Context, computation: Computation, microbatch: Microbatch) -> None:
         result = computation.result()
         # A replay may have joined a computation that was begun before it.
+        tensors = {}
         if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
-            self._stage.num_answering += 1
-            try:
-                for chunk in chunks(GRADIENT, result.gradient):
-                    await send(context, pb.TrainReply(chunk=chunk))
-            finally:
-                self._stage.num_answering -= 1
-        done = pb.Done(
-            loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
-            busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
-            credits=credits_of(self._stage.num_free), num_reroutes=result.num_reroutes,
-        )  # fmt: skip
-        await send(context, pb.TrainReply(done=done))
+            tensors = {GRADIENT: result.gradient}
+        self._stage.num_answering += len(tensors)
+        try:
+            reply = await _send_tensors(context, tensors, pb.TrainReply)
+            done = pb.Done(
+                loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
+                busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
+                credits=credits_of(self._stage.num_free), num_reroutes=result.num_reroutes,
+            )  # fmt: skip
+            reply.done.CopyFrom(done)
+            await send(context, reply)
+        finally:
+            self._stage.num_answering -= len(tensors)
 
     def _microbatch(self, opening: pb.Open) -> Microbatch:
         size = self._config.data.microbatch_size
@@ -238,7 +237,7 @@ class StageServicer(StageServiceServicer):
 
     async def _evaluate(self, context: Context, incoming: Incoming) -> None:
         request = await incoming.read(FIRST_SECONDS)
-        if request is None or request.WhichOneof("message") != "open":
+        if request is None or not request.HasField("open"):
             raise MalformedMessage("an evaluation begins with its open message")
         opening: pb.EvaluateOpen = request.open
         self._check_address(opening.address)
@@ -266,7 +265,7 @@ class StageServicer(StageServiceServicer):
             return parameters
 
         anchor()
-        tensors = await incoming.tensors()
+        tensors = await incoming.tensors(request.chunks)
 
         async def in_turn() -> Any:
             async with self._turns.setdefault(incoming.caller, asyncio.Lock()), self._evaluating:
@@ -290,12 +289,11 @@ class StageServicer(StageServiceServicer):
                 )
             )  # fmt: skip
             output = await self._with_progress(context, downstream, awaited)
-        if opening.want_logits:
-            for chunk in chunks(LOGITS, output):
-                await send(context, pb.EvaluateReply(chunk=chunk))
         loss = 0.0 if opening.want_logits else float(output)
         evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
-        await send(context, pb.EvaluateReply(evaluated=evaluated))
+        reply = await _send_tensors(context, {LOGITS: output} if opening.want_logits else {}, pb.EvaluateReply)
+        reply.evaluated.CopyFrom(evaluated)
+        await send(context, reply)
 
     async def _with_progress(self, context: Context, work: "asyncio.Future[Any]", awaited: "_Awaited") -> Any:
         try:
@@ -321,6 +319,17 @@ class _Awaited(HopListener):
 
     def progress(self, stage: int, *, no_peer: bool) -> None:
         self.stage, self.no_peer = stage, no_peer
+
+
+async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], new: Callable[[], _Reply]) -> _Reply:
+    """Send all messages of the tensors but the last, which is given: with room for what else is to be said."""
+    writer = TensorWriter(tensors)
+    while True:
+        reply = new()
+        writer.fill(reply.chunks)
+        if writer.done:
+            return reply
+        await send(context, reply)
 
 
 async def _refuse(context: Context, error: Exception) -> None:

@@ -9,11 +9,11 @@ import torch
 
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.rpc.wire import chunks
 from swarm.stage.backend import HIDDEN, TOKENS
 from tests.intruders.host import Host, running
 from tests.support import locked
 from tests.support.chain import eventually
+from tests.support.chunks import chunks
 
 INTRUDER = locked.PEER_TOKEN.admit(locked.OPEN)
 RIGHT = {TOKENS: torch.zeros(2, 17, dtype=torch.int32), HIDDEN: torch.zeros(2, 16, 32)}
@@ -33,7 +33,7 @@ async def _refusal(host: Host, tensors: dict[str, torch.Tensor]) -> tuple[grpc.S
         try:
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):
-                    await call.write(pb.TrainRequest(chunk=chunk))
+                    await call.write(pb.TrainRequest(chunks=[chunk]))
             while await call.read() is not grpc.aio.EOF:
                 pass
         except (grpc.aio.AioRpcError, grpc.aio.UsageError):

@@ -20,12 +20,12 @@ from swarm.rpc import callers
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import lease_pb2, stage_pb2
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.rpc.wire import chunks
 from swarm.stage.backend import HIDDEN, TOKENS
 from tests.intruders.host import Host, resident_bytes, running
 from tests.intruders.mutations import mutant
 from tests.support import locked
 from tests.support.chain import eventually
+from tests.support.chunks import chunks
 
 AT_ONCE = 32
 MEMORY_BYTES = 200 << 20
@@ -85,11 +85,12 @@ def attacks(address: Address, own_id: str) -> list[Attack]:
     }
     streams: dict[str, list[Message]] = {
         "/swarm.rpc.v1.StageService/Train": [
-            stage_pb2.TrainRequest(open=opening), *(stage_pb2.TrainRequest(chunk=chunk) for chunk in tensors),
+            stage_pb2.TrainRequest(open=opening), *(stage_pb2.TrainRequest(chunks=[chunk]) for chunk in tensors),
             stage_pb2.TrainRequest(ack=stage_pb2.Ack()),
         ],
         "/swarm.rpc.v1.StageService/Evaluate": [
-            stage_pb2.EvaluateRequest(open=evaluation), *(stage_pb2.EvaluateRequest(chunk=chunk) for chunk in tensors)
+            stage_pb2.EvaluateRequest(open=evaluation),
+            *(stage_pb2.EvaluateRequest(chunks=[chunk]) for chunk in tensors),
         ],
         "/swarm.rpc.v1.AveragingService/Exchange": [
             pb.ExchangeRequest(open=exchange), pb.ExchangeRequest(data=b"\x00" * 40)

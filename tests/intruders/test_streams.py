@@ -19,13 +19,14 @@ from swarm.rpc.channels import MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import TensorSpec, chunks
+from swarm.rpc.wire import TensorSpec
 from swarm.stage import incoming, servicer
 from swarm.stage.backend import HIDDEN, TOKENS
 from swarm.stage.slots import LARGEST
 from tests.intruders.host import Host, resident_bytes, running
 from tests.support import locked
 from tests.support.chain import eventually
+from tests.support.chunks import chunks
 
 INTRUDER = locked.PEER_TOKEN.admit(locked.OPEN)
 TRAIN, EVALUATE = "Train", "Evaluate"
@@ -119,10 +120,10 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
             call = _call(channel, TRAIN)
             await call.write(_open(host, 1000 + number))
             try:
-                await call.write(pb.TrainRequest(chunk=TensorChunk(header=header, data=b"x")))
+                await call.write(pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]))
                 while not call.done():
                     await asyncio.sleep(0.1)
-                    await call.write(pb.TrainRequest(chunk=TensorChunk(data=b"x")))
+                    await call.write(pb.TrainRequest(chunks=[TensorChunk(data=b"x")]))
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
                 pass
             code: grpc.StatusCode = await call.code()
@@ -156,8 +157,8 @@ async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
             await call.write(pb.EvaluateRequest(open=opening))
             for name, tensor in tensors.items():
                 for chunk in chunks(name, tensor):
-                    await call.write(pb.EvaluateRequest(chunk=chunk))
-            assert (await call.read()).WhichOneof("message") == "progress"
+                    await call.write(pb.EvaluateRequest(chunks=[chunk]))
+            assert (await call.read()).HasField("progress")
             waiting.append(who)
             assert await _ended(call) is grpc.StatusCode.OK
             ended.append(who)
@@ -277,7 +278,7 @@ async def test_a_flood_leaves_others_their_turn() -> None:
     async with running(max_in_flight=4) as host, host.connected(INTRUDER) as channel:
         chance, over = random.Random(0), asyncio.Event()
         tensors = {TOKENS: torch.zeros(2, 17, dtype=torch.int32), HIDDEN: torch.zeros(2, 16, 32)}
-        parts = [pb.TrainRequest(chunk=chunk) for name, value in tensors.items() for chunk in chunks(name, value)]
+        parts = [pb.TrainRequest(chunks=[chunk]) for name, value in tensors.items() for chunk in chunks(name, value)]
         endings: Counter[str] = Counter()
 
         async def flood() -> None:
@@ -286,7 +287,7 @@ async def test_a_flood_leaves_others_their_turn() -> None:
                 try:
                     await call.write(_open(host, chance.randrange(10**6, 10**9)))
                     reply = await call.read()
-                    if reply is not grpc.aio.EOF and reply.WhichOneof("message") == "accepted":
+                    if reply is not grpc.aio.EOF and reply.HasField("accepted"):
                         for part in parts:
                             await call.write(part)
                         while (reply := await call.read()) is not grpc.aio.EOF and not reply.HasField("done"):
@@ -294,7 +295,7 @@ async def test_a_flood_leaves_others_their_turn() -> None:
                         await call.write(pb.TrainRequest(ack=pb.Ack()))
                         await call.done_writing()
                     if reply is not grpc.aio.EOF:
-                        endings[reply.WhichOneof("message") or ""] += 1
+                        endings["busy" if reply.HasField("busy") else "done"] += 1
                 except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
                     endings["error"] += 1
                 finally:

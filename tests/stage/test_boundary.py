@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.wire import TensorReader, TensorSpec, chunks, require_in_range
+from swarm.rpc.wire import TensorReader, TensorSpec, require_in_range
 from swarm.stage.boundary import Boundary
 from swarm.stage.staging import Staging
+from tests.support.chunks import chunks
 from tests.support.rounding import rounded
 
 _STAGING = Staging()

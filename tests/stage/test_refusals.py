@@ -26,11 +26,12 @@ from swarm.rpc.channels import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, TensorReader, chunks
+from swarm.rpc.wire import CHUNK_BYTES, TensorReader
 from swarm.stage import incoming
 from swarm.stage.backend import HIDDEN, TOKENS, request_specs
 from swarm.types import PROTOCOL_VERSION
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
+from tests.support.chunks import chunks
 
 _TOKENS = tokens(SYNCHRONOUS, 0)
 _HIDDEN = torch.zeros(2, 16, 32)
@@ -58,7 +59,7 @@ def _open(**changes: Any) -> pb.TrainRequest:
 
 
 def _tensors(**tensors: torch.Tensor) -> list[pb.TrainRequest]:
-    return [pb.TrainRequest(chunk=chunk) for name, tensor in tensors.items() for chunk in chunks(name, tensor)]
+    return [pb.TrainRequest(chunks=[chunk]) for name, tensor in tensors.items() for chunk in chunks(name, tensor)]
 
 
 async def _send(peer: Peer, method: str, requests: Iterable[Any]) -> list[Any]:
@@ -137,14 +138,14 @@ async def test_blocks_that_nobody_encodes_are_refused_and_change_nothing(hidden:
 async def test_a_tensor_that_claims_to_be_huge_is_refused_before_it_comes(chain: Chain) -> None:
     header = TensorHeader(name=TOKENS, encoding="int32", shape=(2, 17), num_bytes=1 << 60)
     with pytest.raises(MalformedMessage, match="1152921504606846976 bytes, expected 136"):
-        await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunk=TensorChunk(header=header))])
+        await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunks=[TensorChunk(header=header)])])
 
 
 async def test_a_tensor_that_goes_on_and_on_is_cut_off(chain: Chain) -> None:
     header = TensorHeader(name=TOKENS, encoding="int32", shape=(2, 17), num_bytes=136)
-    endless = [pb.TrainRequest(chunk=TensorChunk(data=bytes(CHUNK_BYTES)))] * 8
+    endless = [pb.TrainRequest(chunks=[TensorChunk(data=bytes(CHUNK_BYTES))])] * 8
     with pytest.raises((MalformedMessage, PeerUnavailable)):
-        await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunk=TensorChunk(header=header)), *endless])
+        await _send(chain.peers[1], "Train", [_open(), pb.TrainRequest(chunks=[TensorChunk(header=header)]), *endless])
 
 
 async def test_a_message_above_the_limit_ends_its_call_only(chain: Chain) -> None:
@@ -195,7 +196,7 @@ async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
             assert peer.servicer._callers.num_bytes == 0
             await call.write(part)
         await call.done_writing()
-        assert (await call.read()).WhichOneof("message") == "busy"
+        assert (await call.read()).HasField("busy")
         assert await call.code() is grpc.StatusCode.OK
 
 
@@ -205,7 +206,7 @@ async def test_nothing_is_kept_of_what_was_refused_while_the_rest_of_it_comes(ch
         stub: Any = StageServiceStub(channel)
         call = stub.Evaluate(timeout=20)
         header = next(iter(_as_evaluation(hidden=_HIDDEN)))
-        header.chunk.data = b""
+        header.chunks[0].data = b""
         for request in [*_evaluate(), *_as_evaluation(tokens=_TOKENS), header]:
             await call.write(request)
         readers: list[TensorReader] = []
@@ -247,7 +248,7 @@ def _evaluate(tensors: Iterable[pb.EvaluateRequest] = (), **changes: Any) -> lis
 
 
 def _as_evaluation(**tensors: torch.Tensor) -> list[pb.EvaluateRequest]:
-    return [pb.EvaluateRequest(chunk=request.chunk) for request in _tensors(**tensors)]
+    return [pb.EvaluateRequest(chunks=request.chunks) for request in _tensors(**tensors)]
 
 
 @pytest.mark.parametrize(
@@ -284,15 +285,15 @@ async def test_an_evaluation_that_makes_no_sense_is_refused(
         [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply()],
         [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(accepted=pb.Accepted())],
         [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(done=pb.Done())],
-        [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(chunk=next(chunks("x", _HIDDEN)))],
+        [pb.TrainReply(accepted=pb.Accepted()), pb.TrainReply(chunks=chunks("x", _HIDDEN))],
         [
             pb.TrainReply(accepted=pb.Accepted()),
-            *(pb.TrainReply(chunk=chunk) for chunk in chunks("hidden_gradient", _NAN)),
+            *(pb.TrainReply(chunks=[chunk]) for chunk in chunks("hidden_gradient", _NAN)),
             pb.TrainReply(done=pb.Done()),
         ],
         [
             pb.TrainReply(accepted=pb.Accepted()),
-            *(pb.TrainReply(chunk=chunk) for chunk in chunks("hidden_gradient", _HIDDEN)),
+            *(pb.TrainReply(chunks=[chunk]) for chunk in chunks("hidden_gradient", _HIDDEN)),
             pb.TrainReply(done=pb.Done(loss=float("nan"))),
         ],
     ],
@@ -322,7 +323,7 @@ async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: py
         async def talk_nonsense(context: Any, _: object) -> None:
             await context.write(pb.TrainReply(accepted=pb.Accepted()))
             for chunk in chunks("hidden_gradient", _blocks(float("nan"))):
-                await context.write(pb.TrainReply(chunk=chunk))
+                await context.write(pb.TrainReply(chunks=[chunk]))
             await context.write(pb.TrainReply(done=pb.Done()))
             await context.read()
 

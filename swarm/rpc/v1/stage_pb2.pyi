@@ -21,31 +21,33 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TrainRequest(_message.Message):
+    """A message of a stream says all that its sender has to say at that moment: each costs both ends the same, however
+    little it says.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
-    def chunk(self) -> _tensor_pb2.TensorChunk: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorChunk]: ...
     @_builtins.property
     def ack(self) -> Global___Ack: ...
     def __init__(
         self,
         *,
         open: Global___Open | None = ...,
-        chunk: _tensor_pb2.TensorChunk | None = ...,
+        chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
         ack: Global___Ack | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "chunk", b"chunk", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "chunk", b"chunk", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "chunks", b"chunks", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk", "ack"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainRequest: _TypeAlias = TrainRequest  # noqa: Y015
 
@@ -56,8 +58,7 @@ class TrainReply(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
-    ROUTED_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted: ...
@@ -66,28 +67,25 @@ class TrainReply(_message.Message):
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     @_builtins.property
-    def routed(self) -> Global___Routed: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorChunk]: ...
     @_builtins.property
-    def chunk(self) -> _tensor_pb2.TensorChunk: ...
-    @_builtins.property
-    def done(self) -> Global___Done: ...
+    def done(self) -> Global___Done:
+        """With the last of the chunks."""
+
     def __init__(
         self,
         *,
         accepted: Global___Accepted | None = ...,
         busy: Global___Busy | None = ...,
         progress: Global___Progress | None = ...,
-        routed: Global___Routed | None = ...,
-        chunk: _tensor_pb2.TensorChunk | None = ...,
+        chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
         done: Global___Done | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "chunk", b"chunk", "done", b"done", "message", b"message", "progress", b"progress", "routed", b"routed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "done", b"done", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "chunk", b"chunk", "done", b"done", "message", b"message", "progress", b"progress", "routed", b"routed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "busy", b"busy", "chunks", b"chunks", "done", b"done", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "busy", "progress", "routed", "chunk", "done"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainReply: _TypeAlias = TrainReply  # noqa: Y015
 
@@ -167,7 +165,7 @@ class Open(_message.Message):
     rerouted_backward: _builtins.bool
     """An earlier peer had already passed the forward on when it dropped: only the backward is still wanted."""
     eager: _builtins.bool
-    """The tensors follow at once, on a credit: the peer must read them even if it refuses."""
+    """The tensors come at once, on a credit, and begin in this message: the peer must read them even if it refuses."""
     spare: _builtins.bool
     """A replay of what a peer that does not answer may still have: the stage that lacks it keeps its gradient apart."""
     @_builtins.property
@@ -203,7 +201,7 @@ Global___Open: _TypeAlias = Open  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
-    """The peer has room: send the tensors."""
+    """The peer has room: send the tensors. If they came at once, it has them now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -253,50 +251,36 @@ Global___Busy: _TypeAlias = Busy  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """Sign of life, every few seconds: the deepest stage that is being waited for."""
+    """The deepest stage that is being waited for. Comes when the tensors have arrived, unless Accepted says that; with
+    every change of the route; and every few seconds, as a sign of life.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STAGE_FIELD_NUMBER: _builtins.int
     NO_PEER_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     no_peer: _builtins.bool
     """That stage has no peer: the microbatch waits for one to come."""
+    @_builtins.property
+    def route(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteEntry]:
+        """The route downstream of the sender, as far as it is known; in training."""
+
     def __init__(
         self,
         *,
         stage: _builtins.int = ...,
         no_peer: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_peer", b"no_peer", "stage", b"stage"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Progress: _TypeAlias = Progress  # noqa: Y015
-
-@_typing.final
-class Routed(_message.Message):
-    """The route downstream of the receiver, whenever it changes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUTE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def route(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteEntry]: ...
-    def __init__(
-        self,
-        *,
         route: _abc.Iterable[Global___RouteEntry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["route", b"route"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_peer", b"no_peer", "route", b"route", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Routed: _TypeAlias = Routed  # noqa: Y015
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class Done(_message.Message):
@@ -362,24 +346,22 @@ class EvaluateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___EvaluateOpen: ...
     @_builtins.property
-    def chunk(self) -> _tensor_pb2.TensorChunk: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorChunk]: ...
     def __init__(
         self,
         *,
         open: Global___EvaluateOpen | None = ...,
-        chunk: _tensor_pb2.TensorChunk | None = ...,
+        chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "open", b"open"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "chunk"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluateRequest: _TypeAlias = EvaluateRequest  # noqa: Y015
 
@@ -423,28 +405,26 @@ class EvaluateReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     EVALUATED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress: ...
     @_builtins.property
-    def chunk(self) -> _tensor_pb2.TensorChunk: ...
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorChunk]: ...
     @_builtins.property
     def evaluated(self) -> Global___Evaluated: ...
     def __init__(
         self,
         *,
         progress: Global___Progress | None = ...,
-        chunk: _tensor_pb2.TensorChunk | None = ...,
+        chunks: _abc.Iterable[_tensor_pb2.TensorChunk] | None = ...,
         evaluated: Global___Evaluated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "evaluated", b"evaluated", "message", b"message", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluated", b"evaluated", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "evaluated", b"evaluated", "message", b"message", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "evaluated", b"evaluated", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["progress", "chunk", "evaluated"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluateReply: _TypeAlias = EvaluateReply  # noqa: Y015
 

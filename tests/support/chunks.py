@@ -1,0 +1,18 @@
+"""The chunks of a tensor, whatever messages they travel in."""
+
+from collections.abc import Iterator
+
+import torch
+
+from swarm.rpc.v1.stage_pb2 import TrainRequest
+from swarm.rpc.v1.tensor_pb2 import TensorChunk
+from swarm.rpc.wire import TensorWriter
+
+
+def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
+    """In the order of their coming."""
+    writer = TensorWriter({name: tensor})
+    while not writer.done:
+        message = TrainRequest()
+        writer.fill(message.chunks)
+        yield from message.chunks
