@@ -50,9 +50,9 @@ def passing_bytes(config: RunConfig, stage: int) -> int:
 def graph_bytes(config: RunConfig, stage: int) -> int:
     """What autograd keeps of one microbatch, the stage's input among it."""
     model = config.model
-    # Each norm's input, normalised input and output; queries, keys, values, and what attention gives, in two layouts;
-    # the gate before and after its activation, what it gates, and the product. A number a head and one a norm besides.
-    floats = 9 * model.d_model + 2 * _kv_width(config) + 4 * model.feed_forward_width + model.num_heads + 2
+    # Each norm's input and output; queries, keys, values, and what attention gives; the gate before its activation,
+    # what it gates, and the product. A number a head and one a norm besides.
+    floats = 6 * model.d_model + 2 * _kv_width(config) + 3 * model.feed_forward_width + model.num_heads + 2
     rotary = config.data.sequence_length * model.d_model // model.num_heads
     return FLOAT_BYTES * (config.data.tokens_per_microbatch * floats * len(layer_ranges(config)[stage]) + rotary)
 

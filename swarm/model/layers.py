@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
+from swarm.model.functions import rms_norm, rotate, swiglu
 
 FIXED_STD = 0.2
 """Standard deviation of the columns that a bottleneck leaves out: the best of 0.02, 0.2 and 1 for a small model. They
@@ -58,7 +59,7 @@ def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight (arXiv 1910.07467). Faster on CPUs than torch's own."""
+    """A norm with its trained weight; see functions.rms_norm."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -66,8 +67,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        mean_square_BT1 = hidden_BTD.square().mean(dim=-1, keepdim=True)
-        return hidden_BTD * torch.rsqrt(mean_square_BT1 + self.epsilon) * self.weight
+        return rms_norm(hidden_BTD, self.weight, self.epsilon)
 
 
 def rotary_tables(num_positions: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -79,15 +79,6 @@ def rotary_tables(num_positions: int, head_width: int, theta: float, device: tor
     positions_T1 = torch.arange(num_positions, device=device, dtype=torch.float32)[:, None]
     angles_TJ = positions_T1 * (1.0 / theta**exponents_J)
     return angles_TJ.cos(), angles_TJ.sin()
-
-
-def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
-    """Turn each pair (element j, element j + K/2) by its position's angle: the pairing of Llama's checkpoints."""
-    first_BHTJ, second_BHTJ = heads_BHTK.chunk(2, dim=-1)
-    rotated_BHTK = torch.cat(
-        (first_BHTJ * cos_TJ - second_BHTJ * sin_TJ, second_BHTJ * cos_TJ + first_BHTJ * sin_TJ), dim=-1
-    )
-    return rotated_BHTK.to(heads_BHTK.dtype)
 
 
 class CausalSelfAttention(nn.Module):
@@ -128,8 +119,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(model.feed_forward_width, output_width, bias=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        wide_BTF = F.silu(self.gate(hidden_BTD)) * self.up(hidden_BTD)
-        output_BTR: Tensor = self.down(wide_BTF)
+        output_BTR: Tensor = self.down(swiglu(self.gate(hidden_BTD), self.up(hidden_BTD)))
         return output_BTR
 
 

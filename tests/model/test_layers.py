@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from swarm.model.layers import DropoutKey, RMSNorm, dropout, rotary_tables, rotate
+from swarm.model.functions import rotate
+from swarm.model.layers import DropoutKey, RMSNorm, dropout, rotary_tables
 
 KEY = DropoutKey(seed=1, microbatch=7)
 CPU = torch.device("cpu")

@@ -1,0 +1,119 @@
+"""The operations of a layer against their formulas, as autograd differentiates these."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from swarm.model.functions import rms_norm, rotate, swiglu
+from swarm.model.layers import rotary_tables
+
+_EPSILON = 1e-5
+_TABLES = rotary_tables(6, 8, 100.0, torch.device("cpu"))
+
+
+def _norm(hidden: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(hidden, weight, _EPSILON)
+
+
+def _norm_formula(hidden: Tensor, weight: Tensor) -> Tensor:
+    return hidden * torch.rsqrt(hidden.square().mean(dim=-1, keepdim=True) + _EPSILON) * weight
+
+
+def _rotate(heads: Tensor) -> Tensor:
+    return rotate(heads, *_TABLES)
+
+
+def _rotate_formula(heads: Tensor) -> Tensor:
+    (cos, sin), (first, second) = _TABLES, heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def _swiglu_formula(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+_ALL: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "rms_norm": (_norm, _norm_formula, [(2, 6, 16), (16,)]),
+    "rotate": (_rotate, _rotate_formula, [(2, 3, 6, 8)]),
+    "swiglu": (swiglu, _swiglu_formula, [(2, 6, 24), (2, 6, 24)]),
+}
+_EACH = pytest.mark.parametrize(("function", "formula", "shapes"), _ALL.values(), ids=_ALL)
+
+
+def _inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@_EACH
+def test_values_and_gradients_are_the_formulas(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    inputs = _inputs(shapes)
+    torch.testing.assert_close(function(*inputs), formula(*inputs))
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@_EACH
+def test_inputs_that_are_views(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    """Heads are a view of what a projection gives; and nobody's input is written to."""
+    inputs = _inputs([tuple(reversed(shape)) for shape in shapes], torch.float32)
+    before = [value.detach().clone() for value in inputs]
+    found = function(
+        *(value.mT if value.ndim == 2 else value.permute(*reversed(range(value.ndim))) for value in inputs)
+    )
+    wanted = formula(*(value.permute(*reversed(range(value.ndim))) for value in before))
+    torch.testing.assert_close(found, wanted)
+    found.sum().backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    assert all(torch.equal(value, old) for value, old in zip(inputs, before, strict=True))
+
+
+@_EACH
+def test_half_precision(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    """As under autocast, where a projection gives bfloat16; the norm's input and weight stay float32."""
+    inputs = _inputs(shapes, torch.float32 if function is _norm else torch.bfloat16)
+    wanted = formula(*(value.detach().double() for value in inputs))
+    found = function(*inputs)
+    assert found.dtype == inputs[0].dtype
+    tolerance = 2**-7 if found.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=1e-6)
+    found.float().sum().backward()  # type: ignore[no-untyped-call]
+    assert all(value.grad is not None and value.grad.dtype == value.dtype for value in inputs)
+
+
+@_EACH
+def test_less_is_kept_than_by_autograd(
+    function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    inputs = _inputs(shapes)
+    own = {value.untyped_storage().data_ptr() for value in (*inputs, *_TABLES)}
+
+    def kept_bytes(of: Callable[..., Tensor]) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            of(*inputs)
+        return sum(num_bytes for pointer, num_bytes in storages.items() if pointer not in own)
+
+    one_number_a_row = inputs[0].nbytes // inputs[0].shape[-1]
+    assert kept_bytes(function) <= one_number_a_row
+    assert kept_bytes(formula) >= kept_bytes(function)
+
+
+def test_a_row_of_zeros_has_a_gradient() -> None:
+    hidden, weight = torch.zeros(1, 2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    _norm(hidden, weight).sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, torch.full((1, 2, 4), _EPSILON**-0.5))
