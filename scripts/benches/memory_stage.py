@@ -18,6 +18,8 @@ from typing import Any
 
 import grpc
 import torch
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from peers import process
 from scripts.benches.common import write_json
@@ -299,6 +301,8 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         )  # fmt: skip
         servicer = AveragingServicer(member.averager, own_id=identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, server)
+        # A peer that is slow is asked whether it lives.
+        add_HealthServicer_to_server(HealthServicer(), server)
         await server.start()
         member.runtime.start()
         averaging = tasks.create_task(member.averager.run())
