@@ -330,15 +330,13 @@ class Hop:
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
-            request = pb.TrainRequest(open=opening)
             if not opening.eager:
-                await self._write(call, request, self._limits.open_seconds)
+                await self._write(call, pb.TrainRequest(open=opening), self._limits.open_seconds)
                 accepted = self._admitted(await self._read(call, self._limits.open_seconds))
                 tensors = {} if accepted.has_tensors else tensors
                 self._set_refused(attempt, False)
-                request = pb.TrainRequest()
             sending_at, arrived_at = self._clock.monotonic(), math.inf
-            await self._send(call, request, tensors)
+            await self._send(call, pb.TrainRequest(open=opening if opening.eager else None), tensors)
             if opening.eager:
                 self._admitted(await self._read(call, self._limits.silence_seconds))
                 arrived_at = self._clock.monotonic()
@@ -440,7 +438,7 @@ class Hop:
             raise
 
     async def _send(self, call: Call, request: Any, tensors: Tensors) -> None:
-        """Write tensors, the first of them with what else `request` says."""
+        """Write tensors, the first of them with what else `request` says; it is filled, so nobody is to keep it."""
         writer = TensorWriter(tensors)
         self._num_sending += 1
         try:

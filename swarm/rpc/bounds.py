@@ -16,6 +16,8 @@ LARGEST = 1 << 48
 """Of rounds, samples, microbatches, attempts and sizes: so far nobody counts."""
 LONGEST = 1 << 18
 """Of lists: a byte an entry on the wire is a hundred in memory."""
+LONGEST_OF_MESSAGES = 1 << 14
+"""Of lists of messages: each entry is looked at by itself, for microseconds, while nothing else is done."""
 
 _INTEGERS = (
     FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT32,
@@ -31,8 +33,9 @@ def require_bounds(message: Any, *, finite: bool) -> None:
     """
     for name, kind, is_repeated in _fields(message.DESCRIPTOR):
         values: Any = getattr(message, name) if is_repeated else [getattr(message, name)]
-        if len(values) > LONGEST:
-            raise MalformedMessage(f"{name} has {len(values)} entries, at most {LONGEST} are taken")
+        longest = LONGEST_OF_MESSAGES if kind == "message" else LONGEST
+        if len(values) > longest:
+            raise MalformedMessage(f"{name} has {len(values)} entries, at most {longest} are taken")
         if kind == "integer":
             if values and not -LARGEST <= min(values) <= max(values) <= LARGEST:
                 raise MalformedMessage(f"{name} is beyond {LARGEST}")

@@ -4,7 +4,7 @@ Used by stage/servicer. Knows nothing of what the messages are for.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -13,7 +13,6 @@ import torch
 from swarm.errors import DeadlineExceeded, MalformedMessage
 from swarm.rpc.callers import MAX_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
-from swarm.rpc.v1.tensor_pb2 import TensorChunk
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST
 
@@ -57,6 +56,8 @@ class Incoming:
         """Still to come, of what was announced; negative when more has come."""
         self._kept_bytes = 0
         self._training = False
+        self._first: Any = None
+        """The first message, while it has chunks to be read."""
         self._due = 0.0
         """When all that is expected is there at the slowest rate, by the loop's clock."""
 
@@ -73,6 +74,20 @@ class Incoming:
         self._expected_bytes -= sum(len(chunk.data) for chunk in message.chunks)
         return message
 
+    async def opening(self) -> Any:
+        """What the first message opens with; None if it does not. Raises DeadlineExceeded.
+
+        A copy: as a part it would keep the whole message, with the chunks that came along, for as long as it is kept
+        itself. They wait for `tensors`.
+        """
+        message = await self.read(FIRST_SECONDS)
+        if message is None or not message.HasField("open"):
+            return None
+        self._first = message if message.chunks else None
+        opening = type(message.open)()
+        opening.CopyFrom(message.open)
+        return opening
+
     def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
         """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already.
 
@@ -87,26 +102,22 @@ class Incoming:
             self._callers.keep(self.caller, num_bytes, training=training)
             self._kept_bytes, self._training = num_bytes, training
 
-    async def tensors(self, chunks: Iterable[TensorChunk] = ()) -> dict[str, torch.Tensor]:
-        """The expected tensors, once they are whole; `chunks` are those that have come.
-
-        Raises:
-            MalformedMessage, DeadlineExceeded.
-        """
+    async def tensors(self) -> dict[str, torch.Tensor]:
+        """The expected tensors, once they are whole. Raises MalformedMessage, DeadlineExceeded."""
         assert self._reader is not None
         seconds = MESSAGE_SECONDS + self._kept_bytes / SLOWEST_BYTES_PER_SECOND
+        message, self._first = self._first, None
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    for chunk in chunks:
+                    for chunk in message.chunks if message is not None else ():
                         self._reader.feed(chunk)
                     if self._reader.complete:
                         return self._reader.tensors
-                    request = await self.read()
-                    if request is None:
+                    message = await self.read()
+                    if message is None:
                         raise MalformedMessage("the request ended before its tensors")
-                    chunks = request.chunks
-                    if not chunks:
+                    if not message.chunks:
                         raise MalformedMessage("a tensor chunk is expected")
         except TimeoutError:
             raise DeadlineExceeded(f"the tensors were not whole after {seconds:.0f} s") from None
@@ -118,6 +129,7 @@ class Incoming:
         what we have to say: it would take a busy peer for a broken one. Nothing of it is kept.
         """
         self.close()
+        self._first = None
         if self._reader is not None:
             self._reader.clear()
             self._reader = None

@@ -34,7 +34,7 @@ from swarm.rpc.wire import TensorWriter
 from swarm.stage.admission import credits_of
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
-from swarm.stage.incoming import FIRST_SECONDS, Incoming
+from swarm.stage.incoming import Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
 from swarm.types import PeerId
@@ -102,15 +102,14 @@ class StageServicer(StageServiceServicer):
             incoming.close()
 
     async def _train(self, context: Context, incoming: Incoming) -> None:
-        request = await incoming.read(FIRST_SECONDS)
-        if request is None or not request.HasField("open"):
+        opening: pb.Open | None = await incoming.opening()
+        if opening is None:
             raise MalformedMessage("a microbatch begins with Open")
-        opening: pb.Open = request.open
         if opening.eager:
             incoming.expect(self._specs, training=True)
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
-        computation = await self._compute(context, incoming, request, microbatch)
+        computation = await self._compute(context, incoming, opening, microbatch)
         try:
             now = asyncio.get_running_loop().time
             patience_seconds = TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS
@@ -130,14 +129,13 @@ class StageServicer(StageServiceServicer):
             self._stage.abandon(computation, context)
 
     async def _compute(
-        self, context: Context, incoming: Incoming, request: pb.TrainRequest, microbatch: Microbatch
+        self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
     ) -> Computation:
         """From the admission to Done; the slot is free again when the answer is sent."""
-        opening: pb.Open = request.open
         slot = self._stage.admit(microbatch, incoming.caller)
         try:
             # What comes at once has to be read.
-            tensors = await incoming.tensors(request.chunks) if opening.eager else self._stage.known_inputs(microbatch)
+            tensors = await incoming.tensors() if opening.eager else self._stage.known_inputs(microbatch)
             is_here = tensors is not None
             if not is_here:
                 incoming.expect(self._specs, training=True)
@@ -236,10 +234,9 @@ class StageServicer(StageServiceServicer):
             incoming.close()
 
     async def _evaluate(self, context: Context, incoming: Incoming) -> None:
-        request = await incoming.read(FIRST_SECONDS)
-        if request is None or not request.HasField("open"):
+        opening: pb.EvaluateOpen | None = await incoming.opening()
+        if opening is None:
             raise MalformedMessage("an evaluation begins with its open message")
-        opening: pb.EvaluateOpen = request.open
         self._check_address(opening.address)
         data = self._config.data
         if not (
@@ -265,7 +262,7 @@ class StageServicer(StageServiceServicer):
             return parameters
 
         anchor()
-        tensors = await incoming.tensors(request.chunks)
+        tensors = await incoming.tensors()
 
         async def in_turn() -> Any:
             async with self._turns.setdefault(incoming.caller, asyncio.Lock()), self._evaluating:

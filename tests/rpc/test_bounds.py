@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.bounds import LARGEST, LONGEST, require_bounds
+from swarm.rpc.bounds import LARGEST, LONGEST, LONGEST_OF_MESSAGES, require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import lease_pb2, stage_pb2
+from swarm.rpc.v1.tensor_pb2 import TensorChunk
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,8 @@ from swarm.rpc.v1 import lease_pb2, stage_pb2
         pb.ReportRequest(highest_microbatch=-LARGEST - 1),
         pb.BeginRequest(ballot=pb.Ballot(attempt=(1 << 64) - 1)),
         pb.AverageRequest(shares=[pb.Share(), pb.Share(num_samples=LARGEST + 1)]),
-        pb.AverageRequest(shares=[pb.Share()] * (LONGEST + 1)),
+        pb.AverageRequest(shares=[pb.Share()] * (LONGEST_OF_MESSAGES + 1)),
+        stage_pb2.TrainRequest(chunks=[TensorChunk()] * (LONGEST_OF_MESSAGES + 1)),
         pb.AverageRequest(shares=[pb.Share(weight=float("nan"))]),
         pb.CommitRequest(total_squared_norm=float("inf")),
         pb.BarrierReply(ready=True, leader=pb.Contact(), squared_norm=float("-inf")),
@@ -33,6 +35,7 @@ def test_too_much_is_refused(message: Any) -> None:
 
 
 def test_all_else_passes() -> None:
+    require_bounds(pb.AverageRequest(shares=[pb.Share()] * LONGEST_OF_MESSAGES), finite=True)
     require_bounds(lease_pb2.AcquireRequest(holding=[LARGEST], wait_seconds=-1e300), finite=True)
     require_bounds(pb.ReportRequest(highest_microbatch=-1, committed_gaps=range(1, 100)), finite=True)
     require_bounds(pb.BeginReply(norm=float("nan")), finite=False)

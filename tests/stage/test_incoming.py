@@ -1,0 +1,43 @@
+"""The messages of one request."""
+
+from typing import Any
+
+import torch
+
+from swarm.rpc.callers import Caller, Callers
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, TensorWriter
+from swarm.stage.incoming import Incoming
+from tests.intruders.host import resident_bytes
+
+_MESSAGES = 40
+_TENSOR = torch.zeros(CHUNK_BYTES // 4)
+_SPEC = TensorSpec(shape=tuple(_TENSOR.shape), encoding="fp32")
+
+
+class _Context:
+    """Of a call with one message."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def read(self) -> Any:
+        """Parsed here, as gRPC does: nobody else has it."""
+        return pb.TrainRequest.FromString(self._data)
+
+
+async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
+    """It is there for as long as its microbatch is, and the tensors are by then."""
+    message = pb.TrainRequest(open=pb.Open(microbatch=7))
+    TensorWriter({"x": _TENSOR}).fill(message.chunks)
+    data, callers = message.SerializeToString(), Callers()
+    openings, before_bytes = [], resident_bytes()
+    for _ in range(_MESSAGES):
+        incoming = Incoming(_Context(data), Caller("somebody"), callers)
+        openings.append(await incoming.opening())
+        incoming.expect({"x": _SPEC}, training=True)
+        assert torch.equal((await incoming.tensors())["x"], _TENSOR)
+        incoming.close()
+    assert [opening.microbatch for opening in openings] == [7] * _MESSAGES
+    assert resident_bytes() - before_bytes < _MESSAGES * CHUNK_BYTES / 4
+    assert callers.num_bytes == 0
