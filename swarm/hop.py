@@ -39,7 +39,7 @@ from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.rpc.wire import TensorReader, TensorSpec, TensorWriter, require_in_range
+from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
@@ -336,7 +336,8 @@ class Hop:
                 tensors = {} if accepted.has_tensors else tensors
                 self._set_refused(attempt, False)
             sending_at, arrived_at = self._clock.monotonic(), math.inf
-            await self._send(call, pb.TrainRequest(open=opening if opening.eager else None), tensors)
+            if tensors:
+                await self._send(call, pb.TrainRequest(open=opening if opening.eager else None), tensors)
             if opening.eager:
                 self._admitted(await self._read(call, self._limits.silence_seconds))
                 arrived_at = self._clock.monotonic()
@@ -439,13 +440,10 @@ class Hop:
 
     async def _send(self, call: Call, request: Any, tensors: Tensors) -> None:
         """Write tensors, the first of them with what else `request` says; it is filled, so nobody is to keep it."""
-        writer = TensorWriter(tensors)
         self._num_sending += 1
         try:
-            while request.ByteSize() or not writer.done:
-                writer.fill(request.chunks)
-                await self._write(call, request, self._limits.silence_seconds)
-                request = type(request)()
+            for message in filled(request, tensors):
+                await self._write(call, message, self._limits.silence_seconds)
         finally:
             self._num_sending -= 1
 

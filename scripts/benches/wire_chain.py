@@ -13,7 +13,7 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.stages import build_stage
 from swarm.rpc.v1.stage_pb2 import TrainRequest
-from swarm.rpc.wire import TensorReader, TensorSpec, TensorWriter
+from swarm.rpc.wire import TensorReader, TensorSpec, filled
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, GraphBudget, StageBackend, request_specs
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
@@ -87,10 +87,7 @@ class WireChain:
     def _travel(self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
         reader = TensorReader(specs)
         for name, tensor in tensors.items():
-            writer = TensorWriter({name: tensor})
-            while not writer.done:
-                message = TrainRequest()
-                writer.fill(message.chunks)
+            for message in filled(TrainRequest(), {name: tensor}):
                 for chunk in message.chunks:
                     self.sent_bytes[name] += len(chunk.data)
                     reader.feed(chunk)

@@ -7,7 +7,7 @@ between element types, and never encodes: that is work for the compute thread.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -53,45 +53,36 @@ class TensorSpec:
         return num_bytes
 
 
-class ChunkList(Protocol):
-    """The `chunks` of a message."""
-
-    def add(self, *, header: TensorHeader | None = None, data: bytes = b"") -> TensorChunk:
-        """Append a chunk."""
+class _ChunkList(Protocol):
+    def add(self, *, header: TensorHeader | None = None, data: bytes = b"") -> TensorChunk: ...
 
 
-class TensorWriter:
-    """Cuts CPU tensors, each of one of the ENCODINGS, into chunks for one message after the other."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._pieces = _pieces(tensors)
-        self._next = next(self._pieces, None)
-
+class _WithChunks(Protocol):
     @property
-    def done(self) -> bool:
-        """Whether all of it is in messages."""
-        return self._next is None
-
-    def fill(self, chunks: ChunkList) -> None:
-        """Append what comes next to a message's `chunks`: CHUNK_BYTES and up to as many again, if there are so many.
-
-        In place, since a message that is put into another is copied twice.
-        """
-        num_bytes = 0
-        while self._next is not None and num_bytes < CHUNK_BYTES:
-            header, data = self._next
-            chunks.add(header=header, data=bytes(data))
-            num_bytes += len(data)
-            self._next = next(self._pieces, None)
+    def chunks(self) -> _ChunkList: ...
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorHeader | None, memoryview]]:
+_Message = TypeVar("_Message", bound=_WithChunks)
+
+
+def filled(first: _Message, tensors: Mapping[str, torch.Tensor]) -> Iterator[_Message]:
+    """The messages that carry CPU tensors, each of one of the ENCODINGS, as chunks: `first`, and new ones after it.
+
+    At least one comes. Each but the last has CHUNK_BYTES, and up to as many again. They are filled in place, since a
+    message that is put into another is copied twice.
+    """
+    message, num_bytes = first, 0
     for name, tensor in tensors.items():
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         header = TensorHeader(name=name, encoding=_NAMES[tensor.dtype], shape=tuple(tensor.shape), num_bytes=raw.nbytes)
-        yield header, raw[:CHUNK_BYTES]
-        for start in range(CHUNK_BYTES, raw.nbytes, CHUNK_BYTES):
-            yield None, raw[start : start + CHUNK_BYTES]
+        for start in range(0, max(1, raw.nbytes), CHUNK_BYTES):
+            if num_bytes >= CHUNK_BYTES:
+                yield message
+                message, num_bytes = type(first)(), 0
+            data = bytes(raw[start : start + CHUNK_BYTES])
+            message.chunks.add(header=header if start == 0 else None, data=data)
+            num_bytes += len(data)
+    yield message
 
 
 class TensorReader:
@@ -128,12 +119,14 @@ class TensorReader:
             self._begin(chunk.header)
         if self._current is None:
             raise MalformedMessage("a tensor chunk came before its header")
-        if self._buffer and not chunk.data:
+        # Once: each look makes a copy.
+        data = chunk.data
+        if self._buffer and not data:
             raise MalformedMessage(f"an empty chunk of tensor {self._name!r}")
-        end = self._filled + len(chunk.data)
+        end = self._filled + len(data)
         if end > len(self._buffer):
             raise MalformedMessage(f"tensor {self._name!r} is longer than its header says")
-        self._buffer[self._filled : end] = chunk.data
+        self._buffer[self._filled : end] = data
         self._filled = end
         if end == len(self._buffer):
             self._finish(self._current)

@@ -30,7 +30,7 @@ from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
-from swarm.rpc.wire import TensorWriter
+from swarm.rpc.wire import filled
 from swarm.stage.admission import credits_of
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
@@ -136,10 +136,9 @@ class StageServicer(StageServiceServicer):
         try:
             # What comes at once has to be read.
             tensors = await incoming.tensors() if opening.eager else self._stage.known_inputs(microbatch)
-            is_here = tensors is not None
-            if not is_here:
+            if tensors is None:
                 incoming.expect(self._specs, training=True)
-            await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=is_here)))
+            await send(context, pb.TrainReply(accepted=pb.Accepted(has_tensors=tensors is not None)))
             if tensors is None:
                 tensors = await incoming.tensors()
                 await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
@@ -196,7 +195,7 @@ class StageServicer(StageServiceServicer):
             tensors = {GRADIENT: result.gradient}
         self._stage.num_answering += len(tensors)
         try:
-            reply = await _send_tensors(context, tensors, pb.TrainReply)
+            reply = await _send_tensors(context, tensors, pb.TrainReply())
             done = pb.Done(
                 loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
                 busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
@@ -288,7 +287,7 @@ class StageServicer(StageServiceServicer):
             output = await self._with_progress(context, downstream, awaited)
         loss = 0.0 if opening.want_logits else float(output)
         evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
-        reply = await _send_tensors(context, {LOGITS: output} if opening.want_logits else {}, pb.EvaluateReply)
+        reply = await _send_tensors(context, {LOGITS: output} if opening.want_logits else {}, pb.EvaluateReply())
         reply.evaluated.CopyFrom(evaluated)
         await send(context, reply)
 
@@ -318,15 +317,14 @@ class _Awaited(HopListener):
         self.stage, self.no_peer = stage, no_peer
 
 
-async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], new: Callable[[], _Reply]) -> _Reply:
+async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: _Reply) -> _Reply:
     """Send all messages of the tensors but the last, which is given: with room for what else is to be said."""
-    writer = TensorWriter(tensors)
-    while True:
-        reply = new()
-        writer.fill(reply.chunks)
-        if writer.done:
-            return reply
-        await send(context, reply)
+    messages = filled(first, tensors)
+    last = next(messages)
+    for following in messages:
+        await send(context, last)
+        last = following
+    return last
 
 
 async def _refuse(context: Context, error: Exception) -> None:

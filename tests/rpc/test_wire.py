@@ -8,7 +8,7 @@ import torch
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, TensorReader, TensorSpec, TensorWriter, require_in_range
+from swarm.rpc.wire import CHUNK_BYTES, ENCODINGS, TensorReader, TensorSpec, filled, require_in_range
 from tests.support.chunks import chunks
 
 _SPEC = TensorSpec(shape=(2, 3), encoding="fp32")
@@ -39,15 +39,12 @@ def test_round_trip_is_exact(encoding: str, dtype: torch.dtype, shape: tuple[int
 def test_a_message_takes_what_fits_and_is_bounded() -> None:
     """Small tensors come together; a large one goes on in the next message."""
     small, large = torch.zeros(4), torch.zeros(CHUNK_BYTES // 4 * 2 + 1)
-    writer = TensorWriter({"first": small, "second": small, "third": large})
-    messages = []
-    while not writer.done:
-        messages.append(TrainRequest())
-        writer.fill(messages[-1].chunks)
+    first = TrainRequest()
+    messages = list(filled(first, {"first": small, "second": small, "third": large}))
     sizes = [[len(chunk.data) for chunk in message.chunks] for message in messages]
     assert sizes == [[16, 16, CHUNK_BYTES], [CHUNK_BYTES], [4]]
-    writer.fill(messages[-1].chunks)
-    assert len(messages[-1].chunks) == 1, "there is no more"
+    assert messages[0] is first
+    assert [len(message.chunks) for message in filled(TrainRequest(), {})] == [0], "there is always one"
 
 
 def test_large_tensors_travel_in_bounded_chunks() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, TensorWriter
+from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, filled
 from swarm.stage.incoming import Incoming
 from tests.intruders.host import resident_bytes
 
@@ -28,8 +28,7 @@ class _Context:
 
 async def test_an_opening_keeps_nothing_of_what_came_with_it() -> None:
     """It is there for as long as its microbatch is, and the tensors are by then."""
-    message = pb.TrainRequest(open=pb.Open(microbatch=7))
-    TensorWriter({"x": _TENSOR}).fill(message.chunks)
+    [message] = filled(pb.TrainRequest(open=pb.Open(microbatch=7)), {"x": _TENSOR})
     data, callers = message.SerializeToString(), Callers()
     openings, before_bytes = [], resident_bytes()
     for _ in range(_MESSAGES):

@@ -6,13 +6,10 @@ import torch
 
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
-from swarm.rpc.wire import TensorWriter
+from swarm.rpc.wire import filled
 
 
 def chunks(name: str, tensor: torch.Tensor) -> Iterator[TensorChunk]:
     """In the order of their coming."""
-    writer = TensorWriter({name: tensor})
-    while not writer.done:
-        message = TrainRequest()
-        writer.fill(message.chunks)
+    for message in filled(TrainRequest(), {name: tensor}):
         yield from message.chunks
