@@ -1,7 +1,8 @@
 """Whether the numbers and lists in a message are such as anybody could mean.
 
 Used by guard for every request, and by whoever reads answers of peers. What passes can be added up and sent on without
-overflowing, and lists cost the reader little. Knows nothing of what the fields are for; bytes are not looked at.
+overflowing, and lists cost the reader little. Knows nothing of what the fields are for. Looks at nothing else: every
+message of every stream passes here, and many have more text and bytes than numbers.
 """
 
 import math
@@ -19,10 +20,12 @@ LONGEST = 1 << 18
 LONGEST_OF_MESSAGES = 1 << 14
 """Of lists of messages: each entry is looked at by itself, for microseconds, while nothing else is done."""
 
-_INTEGERS = (
-    FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT32,
-    FieldDescriptor.CPPTYPE_UINT64,
-)  # fmt: skip
+_INTEGERS = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
+"""Those that can be beyond LARGEST."""
+_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+
+_Fields = tuple[tuple[str, str, bool, Any], ...]
+"""Of all that are looked at in a message: name, kind, whether it is a list, and the fields of the messages in it."""
 
 
 def require_bounds(message: Any, *, finite: bool) -> None:
@@ -31,38 +34,63 @@ def require_bounds(message: Any, *, finite: bool) -> None:
     Args:
         finite: whether NaN and infinity are refused as well.
     """
-    for name, kind, is_repeated in _fields(message.DESCRIPTOR):
-        values: Any = getattr(message, name) if is_repeated else [getattr(message, name)]
-        longest = LONGEST_OF_MESSAGES if kind == "message" else LONGEST
-        if len(values) > longest:
-            raise MalformedMessage(f"{name} has {len(values)} entries, at most {longest} are taken")
-        if kind == "integer":
-            if values and not -LARGEST <= min(values) <= max(values) <= LARGEST:
+    _look(message, _fields(message.DESCRIPTOR), finite)
+
+
+def num_entries(request: Any) -> int:
+    """Of the lists of messages in a request that comes as a whole: it has none in the messages inside it."""
+    return sum(
+        len(getattr(request, name))
+        for name, kind, is_list, _ in _fields(request.DESCRIPTOR)
+        if is_list and kind == "message"
+    )
+
+
+def _look(message: Any, fields: _Fields, finite: bool) -> None:
+    for name, kind, is_list, inner in fields:
+        if is_list:
+            _look_at_list(name, kind, getattr(message, name), inner, finite)
+        elif kind == "message":
+            if message.HasField(name):
+                _look(getattr(message, name), inner, finite)
+        elif kind == "integer":
+            if not -LARGEST <= getattr(message, name) <= LARGEST:
                 raise MalformedMessage(f"{name} is beyond {LARGEST}")
-        elif kind == "float":
-            if finite and not all(map(math.isfinite, values)):
-                raise MalformedMessage(f"{name} is not a finite number")
-        elif kind == "message" and (is_repeated or message.HasField(name)):
-            for value in values:
-                require_bounds(value, finite=finite)
+        elif finite and not math.isfinite(getattr(message, name)):
+            raise MalformedMessage(f"{name} is not a finite number")
+
+
+def _look_at_list(name: str, kind: str, values: Any, inner: _Fields, finite: bool) -> None:
+    longest = LONGEST_OF_MESSAGES if kind == "message" else LONGEST
+    if len(values) > longest:
+        raise MalformedMessage(f"{name} has {len(values)} entries, at most {longest} are taken")
+    if kind == "integer":
+        if values and not -LARGEST <= min(values) <= max(values) <= LARGEST:
+            raise MalformedMessage(f"{name} is beyond {LARGEST}")
+    elif kind == "float":
+        if finite and not all(map(math.isfinite, values)):
+            raise MalformedMessage(f"{name} is not a finite number")
+    elif inner:
+        for value in values:
+            _look(value, inner, finite)
 
 
 @lru_cache(maxsize=256)
-def _fields(descriptor: Descriptor) -> list[tuple[str, str, bool]]:
-    """Name, kind and whether it is a list, of all fields that are looked at."""
-    found = []
+def _fields(descriptor: Descriptor) -> _Fields:
+    found: list[tuple[str, str, bool, Any]] = []
     for field in descriptor.fields:
         kind = _kind(field)
-        if kind and not (field.message_type is not None and field.message_type.GetOptions().map_entry):
-            found.append((field.name, kind, field.is_repeated))
-    return found
+        inner = _fields(field.message_type) if kind == "message" else ()
+        if (field.is_repeated and kind) or inner or kind in ("integer", "float"):
+            found.append((field.name, kind, field.is_repeated, inner))
+    return tuple(found)
 
 
 def _kind(field: FieldDescriptor) -> str:
     if field.message_type is not None:
-        return "message"
+        return "" if field.message_type.GetOptions().map_entry else "message"
     if field.cpp_type in _INTEGERS:
         return "integer"
-    if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+    if field.cpp_type in _FLOATS:
         return "float"
-    return "text" if field.is_repeated and field.type == FieldDescriptor.TYPE_STRING else ""
+    return "other"

@@ -27,6 +27,8 @@ BURST_CALLS = 1000
 WASTED_CALLS = 5
 """As so many counts a call that came to nothing: refused, or broken off. Whose calls do is not slowed by that before
 there are hundreds of them."""
+ENTRIES_PER_CALL = 32
+"""Of the lists in a request: as many take about as long as a call."""
 LONGEST_SECONDS = 10.0
 """That a call waits. Who begins and breaks off calls faster than they are counted shuts out nobody for longer, who may
 be at the same address."""
@@ -58,16 +60,24 @@ class Callers:
         self._due: dict[Caller, float] = {}
         """By caller, when its next call would have come if all had come evenly; of those who are ahead of that."""
 
-    def enter(self, caller: Caller) -> float:
-        """One more call; `leave` ends it. Raises Overloaded beyond the limit.
+    def enter(self, caller: Caller, num_entries: int = 0) -> float:
+        """One more call; `leave` ends it.
+
+        Args:
+            num_entries: of the lists in its request; many count as calls of their own.
 
         Returns:
             The seconds that the call has to wait before it is served, because of those that came before it.
+
+        Raises:
+            Overloaded: too many are under way, or too much waits for one with many entries to be counted.
         """
         if self._num_calls[caller] >= self._max_calls:
             raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)
+        num_more = num_entries // ENTRIES_PER_CALL
+        seconds = self._count(caller, 1 + num_more, in_full=num_more > 0)
         self._num_calls[caller] += 1
-        return self._count(caller, 1)
+        return seconds
 
     def leave(self, caller: Caller, *, wasted: bool = False) -> None:
         """A call has ended.
@@ -79,7 +89,7 @@ class Callers:
         if wasted:
             self._count(caller, WASTED_CALLS - 1)
 
-    def _count(self, caller: Caller, num_calls: int) -> float:
+    def _count(self, caller: Caller, num_calls: int, *, in_full: bool = False) -> float:
         if caller.startswith(_THIS_MACHINE):
             return 0.0
         now, gap_seconds = self._clock.monotonic(), 1.0 / CALLS_PER_SECOND
@@ -87,6 +97,10 @@ class Callers:
         if len(self._due) > len(self._num_calls) + 64:
             self._due = {other: due for other, due in self._due.items() if due > earliest}
         due = max(self._due.get(caller, earliest), earliest) + num_calls * gap_seconds
+        if in_full and due > now + LONGEST_SECONDS:
+            raise Overloaded(
+                f"calls of this caller wait {LONGEST_SECONDS:.0f} s already", retry_after_seconds=RETRY_SECONDS
+            )
         self._due[caller] = min(due, now + LONGEST_SECONDS)
         return max(0.0, self._due[caller] - now)
 

@@ -20,7 +20,7 @@ from swarm.authority import Authority
 from swarm.certificates import Role
 from swarm.clock import Clock
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
-from swarm.rpc.bounds import require_bounds
+from swarm.rpc.bounds import num_entries, require_bounds
 from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of, subtract
 from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2
@@ -32,7 +32,7 @@ FOR_TRAINERS = frozenset({
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
 """Later stages take activations from peers alone."""
 SMALL_BYTES = 64 << 10
-"""Of a request that is not counted: as many as may be under way are little."""
+"""Of a request or an answer that is not counted: as many as may be under way are little."""
 PIECE_SECONDS = 120.0
 """Longest wait for a caller to take a piece of what is averaged or downloaded: a whole group may share a slow line."""
 
@@ -81,18 +81,40 @@ class Guard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        make, behaviour = _PARTS[handler.request_streaming, handler.response_streaming](handler)
-        guarded = self._generator if isasyncgenfunction(behaviour) else self._coroutine
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if not handler.response_streaming:
+            guarded = self._single
+        else:
+            guarded = self._generator if isasyncgenfunction(behaviour) else self._coroutine
+        # A single answer is sent as a stream of one, which is the same to the caller: here its end can be waited for.
+        is_streamed = handler.request_streaming
+        make = grpc.stream_stream_rpc_method_handler if is_streamed else grpc.unary_stream_rpc_method_handler
         return make(
             guarded(handler_call_details.method, behaviour),
-            request_deserializer=partial(_read, handler.request_deserializer),
+            request_deserializer=partial(_read, handler.request_deserializer, is_streamed),
             response_serializer=handler.response_serializer,
         )  # fmt: skip
 
+    def _single(self, method: str, behaviour: Behaviour) -> Behaviour:
+        async def guarded(request: Any, context: Context) -> None:
+            async with self._admitted(method, request, context) as caller:
+                reply = await behaviour(request, context)
+                try:
+                    num_bytes = self._keep(caller, reply)
+                except Overloaded as error:
+                    await abort(context, error)
+                try:
+                    # Until the caller takes it or is gone: so long gRPC keeps the bytes, however the call ends.
+                    await context.write(reply)
+                finally:
+                    self._callers.release(caller, num_bytes)
+
+        return guarded
+
     def _coroutine(self, method: str, behaviour: Behaviour) -> Behaviour:
-        async def guarded(request: Any, context: Context) -> Any:
+        async def guarded(request: Any, context: Context) -> None:
             async with self._admitted(method, request, context):
-                return await behaviour(request, context)
+                await behaviour(request, context)
 
         return guarded
 
@@ -103,7 +125,12 @@ class Guard(grpc.aio.ServerInterceptor):
                     request = self._own_words(request, caller)
                 try:
                     async with aclosing(behaviour(request, context)) as replies:
+                        is_begun = False
                         async for reply in replies:
+                            if not is_begun:
+                                # Along with a reply that is not taken it would not be sent, nor could the call end.
+                                await context.send_initial_metadata(())
+                                is_begun = True
                             await send(context, reply, PIECE_SECONDS)
                 except DeadlineExceeded as error:
                     # Waits as well, until the caller reads or is gone; but what the answer was made from is let go.
@@ -116,7 +143,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """Serve the call inside the block. Counts before it looks at anything: nonsense costs as much to answer."""
         caller = caller_of(context)
         try:
-            seconds = self._callers.enter(caller)
+            seconds = self._callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)
         except Overloaded as error:
             await self._refuse_slowly(caller, context, error)
         is_wasted, num_bytes = True, 0
@@ -130,6 +157,8 @@ class Guard(grpc.aio.ServerInterceptor):
                     is_wasted = True
                 if self._authority is not None:
                     self._require_right(method, self._authority, context)
+                if isinstance(request, Message):
+                    require_bounds(request, finite=True)
                 self._require_own_words(request, caller)
             except SwarmError as error:
                 await abort(context, error)
@@ -139,9 +168,9 @@ class Guard(grpc.aio.ServerInterceptor):
             self._callers.release(caller, num_bytes)
             self._callers.leave(caller, wasted=is_wasted)
 
-    def _keep(self, caller: Caller, request: Any) -> int:
-        """Count what a large request takes that is here as a whole; gives its bytes. Raises Overloaded."""
-        num_bytes: int = request.ByteSize() if isinstance(request, Message) else 0
+    def _keep(self, caller: Caller, message: Any) -> int:
+        """Count what a large request or answer takes that is here as a whole; gives its bytes. Raises Overloaded."""
+        num_bytes: int = message.ByteSize() if isinstance(message, Message) else 0
         if num_bytes <= SMALL_BYTES:
             return 0
         self._callers.keep(caller, num_bytes)
@@ -180,10 +209,12 @@ class Guard(grpc.aio.ServerInterceptor):
             yield request
 
 
-def _read(deserialize: Callable[[bytes], Any], data: bytes) -> Any:
+def _read(deserialize: Callable[[bytes], Any], is_streamed: bool, data: bytes) -> Any:
     try:
         message = deserialize(data)
-        require_bounds(message, finite=True)
+        # A request that comes as a whole has to wait its turn for that.
+        if is_streamed:
+            require_bounds(message, finite=True)
     except DecodeError:
         return Unreadable("that is no message of this call")
     except MalformedMessage as error:
@@ -202,11 +233,3 @@ def _claimed_id(request: Any) -> str | None:
             return request.trainer_id
     claimed = getattr(request, "peer_id", None)
     return claimed if isinstance(claimed, str) else None
-
-
-_PARTS: dict[tuple[bool, bool], Callable[[Any], tuple[Any, Behaviour]]] = {
-    (False, False): lambda handler: (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-    (False, True): lambda handler: (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-    (True, False): lambda handler: (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-    (True, True): lambda handler: (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-}

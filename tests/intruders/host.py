@@ -6,9 +6,8 @@ The last of two stages, with real TLS, in a locked run or an open one. Its DHT i
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import grpc
 import torch
@@ -29,6 +28,7 @@ from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked
+from tests.support.chain import cancelled_tasks
 
 STAGE = 1
 OPEN_RUN = RunConfig(
@@ -87,10 +87,6 @@ class Host:
         return self.server._stage.num_admitted, callers.num_calls, callers.num_bytes
 
 
-class _Over(Exception):
-    """Ends a task group."""
-
-
 @asynccontextmanager
 async def running(
     *, identity: Identity = locked.PEER, honest: Identity = locked.OTHER_PEER, max_in_flight: int = 4
@@ -111,27 +107,14 @@ async def running(
         run_id=config.run_id, stage=STAGE, reply_specs=reply_specs(config, STAGE), router=router, channels=channels,
         clock=clock,
     )  # fmt: skip
-    with suppress(_Over):
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                server = StageServer(
-                    config=config, stage=STAGE, identity=identity, known=known, router=known.router,
-                    directory=directory, clock=clock, tasks=tasks, options=options,
-                )  # fmt: skip
-                async with server.serving("127.0.0.1", 0, "127.0.0.1", "") as endpoint:
-                    record = server._record()
-                    assert record.endpoint == endpoint
-                    router.update(STAGE, [record])
-                    yield Host(config, record, server, hop)
-                    await channels.close()
-                raise _Over
-        except ExceptionGroup as errors:
-            _, others = errors.split(_Over)
-            if others is not None:
-                raise others from None
-
-
-def resident_bytes() -> int:
-    """Memory that this process has now."""
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * 4096
+    async with cancelled_tasks() as tasks:
+        server = StageServer(
+            config=config, stage=STAGE, identity=identity, known=known, router=known.router, directory=directory,
+            clock=clock, tasks=tasks, options=options,
+        )  # fmt: skip
+        async with server.serving("127.0.0.1", 0, "127.0.0.1", "") as endpoint:
+            record = server._record()
+            assert record.endpoint == endpoint
+            router.update(STAGE, [record])
+            yield Host(config, record, server, hop)
+            await channels.close()

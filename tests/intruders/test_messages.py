@@ -21,11 +21,12 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import lease_pb2, stage_pb2
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.backend import HIDDEN, TOKENS
-from tests.intruders.host import Host, resident_bytes, running
+from tests.intruders.host import Host, running
 from tests.intruders.mutations import mutant
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.chunks import chunks
+from tests.support.memory import resident_bytes
 
 AT_ONCE = 32
 MEMORY_BYTES = 200 << 20

@@ -23,10 +23,11 @@ from swarm.rpc.wire import TensorSpec
 from swarm.stage import incoming, servicer
 from swarm.stage.backend import HIDDEN, TOKENS
 from swarm.stage.slots import LARGEST
-from tests.intruders.host import Host, resident_bytes, running
+from tests.intruders.host import Host, running
 from tests.support import locked
 from tests.support.chain import eventually
 from tests.support.chunks import chunks
+from tests.support.memory import resident_bytes
 
 INTRUDER = locked.PEER_TOKEN.admit(locked.OPEN)
 TRAIN, EVALUATE = "Train", "Evaluate"

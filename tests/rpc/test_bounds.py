@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.bounds import LARGEST, LONGEST, LONGEST_OF_MESSAGES, require_bounds
+from swarm.rpc.bounds import LARGEST, LONGEST, LONGEST_OF_MESSAGES, _fields, num_entries, require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1 import lease_pb2, stage_pb2
+from swarm.rpc.v1 import directory_pb2, lease_pb2, stage_pb2
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
 
 
@@ -26,6 +26,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk
         pb.CommitRequest(total_squared_norm=float("inf")),
         pb.BarrierReply(ready=True, leader=pb.Contact(), squared_norm=float("-inf")),
         pb.Prepared(member_ids=[""] * (LONGEST + 1)),
+        pb.SnapshotHeader(segment_digests=[b""] * (LONGEST + 1)),
         stage_pb2.TrainRequest(open=stage_pb2.Open(microbatch=LARGEST + 1)),
     ],
 )
@@ -40,6 +41,47 @@ def test_all_else_passes() -> None:
     require_bounds(pb.ReportRequest(highest_microbatch=-1, committed_gaps=range(1, 100)), finite=True)
     require_bounds(pb.BeginReply(norm=float("nan")), finite=False)
     require_bounds(stage_pb2.DescribeReply(averaging=stage_pb2.AveragingCounters(aborted={"x": 1 << 60})), finite=True)
+
+
+def test_what_cannot_be_too_large_is_not_looked_at() -> None:
+    """Or a list of 16,384 messages of two bytes each would take tens of milliseconds."""
+    for looked_at, name in ((pb.AverageRequest, "shares"), (pb.SnapshotHeader, "tensors")):
+        assert _inner(looked_at.DESCRIPTOR, name)
+    for passed_over, name in ((stage_pb2.Open, "hints"), (pb.CommitRequest, "partners"), (pb.Outcome, "partners")):
+        assert not _inner(passed_over.DESCRIPTOR, name)
+    # An address has nothing but names and numbers of 32 bits.
+    assert "address" not in {name for name, *_ in _fields(stage_pb2.Open.DESCRIPTOR)}
+    with pytest.raises(MalformedMessage, match="hints has"):
+        require_bounds(stage_pb2.Open(hints=[stage_pb2.RouteEntry()] * (LONGEST_OF_MESSAGES + 1)), finite=True)
+
+
+def _inner(descriptor: Any, name: str) -> Any:
+    (inner,) = (inner for found, *_, inner in _fields(descriptor) if found == name)
+    return inner
+
+
+def test_all_entries_of_a_whole_request_are_counted() -> None:
+    requests = [
+        method.input_type
+        for file in (stage_pb2, lease_pb2, pb, directory_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if not method.client_streaming
+    ]
+    assert len(requests) >= 10
+    for request in requests:
+        for field in request.fields:
+            if field.message_type is not None:
+                assert not _has_list_of_messages(field.message_type), field.full_name
+    shares, partners = [pb.Share()] * 3, [pb.Partner()] * 2
+    assert num_entries(pb.AverageRequest(shares=shares)) == 3
+    assert num_entries(pb.CommitRequest(partners=partners)) == 2
+    assert num_entries(lease_pb2.AcquireRequest(holding=range(100))) == 0
+
+
+def _has_list_of_messages(descriptor: Any) -> bool:
+    inner = [field for field in descriptor.fields if field.message_type is not None]
+    return any(field.is_repeated or _has_list_of_messages(field.message_type) for field in inner)
 
 
 def test_looking_changes_nothing() -> None:

@@ -4,7 +4,16 @@ import pytest
 
 from swarm.clock import ManualClock
 from swarm.errors import Overloaded
-from swarm.rpc.callers import BURST_CALLS, CALLS_PER_SECOND, WASTED_CALLS, Caller, Callers, caller_of
+from swarm.rpc.callers import (
+    BURST_CALLS,
+    CALLS_PER_SECOND,
+    ENTRIES_PER_CALL,
+    LONGEST_SECONDS,
+    WASTED_CALLS,
+    Caller,
+    Callers,
+    caller_of,
+)
 from tests.support import locked
 
 ONE, OTHER = Caller("one"), Caller("other")
@@ -42,6 +51,33 @@ def test_calls_that_come_to_nothing_count_more() -> None:
     callers.leave(ONE, wasted=True)
     assert callers.enter(ONE) == pytest.approx((WASTED_CALLS + 1) / CALLS_PER_SECOND)
     assert callers.enter(OTHER) == 0.0
+
+
+def test_long_lists_count_as_calls_of_their_own() -> None:
+    clock = ManualClock()
+    callers = Callers(clock, max_calls=10**6)
+    for _ in range(BURST_CALLS // 10):
+        assert callers.enter(ONE, 9 * ENTRIES_PER_CALL) == pytest.approx(0.0, abs=1e-9)
+    assert callers.enter(ONE, ENTRIES_PER_CALL - 1) == pytest.approx(1 / CALLS_PER_SECOND)
+
+
+def test_long_lists_are_refused_rather_than_not_counted_in_full() -> None:
+    clock = ManualClock()
+    callers = Callers(clock, max_calls=10**6)
+    num_calls = 100
+    num_entries = (num_calls - 1) * ENTRIES_PER_CALL
+    in_time = BURST_CALLS + int(LONGEST_SECONDS * CALLS_PER_SECOND)
+    for _ in range(in_time // num_calls):
+        callers.enter(ONE, num_entries)
+    for _ in range(3):
+        with pytest.raises(Overloaded, match="wait 10 s already"):
+            callers.enter(ONE, num_entries)
+        assert callers.enter(ONE) == LONGEST_SECONDS, "of ordinary calls no more is counted"
+    assert callers.num_calls == in_time // num_calls + 3
+    clock.advance(num_calls / CALLS_PER_SECOND)
+    callers.enter(ONE, num_entries)
+    with pytest.raises(Overloaded):
+        callers.enter(ONE, num_entries)
 
 
 def test_processes_beside_this_one_do_not_wait() -> None:

@@ -1,6 +1,8 @@
 """Who may call what: real servers with real TLS, and all the services of a stage peer."""
 
 import asyncio
+import ssl
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -8,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
@@ -16,7 +19,7 @@ from swarm import certificates
 from swarm.clock import ManualClock, SystemClock
 from swarm.identity import Identity
 from swarm.rpc import guard, tls
-from swarm.rpc.callers import BURST_CALLS, WASTED_CALLS, Callers
+from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
 from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
@@ -64,6 +67,7 @@ class Server:
     callers: Callers
     clock: Clock
     averaging: "Averaging"
+    directory: "Directory"
     stage: int = 0
 
     @asynccontextmanager
@@ -87,7 +91,8 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guarding])
             # Abstract for the type checker only.
             add_StageServiceServicer_to_server(Stage(), server)  # type: ignore[abstract]
-            add_DirectoryServiceServicer_to_server(DirectoryServiceServicer(), server)  # type: ignore[abstract]
+            directory = Directory()
+            add_DirectoryServiceServicer_to_server(directory, server)
             add_LeaseServiceServicer_to_server(LeaseServiceServicer(), server)  # type: ignore[abstract]
             averaging = Averaging()  # type: ignore[abstract]
             add_AveragingServiceServicer_to_server(averaging, server)
@@ -97,7 +102,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
                 peer_id=identity.peer_id, stage=0, announced_at=0.0, state=PeerState.SERVING,
                 endpoint=f"127.0.0.1:{port}", certificate_pem=identity.certificate_pem,
             )  # fmt: skip
-            running = Server(record, callers, clock, averaging)
+            running = Server(record, callers, clock, averaging, directory)
             await server.start()
             stack.push_async_callback(server.stop, None)
             return running
@@ -106,20 +111,26 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
 
 
 class Stage(StageServiceServicer):
-    """Reads what comes, as the real one does: who still writes when a call ends may hear gRPC's own word for that."""
+    """Streams as the real one does, but waits for nothing."""
 
     async def Train(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.TrainReply]:
-        await self._read(request_iterator, context)
+        await context.abort(SERVED)
         yield stage_pb2.TrainReply()
 
     async def Evaluate(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.EvaluateReply]:
-        await self._read(request_iterator, context)
+        await context.abort(SERVED)
         yield stage_pb2.EvaluateReply()
 
-    async def _read(self, request_iterator: Any, context: Any) -> None:
-        async for _ in request_iterator:
-            pass
-        await context.abort(SERVED)
+
+class Directory(DirectoryServiceServicer):
+    """Has much to say about every key but the empty one."""
+
+    num_answered = 0
+
+    async def Read(self, request: Any, context: Any) -> directory_pb2.ReadReply:
+        self.num_answered += 1
+        num_bytes = 1 << 20 if request.key else 1
+        return directory_pb2.ReadReply(records=[directory_pb2.SealedRecord(value=bytes(num_bytes))])
 
 
 class Averaging(AveragingServiceServicer):
@@ -165,9 +176,10 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     health: Any = HealthStub(channel)
     pb, own = averaging_pb2, identity.peer_id
     seconds = {"timeout": 10.0}
+    # Whoever still writes when a call ends may hear gRPC's own word for that: who claims nothing writes nothing.
     calls: dict[str, Any] = {
-        "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(iter([stage_pb2.TrainRequest()]), **seconds),
-        "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(iter([stage_pb2.EvaluateRequest()]), **seconds),
+        "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(**seconds),
+        "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(**seconds),
         "/swarm.rpc.v1.StageService/Describe": lambda: stage.Describe(stage_pb2.DescribeRequest(), **seconds),
         "/swarm.rpc.v1.DirectoryService/Read": lambda: directory.Read(directory_pb2.ReadRequest(), **seconds),
         "/swarm.rpc.v1.LeaseService/Acquire": lambda: lease.Acquire(
@@ -308,6 +320,107 @@ async def test_nonsense_waits_its_turn_as_well(start: Any) -> None:
         assert server.clock.num_waits == 20
 
 
+READ = b"/swarm.rpc.v1.DirectoryService/Read"
+LARGE, SMALL = directory_pb2.ReadRequest(key="x"), directory_pb2.ReadRequest()
+"""As the answers are."""
+
+
+async def test_a_call_goes_on_until_its_answer_is_taken(start: Any) -> None:
+    """gRPC would hold any number of answers for a caller who takes none."""
+    server = await start(locked.OPEN)
+    async with _asking_without_taking(server, READ, LARGE, times=2), server.called_by(locked.OPEN) as channel:
+        await eventually(lambda: server.callers.num_bytes > 2 << 20)
+        assert server.callers.num_calls == 2
+        stub: Any = DirectoryServiceStub(channel)
+        assert await _code(stub.Read(SMALL)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await eventually(lambda: server.callers.num_calls == server.callers.num_bytes == 0)
+
+
+async def test_small_answers_that_are_not_taken_are_calls_under_way(start: Any) -> None:
+    server = await start(locked.OPEN)
+    async with _asking_without_taking(server, READ, SMALL, times=2):
+        await eventually(lambda: server.directory.num_answered == 2)
+        await asyncio.sleep(0.1)
+        assert (server.callers.num_calls, server.callers.num_bytes) == (2, 0)
+    await eventually(lambda: server.callers.num_calls == 0)
+
+
+async def test_answers_that_are_not_taken_have_a_limit(start: Any) -> None:
+    server = await start(locked.OPEN)
+    server.callers._max_calls, server.callers._max_bytes[False] = 1000, 3 << 19
+    async with server.called_by(locked.OPEN) as channel:
+        stub: Any = DirectoryServiceStub(channel)
+        async with _asking_without_taking(server, READ, LARGE):
+            await eventually(lambda: server.callers.num_bytes > 1 << 20)
+            assert await _code(stub.Read(LARGE)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await _code(stub.Read(SMALL)) is grpc.StatusCode.OK
+        await eventually(lambda: server.callers.num_bytes == 0)
+        for _ in range(3):
+            assert await _code(stub.Read(LARGE)) is grpc.StatusCode.OK
+
+
+@asynccontextmanager
+async def _asking_without_taking(
+    server: Server, method: bytes, request: Message, *, times: int = 1
+) -> AsyncIterator[None]:
+    """A connection on which something is asked for, and that takes no byte of an answer; gRPC's clients take all.
+
+    It is HTTP/2 with an initial window of 0.
+    """
+    trusting = ssl.create_default_context()
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    trusting.set_alpn_protocols(["h2"])
+    host, port = server.record.endpoint.split(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+    window = struct.pack(">HI", 4, 0)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(4, 0, 0, window))
+    headers = {
+        b":method": b"POST", b":scheme": b"https", b":path": method,
+        b":authority": b"x", b"te": b"trailers", b"content-type": b"application/grpc",
+    }  # fmt: skip
+    # Each a literal, without indexing.
+    packed = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in headers.items())
+    message = request.SerializeToString()
+    for stream_id in range(1, 2 * times, 2):
+        writer.write(_frame(1, 4, stream_id, packed))
+        writer.write(_frame(0, 1, stream_id, struct.pack(">xI", len(message)) + message))
+    await writer.drain()
+    try:
+        yield
+    finally:
+        writer.transport.abort()
+
+
+def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream_id) + payload
+
+
+async def test_long_lists_wait_their_turn_as_well(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each entry is looked at, before it is known whether it makes sense."""
+    server = await start()
+    looked_at: list[Any] = []
+
+    def require_bounds(message: Any, *, finite: bool) -> None:
+        looked_at.append(message)
+
+    monkeypatch.setattr(guard, "require_bounds", require_bounds)
+    num_entries = 4096
+    partners = [averaging_pb2.Partner()] * num_entries
+    request = averaging_pb2.CommitRequest(peer_id=OTHER_PEER.peer_id, partners=partners)
+    async with server.called_by(OTHER_PEER) as channel:
+        stub: Any = AveragingServiceStub(channel)
+        num_at_once = BURST_CALLS // (num_entries // ENTRIES_PER_CALL + 1)
+        for _ in range(num_at_once):
+            assert await _code(stub.Commit(request)) is SERVED
+        assert server.clock.num_waits == 0
+        del looked_at[:]
+        call = asyncio.ensure_future(_code(stub.Commit(request)))
+        await eventually(lambda: server.clock.num_waits == 1)
+        assert not looked_at
+        assert await call is SERVED
+        assert looked_at == [request]
+
+
 async def test_who_takes_no_answer_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC waits for a reader as long as its connection lives."""
     monkeypatch.setattr(guard, "PIECE_SECONDS", 0.3)
@@ -319,6 +432,21 @@ async def test_who_takes_no_answer_is_cut_off(start: Any, monkeypatch: pytest.Mo
         await eventually(lambda: server.averaging.num_answering == 0)
         call.cancel()
         await eventually(lambda: server.callers.num_calls == 0)
+
+
+async def test_who_takes_no_byte_of_an_answer_is_cut_off_and_counted(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gRPC holds is there until the connection ends."""
+    monkeypatch.setattr(guard, "PIECE_SECONDS", 0.3)
+    server = await start(locked.OPEN)
+    shared = b"/swarm.rpc.v1.AveragingService/Shared"
+    async with _asking_without_taking(server, shared, averaging_pb2.SharedRequest()):
+        await eventually(lambda: server.averaging.num_answering == 1)
+        await eventually(lambda: server.averaging.num_answering == 0)
+        await asyncio.sleep(0.1)
+        assert server.callers.num_calls == 1
+    await eventually(lambda: server.callers.num_calls == 0)
 
 
 # -- the other side --------------------------------------------------------------------------------------------------
