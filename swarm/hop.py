@@ -19,7 +19,9 @@ import torch
 from swarm.clock import Clock
 from swarm.errors import (
     DeadlineExceeded,
+    IncompatibleVersion,
     MalformedMessage,
+    NotAllowed,
     NotReady,
     Overloaded,
     PeerUnavailable,
@@ -267,6 +269,10 @@ class Hop:
                 except (Retryable, WrongStage, WrongRun) as error:
                     # Of the wrong stage is a peer that has moved since it was announced; another run may have its port.
                     self._failed(peer_id, record.name, error, attempt)
+                except (NotAllowed, IncompatibleVersion) as error:
+                    # Its clock may be wrong, so that it takes a token for an expired one; another release, of another
+                    # run, may have its port.
+                    self._failed(peer_id, record.name, PeerUnavailable(str(error)), attempt)
         finally:
             self._set_refused(attempt, False)
 

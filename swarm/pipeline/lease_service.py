@@ -16,7 +16,16 @@ import grpc
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.errors import MalformedMessage, Overloaded, Retryable, SwarmError, WrongRun, WrongStage
+from swarm.errors import (
+    IncompatibleVersion,
+    MalformedMessage,
+    NotAllowed,
+    Overloaded,
+    Retryable,
+    SwarmError,
+    WrongRun,
+    WrongStage,
+)
 from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
@@ -184,6 +193,9 @@ class LeaseClient:
         Args:
             acknowledged: what stage 0 was told of late that it counts, or is about to be told.
             newest: likewise, the last answer of stage 0: nothing of a later round is taken, which it has not begun.
+
+        Raises:
+            NotAllowed, IncompatibleVersion: so says every peer of the stage.
         """
         request = pb.AcquireRequest(
             address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),
@@ -195,6 +207,7 @@ class LeaseClient:
             request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
         has_answer = False
+        refusals = list[SwarmError]()
         while (record := self._next_to_ask(stage, asked)) is not None:
             if has_answer and self._has_failed(record):
                 return None
@@ -202,8 +215,12 @@ class LeaseClient:
             try:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
             except (Retryable, WrongStage, WrongRun):  # It has moved, or joined another run, since it was announced.
-                self._leaders.pop(stage, None)
-                self._failed_at[PeerId(record.peer_id)] = self._clock.monotonic()
+                self._note_failed(stage, record)
+                continue
+            except (NotAllowed, IncompatibleVersion) as refusal:
+                # Its clock may be wrong, or another release have its port: the others know better.
+                self._note_failed(stage, record)
+                refusals.append(refusal)
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
@@ -216,7 +233,13 @@ class LeaseClient:
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
             has_answer = True
+        if refusals and len(refusals) == len(asked):
+            raise refusals[-1]
         return None
+
+    def _note_failed(self, stage: int, record: PeerRecord) -> None:
+        self._leaders.pop(stage, None)
+        self._failed_at[PeerId(record.peer_id)] = self._clock.monotonic()
 
     def _next_to_ask(self, stage: int, asked: Collection[str]) -> PeerRecord | None:
         candidates = [record for record in self._peers(stage) if record.peer_id not in asked]

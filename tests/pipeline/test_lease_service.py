@@ -6,10 +6,19 @@ import random
 from typing import Any
 
 import grpc
+import pytest
 
 from swarm.clock import ManualClock
-from swarm.errors import PeerUnavailable, WrongStage
-from swarm.pipeline.lease_service import FAILED_SECONDS, GAP_SECONDS, MAX_WAITING, GroupLead, LeaseClient, LeaseServicer
+from swarm.errors import IncompatibleVersion, NotAllowed, PeerUnavailable, SwarmError, WrongStage
+from swarm.pipeline.lease_service import (
+    FAILED_SECONDS,
+    GAP_SECONDS,
+    MAX_WAITING,
+    GroupLead,
+    LeaseClient,
+    Leased,
+    LeaseServicer,
+)
 from swarm.pipeline.leases import GATHER_SECONDS, RoundView
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import lease_pb2 as pb
@@ -99,6 +108,35 @@ async def test_a_peer_that_serves_another_stage_by_now_is_passed_over() -> None:
     leased = await client.acquire(1, 1, holding=(), released=(), wait_seconds=0.0)
     assert leased is not None
     assert (leased.round, leased.microbatches) == (3, [7])
+
+
+@pytest.mark.parametrize("refusal", [NotAllowed("a token has expired, or a clock is wrong"), IncompatibleVersion("6")])
+async def test_who_alone_refuses_is_passed_over_and_whom_all_refuse_hears_why(refusal: SwarmError) -> None:
+    refusing = {"0" * 40}
+
+    class Client(LeaseClient):
+        async def _ask(self, record: PeerRecord, request: pb.AcquireRequest, seconds: float) -> pb.AcquireReply:
+            if record.peer_id in refusing:
+                raise refusal
+            return pb.AcquireReply(round=3, microbatches=[7])
+
+    peers = [
+        PeerRecord(peer_id=digit * 40, announced_at=0.0, stage=0, endpoint="localhost:1", state=PeerState.SERVING)
+        for digit in "01"
+    ]
+    client = Client(
+        config=SYNCHRONOUS, trainer_id="trainer", peers=lambda stage: peers, channels=ChannelPool(), clock=ManualClock()
+    )  # fmt: skip
+
+    async def acquire() -> Leased | None:
+        return await client.acquire(0, 1, holding=(), released=(), wait_seconds=0.0)
+
+    leased = await acquire()
+    assert leased is not None
+    assert leased.microbatches == [7]
+    refusing.add("1" * 40)
+    with pytest.raises(type(refusal), match=str(refusal)):
+        await acquire()
 
 
 async def test_a_leader_that_failed_is_not_waited_for_again_because_others_do_not_know_yet() -> None:

@@ -12,6 +12,7 @@ import torch
 from swarm.errors import (
     IncompatibleVersion,
     MalformedMessage,
+    NotAllowed,
     NotReady,
     Overloaded,
     PeerUnavailable,
@@ -371,6 +372,34 @@ async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: py
         await chain.train_all(range(4))
         assert chain.at(1)[1].stage.ledger.committed(0) == {0, 1, 2, 3}
         assert gone.stage.ledger.committed(0) == frozenset()
+
+
+@pytest.mark.parametrize("refusal", [NotAllowed("a token has expired, or a clock is wrong"), IncompatibleVersion("6")])
+async def test_a_peer_that_alone_refuses_is_banned_and_another_one_asked(
+    refusal: SwarmError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock is wrong, or another release has its port."""
+    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+        first, (bad, good) = chain.peers[0], chain.at(1)
+
+        def refuse(_: Any) -> None:
+            raise refusal
+
+        monkeypatch.setattr(bad.servicer, "_check_address", refuse)
+        await chain.train_all(range(4))
+        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        assert {reading.peer_id for reading in first.router.statistics() if reading.banned} == {bad.peer_id}
+
+
+async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
+
+        def refuse(_: Any) -> None:
+            raise NotAllowed("a token has expired")
+
+        monkeypatch.setattr(chain.at(1)[0].servicer, "_check_address", refuse)
+        with pytest.raises(RetriesExhausted, match="stage 1: 1 peers failed in a row; the last: a token has expired"):
+            await chain.train(0)
 
 
 async def test_too_many_failures_end_in_one_clear_error() -> None:
