@@ -130,6 +130,9 @@ class StageServer:
         try:
             module = build_stage(config, stage, device=options.device)
             weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
+            # The moments that the first step makes: what does not fit is to be said now, and not after an hour.
+            moments = [torch.empty_like(master) for master in weights.masters.values() for _ in range(2)]
+            del moments
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -166,6 +166,9 @@ class StageWeights:
         self._anchors: dict[int, Tensors] = {}
         self._evaluated: tuple[Tensors, Tensors] | None = None
         """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
+        self.is_broken = False
+        """An inner step failed: weights may be half stepped, and a gradient in a sum that nobody knows of. The peer is
+        to end, since nothing it does from now on can be trusted."""
         self._begin(Round(lineage=lineage), self.version.parameters)
 
     # -- microbatches ------------------------------------------------------------------------------------------
@@ -221,7 +224,17 @@ class StageWeights:
         return spare.num_samples if spare is not None else 0
 
     def step_if_due(self) -> None:
-        """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready."""
+        """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready.
+
+        What it raises, as a rule that there is no memory, is no microbatch's fault and leaves `is_broken`.
+        """
+        try:
+            self._step_if_due()
+        except Exception:
+            self.is_broken = True
+            raise
+
+    def _step_if_due(self) -> None:
         if self._config.rounds.synchronous:
             return
         while not self.round.closed or self._num_overlapped < self._config.averaging.overlap_steps:

@@ -1,7 +1,9 @@
 """One microbatch's computation, ended at odd moments."""
 
 import asyncio
+import contextlib
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -41,6 +43,7 @@ class LastBackend:
     """Of the last stage; counts what is computed."""
 
     stage, is_last, num_computed = 1, True, 0
+    weights = SimpleNamespace(is_broken=False)
 
     def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
         self.num_computed += 1
@@ -74,3 +77,31 @@ async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(m
         other_work.set()
         runtime.stop(5.0)
     assert (backend.num_computed, computation.result().loss) == (1, 1.0)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_a_failed_microbatch_ends_the_peer_only_if_its_weights_are_broken(is_broken: bool) -> None:
+    """Else a gradient would be in a sum for ever that nobody knows of, and no step be taken any more."""
+
+    class FailingBackend(LastBackend):
+        weights = SimpleNamespace(is_broken=is_broken)
+
+        def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
+            raise MemoryError
+
+    runtime = Runtime(queue_capacity=4)
+    computation = Computation(
+        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
+        accumulate=True, answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, FailingBackend()),
+        runtime=runtime, hop=None,
+    )  # fmt: skip
+    runtime.start()
+    try:
+        with pytest.raises(ExceptionGroup) if is_broken else contextlib.nullcontext():
+            async with asyncio.TaskGroup() as tasks:
+                computation.subscribe("a call")
+                computation.start(tasks)
+    finally:
+        runtime.stop(5.0)
+    with pytest.raises(MemoryError):
+        computation.result()

@@ -83,6 +83,19 @@ def test_the_mean_of_nothing_is_zero() -> None:
 # -- inner steps -------------------------------------------------------------------------------------------------------
 
 
+def test_a_step_that_fails_leaves_weights_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(optim, "step", fail)
+    weights = _weights("diloco")
+    _accumulate(weights, 0)
+    assert not weights.is_broken, "nothing is due yet"
+    with pytest.raises(MemoryError):
+        _accumulate(weights, 1)
+    assert weights.is_broken
+
+
 def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:
     options = {"weight_decay": 0.1, "clip_norm": 0.5}
     weights = _weights("diloco", **options)
