@@ -5,6 +5,7 @@ Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or ser
 
 import logging
 import os
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
-from swarm.types import LONGEST_NAME, PeerId, PeerRecord, PeerState
+from swarm.types import LONGEST_NAME, NAME_PATTERN, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +149,12 @@ async def _try_for_a_while(call: Callable[[], Awaitable[Result]], clock: Clock) 
             await clock.sleep(LOOK_SECONDS)
 
 
-def require_short_name(name: str) -> None:
+def require_name(name: str) -> None:
     """Raise ValueError for a --name that no announcement can hold."""
     if len(name) > LONGEST_NAME:
         raise ValueError(f"--name must have at most {LONGEST_NAME} characters, not {len(name)}")
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise ValueError(f"--name must have no control characters: not {name!r}")
 
 
 def default_name() -> str:

@@ -87,6 +87,8 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
             reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
         # JSON knows neither NaN nor infinity.
         require_bounds(reply, finite=True)
+        if reply.state not in list(PeerState):
+            raise MalformedMessage(f"state is {reply.state!r}")
     except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable, MalformedMessage) as error:
         if isinstance(error, PeerUnavailable):  # It could not even be asked: TLS or none, or a certificate.
             _warn_once(str(error))
@@ -98,7 +100,7 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
     counters = reply.counters
     last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
     return PeerRow(
-        name=reply.name, peer_id=reply.peer_id, state=reply.state, samples_per_second=reply.samples_per_second,
+        name=record.name, peer_id=record.peer_id, state=reply.state, samples_per_second=reply.samples_per_second,
         queue_length=reply.queue_length, round=reply.round, samples=reply.round_samples, forwards=counters.forwards,
         backwards=counters.backwards, rerouted_backwards=counters.rerouted_backwards,
         attempts=reply.averaging.attempts, aborted=dict(reply.averaging.aborted), downloads=reply.averaging.downloads,

@@ -73,13 +73,21 @@ class _OneLineFormatter(logging.Formatter):
         line = super().formatMessage(record)
         if record.exc_info and not self._tracebacks:
             line += f" ({_describe(record.exc_info[1])})"
-        return " ".join(line.splitlines())
+        return printable(" ".join(line.splitlines()))
 
     def formatException(self, ei: Any) -> str:
         return super().formatException(ei) if self._tracebacks else ""
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).rstrip("\n")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with spaces for what cannot be printed, but for what is in `keep`.
+
+    Much that is shown comes from strangers, and a terminal takes control characters for commands.
+    """
+    return "".join(char if char.isprintable() or char in keep else " " for char in text)
 
 
 def run_program(prog: str, main: Callable[[], int]) -> int:
@@ -172,4 +180,4 @@ def _describe(error: BaseException | None) -> str:
         text = str(error)
     if not isinstance(error, _FAULTS):
         text = f"{type(error).__name__}: {text}"
-    return " ".join(text.split()) or type(error).__name__
+    return " ".join(printable(text).split()) or type(error).__name__

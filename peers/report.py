@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,7 +94,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         totals, report = step.totals, step.report
         self.step_number = step.number
         if totals.losses:
-            self.loss = sum(totals.losses) / len(totals.losses)
+            # Peers may report anything that is finite; the exact mean of that is finite too, where a sum may not be.
+            self.loss = statistics.mean(totals.losses)
             self.first_loss = self.loss if self.first_loss is None else self.first_loss
         self.validation_loss = self.validation_loss if validation_loss is None else validation_loss
         self.own_tokens += totals.num_tokens

@@ -10,7 +10,9 @@ they are wired together.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -34,7 +36,7 @@ from peers.network import (
     KnownPeers,
     agree_on_config,
     default_name,
-    require_short_name,
+    require_name,
     say_who_may_join,
 )
 from peers.rebalancer import Rebalancer
@@ -63,7 +65,6 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 PROG = "swarm-peer"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +156,20 @@ class PeerOptions:
                 raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
         if self.announce is not None and not is_host(self.announce.lower()):
             raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")
-        require_short_name(self.name)
+        require_name(self.name)
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
         for name in ("threads", "max_in_flight", "graph_memory_mib"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
+
+
+def cache_folder() -> Path:
+    """Where this user's keys and prepared texts are kept. Raises ValueError if nothing says where that is."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if folder.startswith("~"):
+        raise ValueError("there is no home directory: say in XDG_CACHE_HOME where to keep keys and prepared texts")
+    return Path(folder) / "swarm"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -173,12 +182,14 @@ def main(argv: Sequence[str]) -> int:
     )
     announce = options.announce and options.announce.lower()
     options = dataclasses.replace(options, initial_peers=addresses, announce=announce)
+    require_ready_file(options.ready_file)
+    cache = cache_folder()
     device = choose_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     with process.interruptible():
-        own = own_config(options, token)
-    identity = claim_identity(options.identity, CACHE / "identities", _label(options).replace(" ", "-"))
+        own = own_config(options, token, cache)
+    identity = claim_identity(options.identity, cache / "identities", _label(options).replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     # Whoever begins a run at an address that it has had before may find the run still there.
@@ -226,7 +237,7 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     return writer
 
 
-def own_config(options: PeerOptions, token: Token | None) -> RunConfig | None:
+def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunConfig | None:
     """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
     if options.config is None and options.preset is None:
         return None
@@ -242,7 +253,7 @@ def own_config(options: PeerOptions, token: Token | None) -> RunConfig | None:
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
     config = dataclasses.replace(config, owner=owner)
-    corpus = corpora.prepare(config.data, cache_dir=CACHE / "corpora")
+    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
     corpora.check_digest(config.data, corpus)
     tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, digest=corpus.digest))
@@ -281,7 +292,6 @@ async def run(
     router = Router(clock, rng)
     known = KnownPeers(router, own_id=identity.peer_id)
     stages = range(config.stages.num_stages)
-    stop = process.stop_event()
     name = options.name or default_name()
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
@@ -330,6 +340,8 @@ async def run(
         await known.look_first(directory, stages, clock, returns=returns)
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
+        # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
+        stop = process.stop_event()
         begin(events, options.events, start_of(config, peer_id=identity.peer_id, name=name, stage=stage))
         background = [
             keeping,
@@ -397,6 +409,25 @@ def announce_to_people(
         print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
 
 
+def require_ready_file(path: Path | None) -> None:
+    """Raise ValueError for a --ready-file that cannot be written, which else would show only once the peer serves.
+
+    Its folder is made.
+    """
+    if path is None:
+        return
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(parents=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = _temporary(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"--ready-file {path}: cannot be written: {error.strerror}") from None
+
+
 def write_ready_file(options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode) -> None:
     """Tell whoever started us that we serve, and where; again after each move."""
     if options.ready_file is None:
@@ -406,6 +437,10 @@ def write_ready_file(options: PeerOptions, stage: int, identity: Identity, endpo
         "dht_addresses": outside_addresses(node),
         "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
     }  # fmt: skip
-    temporary = options.ready_file.with_name(f"{options.ready_file.name}.tmp")
+    temporary = _temporary(options.ready_file)
     temporary.write_text(json.dumps(ready))
     temporary.rename(options.ready_file)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")

@@ -11,9 +11,10 @@ it answers in a second: the imports of torch and hivemind alone, which nothing e
 
 import asyncio
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +33,14 @@ from swarm.config import RunConfig
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, discover_config
 from swarm.dht.node import DhtNode
+from swarm.errors import PeerUnavailable
 from swarm.identity import Identity, generate
 from swarm.lookup import PeerStore
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
 
 PROG = "swarm-status"
 
@@ -139,13 +143,13 @@ async def look(
     options: StatusOptions, config: RunConfig, directory: Directory, channels: ChannelPool,
     on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,
 ) -> None:  # fmt: skip
-    """Look once, or again and again.
+    """Look once, or again and again until told to stop.
 
     Args:
         on_peers: told of the peers that serve, after each reading of the directory.
 
     Raises:
-        PeerUnavailable: the directory cannot be read.
+        PeerUnavailable: the directory cannot be read, at the first look.
     """
 
     async def view() -> SwarmView:
@@ -157,24 +161,44 @@ async def look(
         on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
         return await observe(config.run_id, stages, trainers, channels, claims=claims)
 
-    stop = process.stop_event()
     with LiveTable() as table:
-        while True:
-            seen = await view()
+
+        def show(seen: SwarmView) -> None:
             if options.json:
                 print(seen.to_json(), flush=True)
             elif options.watch and sys.stdout.isatty():
                 table.show(seen)
             else:
                 Console().print(render(seen))
-            if not options.watch or await _stopped(stop, options.interval):
-                break
+
+        if not options.watch:
+            show(await view())
+            return
+        stop = process.stop_event()
+        watching = asyncio.create_task(_watch(view, show, options.interval))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not watching.done():
+            watching.cancel()
+            await asyncio.wait([watching])
+            return
+        stopped.cancel()
+        watching.result()
 
 
-async def _stopped(stop: asyncio.Event, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return False
-    return True
+async def _watch(
+    view: Callable[[], Awaitable[SwarmView]], show: Callable[[SwarmView], None], interval_seconds: float
+) -> None:
+    """Look until cancelled. Once it has seen the swarm, a look that fails is passed over: the next may not."""
+    has_seen = is_failing = False
+    while True:
+        try:
+            show(await view())
+            has_seen, is_failing = True, False
+        except PeerUnavailable as error:
+            if not has_seen:
+                raise
+            if not is_failing:
+                logger.warning("the swarm cannot be seen, looking again: %s", error)
+            is_failing = True
+        await asyncio.sleep(interval_seconds)

@@ -26,12 +26,12 @@ from peers.network import (
     KnownPeers,
     agree_on_config,
     default_name,
-    require_short_name,
+    require_name,
     say_who_may_join,
 )
 from peers.report import Report
 from peers.sole_writer import require_sole_writer
-from peers.stage_peer import CACHE
+from peers.stage_peer import cache_folder
 from peers.token_option import admitted, find_token, stop_or_expiry
 from swarm.certificates import Role
 from swarm.clock import SystemClock
@@ -111,7 +111,7 @@ class TrainerOptions:
             self,
             {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
         )
-        require_short_name(self.name)
+        require_name(self.name)
         if self.wandb_online and self.wandb is None:
             raise ValueError("--wandb-online needs --wandb PROJECT")
 
@@ -195,16 +195,34 @@ async def run(
                 task.cancel()
         await channels.close()
     events.write(Leave())
+    return await finish(report, options.output, corpus, session.sample, wandb_run, interrupted=interrupted)
+
+
+async def finish(
+    report: Report, folder: Path, corpus: corpora.Corpus, sample: str, wandb_run: WandbRun | None, *, interrupted: bool
+) -> int:  # fmt: skip
+    """Say where training is, and write down how it went; gives the exit code.
+
+    A file that cannot be written is one line in the log and keeps nothing else from being written or said.
+    """
     report.goodbye(interrupted=interrupted)
+    if sample:
+        print(sample)
+    files: dict[str, Callable[[Path], object]] = {"loss.png": lambda path: plot_loss(folder / "metrics.jsonl", path)}
     if not interrupted:
-        report.write_summary(corpus)
-        if session.sample:
-            (options.output / "sample.txt").write_text(session.sample + "\n", encoding="utf-8")
-            print(session.sample)
-    plot_loss(options.output / "metrics.jsonl", options.output / "loss.png")
+        files["summary.json"] = lambda _: report.write_summary(corpus)
+    if sample:
+        files["sample.txt"] = lambda path: path.write_text(sample + "\n", encoding="utf-8")
+    exit_code = process.EXIT_INTERRUPTED if interrupted else 0
+    for name, write in files.items():
+        try:
+            write(folder / name)
+        except OSError as error:
+            logger.error("%s is not written: %s", folder / name, error.strerror or error)
+            exit_code = process.EXIT_FAILURE
     if wandb_run is not None and (command := await asyncio.to_thread(wandb_run.finish, timeout_seconds=30.0)):
         print(f"To upload this run to Weights & Biases: {command}")
-    return process.EXIT_INTERRUPTED if interrupted else 0
+    return exit_code
 
 
 def open_corpus(config: RunConfig, dataset: str | None) -> tuple[corpora.Corpus, Microbatches]:
@@ -219,7 +237,7 @@ def open_corpus(config: RunConfig, dataset: str | None) -> tuple[corpora.Corpus,
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
     tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
     local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
-    corpus = corpora.prepare(local, cache_dir=CACHE / "corpora")
+    corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
     corpora.check_digest(dataclasses.replace(local, digest=config.data.digest), corpus)
     return corpus, Microbatches(corpus, config.data)
 
@@ -282,7 +300,8 @@ class Session:
         )  # fmt: skip
         if tokens is None:
             return ""
-        written = tokenizer.decode(prompt), tokenizer.decode(tokens)
+        # What goes on comes from strangers.
+        written = [process.printable(tokenizer.decode(part), keep="\n\t") for part in (prompt, tokens)]
         return f"--- held-out text ---\n{written[0]}\n--- the swarm goes on ---\n{written[1]}\n---"
 
     async def at_rest(self, work: Callable[[int], Coroutine[Any, Any, Result]]) -> Result | None:

@@ -29,16 +29,18 @@ class PeerState(StrEnum):
 
 LONGEST_NAME = 64
 """Characters of what people call a peer."""
+NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
+"""Of what is shown to people: no control characters, which a terminal takes for commands."""
 
 
 class _Announcement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     peer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
-    name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
+    name: Annotated[str, Field(max_length=LONGEST_NAME, pattern=NAME_PATTERN)] = ""
     """What people call the peer: host name and process id unless the user chose one."""
     protocol_version: int = PROTOCOL_VERSION
-    software_version: Annotated[str, Field(max_length=32)] = ""
+    software_version: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
     announced_at: float
     """The announcing machine's wall clock, seconds since the epoch."""
 
@@ -47,7 +49,7 @@ class PeerRecord(_Announcement):
     """A stage peer's announcement: key `RUN.stage.N`, one subkey a peer."""
 
     stage: Annotated[int, Field(ge=0, le=4095)]
-    endpoint: Annotated[str, Field(max_length=255)]
+    endpoint: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9._:\[\]-]*$")]
     """host:port of its gRPC server."""
     certificate_pem: Annotated[str, Field(max_length=4096)] = ""
     """The TLS certificate its server shows; empty when the run is --insecure."""
@@ -60,7 +62,7 @@ class PeerRecord(_Announcement):
     """Samples the run had committed when this peer's round began."""
     lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")] = ""
     """Hash chain over the committed rounds of its blocks."""
-    dht_address: Annotated[str, Field(max_length=255)] = ""
+    dht_address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9._:/-]*$")] = ""
     """A multiaddress at which newcomers can enter the DHT."""
     movable: bool = False
     """Whether it goes to another stage by itself when that one needs it more."""

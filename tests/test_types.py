@@ -32,9 +32,16 @@ def test_fields_of_later_versions_are_ignored() -> None:
         ("peer_id", "xy" * 20),
         ("peer_id", "ab"),
         ("name", "n" * 65),
+        ("name", "a\x1b[2J"),
+        ("name", "a\n"),
+        ("name", "\x9bm"),
+        ("software_version", "1\x07"),
         ("stage", -1),
         ("stage", 4096),
         ("endpoint", "e" * 256),
+        ("endpoint", "host:1\x1b[2J"),
+        ("endpoint", "$(reboot):1"),
+        ("dht_address", "/ip4/192.0.2.1/tcp/1/p2p/x; reboot"),
         ("state", "asleep"),
         ("samples_per_second", float("nan")),
         ("samples_per_second", float("inf")),
@@ -48,6 +55,17 @@ def test_fields_of_later_versions_are_ignored() -> None:
 def test_a_wrong_field_is_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=field):
         PeerRecord.model_validate({**RECORD, field: value})
+
+
+def test_a_name_may_be_in_any_language() -> None:
+    for name in ("gpu box [2]", "\u0628\u06cc\u200c\u0646\u0627\u0645", "\U0001f600", ""):
+        assert PeerRecord(**RECORD, name=name).name == name
+
+
+def test_an_address_may_be_of_any_kind() -> None:
+    dht_address = "/ip6/2001:db8::1/tcp/4001/p2p/12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
+    for endpoint in ("[2001:db8::1]:5001", "192.0.2.1:5001", "gpu-box.example.org:5001"):
+        PeerRecord.model_validate({**RECORD, "endpoint": endpoint, "dht_address": dht_address})
 
 
 def test_a_missing_field_is_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from peers import process
-from peers.stage_peer import CACHE
+from peers.stage_peer import cache_folder
 from peers.supervisor import Child, Supervisor
 from swarm.config import RunConfig
 from swarm.data import corpora
@@ -65,7 +65,7 @@ def say(text: str) -> None:
 
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
     """The configuration as the swarm publishes it, complete with its data's digest, and its microbatches."""
-    corpus = corpora.prepare(config.data, cache_dir=CACHE / "corpora")
+    corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
     data = dataclasses.replace(config.data, digest=corpus.digest)
     return dataclasses.replace(config, data=data), Microbatches(corpus, data)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a program prepares its text, which takes for ever here."""
+"""Ctrl-C and SIGTERM while a program prepares its text, or a peer joins: both take for ever here."""
 
 import os
 import signal
@@ -25,13 +25,19 @@ def encode(self, text):
 ByteTokenizer.encode = encode
 """
 PEER = "commands.peer()"
-TRAINER = """
-import dataclasses
+NODE = """
+import asyncio, dataclasses
 from pathlib import Path
 from swarm import config as configs
-from peers import trainer
+from swarm.dht import node
 
 class Node:
+    def addresses(self):
+        return ["/ip4/127.0.0.1/tcp/1/p2p/x"]
+
+    async def store(self, *arguments, **options):
+        return True
+
     def shutdown(self):
         print("node ends", flush=True)
 
@@ -39,9 +45,24 @@ async def agree_on_config(*arguments):
     config = configs.load(Path("run.toml"))
     return dataclasses.replace(config, data=dataclasses.replace(config.data, digest="some other text's"))
 
-trainer.dht_node.start = lambda **arguments: Node()
+node.start = lambda **arguments: Node()
+"""
+TRAINER = f"""{NODE}
+from peers import trainer
+
 trainer.agree_on_config = agree_on_config
 commands.trainer()
+"""
+JOINING_PEER = f"""{NODE}
+from peers import stage_peer
+
+async def look_first(*arguments, **options):
+    print("looks", flush=True)
+    await asyncio.Event().wait()
+
+stage_peer.agree_on_config = agree_on_config
+stage_peer.KnownPeers.look_first = look_first
+commands.peer()
 """
 
 
@@ -84,3 +105,22 @@ def test_it_ends_at_once_and_leaves_nothing(
     assert len(errors.splitlines()) == 1
     assert output == said
     assert not list(corpora.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "said"),
+    [(signal.SIGINT, 130, "node ends\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+)
+def test_a_peer_that_looks_for_others_ends_at_once(
+    start: Callable[..., subprocess.Popen[str]], number: signal.Signals, exit_code: int, said: str
+) -> None:
+    process = start(JOINING_PEER, "--initial-peers", "x")
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "looks\n"
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert (process.returncode, output) == (exit_code, said)
+    assert len(errors.splitlines()) <= 1

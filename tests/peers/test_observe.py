@@ -82,10 +82,21 @@ def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is
 async def test_an_answer_that_makes_no_sense_is_none() -> None:
     """One peer's figures are not to keep those of all others from being shown."""
     async with running_chain(SYNCHRONOUS) as chain:
-        for peer, rate in zip(chain.peers, (1.0, math.nan, 1.0), strict=True):
-            answer = partial(pb.DescribeReply, peer_id=peer.peer_id, state="serving", samples_per_second=rate)
+        answers = (("serving", 1.0), ("serving", math.nan), ("\x1b[2J", 1.0))
+        for peer, (state, rate) in zip(chain.peers, answers, strict=True):
+            answer = partial(pb.DescribeReply, peer_id=peer.peer_id, state=state, samples_per_second=rate)
             peer.servicer._describe = answer
         records = {stage: [peer.record] for stage, peer in enumerate(chain.peers)}
         seen = await observe(SYNCHRONOUS.run_id, records, (), chain.peers[0].channels)
     stages = json.loads(seen.to_json())["stages"]
-    assert [row["peers"][0]["state"] for row in stages] == ["serving", "unreachable", "serving"]
+    assert [row["peers"][0]["state"] for row in stages] == ["serving", "unreachable", "unreachable"]
+
+
+async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None:
+    """An announcement is signed and checked; an answer may say anything."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        peer = chain.peers[0]
+        peer.servicer._describe = partial(pb.DescribeReply, peer_id="\x1b[2J", name="\x1b[31m", state="serving")
+        seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
+    shown = seen.stages[0].peers[0]
+    assert (shown.peer_id, shown.name, shown.state) == (peer.peer_id, peer.record.name, "serving")

@@ -1,19 +1,23 @@
 """Exit codes, one-line errors, logging, and death with the parent."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
-import time
+import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from peers import commands, process
 from swarm.errors import ConfigMismatch, PeerUnavailable
+from tests.support.processes import wait_until_gone
 
 
 @pytest.fixture
@@ -35,6 +39,7 @@ def _raise(error: BaseException) -> int:
         (ConfigMismatch("run is 'a' here"), 1, "swarm-x: error: run is 'a' here"),
         (OSError(28, "No space left on device", "/x/log"), 1, "swarm-x: error: /x/log: No space left on device"),
         (KeyboardInterrupt(), 130, "swarm-x: interrupted"),
+        (PeerUnavailable("a\x1b[2J\x9bm\tpeer"), 1, "swarm-x: error: a [2J m peer"),
         (ExceptionGroup("", [ExceptionGroup("", [PeerUnavailable("no answer")])]), 1, "swarm-x: error: no answer"),
     ],
 )
@@ -72,6 +77,14 @@ def test_a_log_record_is_one_line(root_logger: logging.Logger, capsys: pytest.Ca
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].endswith("50%peer ERROR: it failed (TypeError: odd)")
+
+
+def test_strangers_text_in_a_log_is_no_command_to_a_terminal(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process.setup_logging("peer-1", "info")
+    logging.getLogger("swarm").error("refused: %s", "a\x1b[2J\x9bm\x07 \u00fc\U0001f600")
+    assert capsys.readouterr().err.endswith("ERROR: refused: a [2J m  \u00fc\U0001f600\n")
 
 
 def test_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +131,33 @@ def test_what_a_microbatch_leaves_is_there_for_the_next_one_unless_the_user_says
     assert faults({"MALLOC_TRIM_THRESHOLD_": "131072"}) > num_pages / 2
 
 
-def test_commands_name_every_script() -> None:
-    """pyproject.toml's scripts are the entry points of peers.commands."""
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for name in ("peer", "trainer", "status", "local"):
-        assert f'swarm-{name} = "peers.commands:{name}"' in text
-        assert callable(getattr(commands, name))
+def test_every_script_has_its_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]
+    for entry_point in project["scripts"].values():
+        module, name = entry_point.split(":")
+        assert callable(getattr(import_module(module), name))
+
+
+def test_what_a_program_imports_is_never_looked_at_by_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> ModuleType:
+        assert not gc.isenabled()
+        return ModuleType(name)
+
+    monkeypatch.setattr(commands, "import_module", load)
+    before = gc.get_freeze_count()
+    try:
+        assert commands._load("x").__name__ == "x"
+        assert gc.get_freeze_count() > before
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        commands._load("peers.no_such_program")
+    assert gc.isenabled()
 
 
 async def test_stop_event_on_sigterm() -> None:
@@ -162,7 +196,4 @@ def test_child_dies_with_its_parent() -> None:
     child = int(parent.stdout.readline())
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "the child outlived its parent"
-        time.sleep(0.02)
+    wait_until_gone(child)

@@ -1,5 +1,7 @@
 """What a trainer tells of its steps."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +28,10 @@ class Metrics:
         """Nothing is made of it."""
 
 
-def _step(number: int, run_samples: int) -> Step:
+def _step(number: int, run_samples: int, losses: Sequence[float] = (1.0,)) -> Step:
     figures: dict[str, Any] = {name: 0 for name in StepReport.__dataclass_fields__}
     report = StepReport(**{**figures, "run_samples": run_samples})
-    return Step(number=number, seconds=2.0, totals=StepTotals(losses=[1.0]), report=report)
+    return Step(number=number, seconds=2.0, totals=StepTotals(losses=list(losses)), report=report)
 
 
 def test_a_speed_is_never_negative(tmp_path: Path) -> None:
@@ -44,6 +46,18 @@ def test_a_speed_is_never_negative(tmp_path: Path) -> None:
         speeds.append(report.tokens_per_second)
     assert speeds == [usual * length / 2.0, usual * length / 2.0, 0.0, usual * length]
     assert [entry.total_tokens for entry in metrics.steps] == [n * usual * length for n in (90, 91, 89, 91)]
+
+
+@pytest.mark.parametrize("loss", [1e308, sys.float_info.max])
+def test_losses_that_no_sum_can_hold_have_a_mean(loss: float, tmp_path: Path) -> None:
+    """Trainers announce it, and what is not finite cannot be announced."""
+    metrics = Metrics()
+    report = Report(
+        RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, metrics), console=Console(quiet=True)
+    )
+    report.begin(0)
+    report.step(_step(1, 8, [loss] * 3), None)
+    assert report.loss == metrics.steps[0].loss == loss
 
 
 def test_an_empty_stage_and_one_that_cannot_be_reached_are_told_apart(

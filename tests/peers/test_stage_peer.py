@@ -1,10 +1,12 @@
 """swarm-peer's options: what they may not be."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from peers.stage_peer import PeerOptions, open_checkpoints, require_allowed_class
+from peers import process, stage_peer
+from peers.stage_peer import PeerOptions, cache_folder, open_checkpoints, require_allowed_class
 from swarm.config import ModelConfig, RunConfig
 
 
@@ -18,6 +20,8 @@ from swarm.config import ModelConfig, RunConfig
         ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
         ({"announce": "203.0.113.7:5001"}, "--announce takes a host name or an IP address, without port"),
         ({"name": "x" * 65}, "--name must have at most 64 characters, not 65"),
+        ({"name": "x\x1b[2J"}, r"--name must have no control characters: not 'x\\x1b\[2J'"),
+        ({"name": "x\n"}, "--name must have no control characters"),
     ],
 )
 def test_wrong_options(options: dict[str, object], complaint: str) -> None:
@@ -54,3 +58,36 @@ def test_what_is_to_be_typed_is_one_word_to_a_shell() -> None:
     run = RunConfig(model=ModelConfig(custom_class="a:B; rm -rf ~"))
     with pytest.raises(ValueError, match=r"add --allow-class 'a:B; rm -rf ~'$"):
         require_allowed_class(run, None, None)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("file/ready.json", "Not a directory"), ("folder", "Is a directory")])
+def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(process, "setup_logging", lambda *_: None)
+    with pytest.raises(ValueError, match=f"^--ready-file {tmp_path / name}: cannot be written: {reason}$"):
+        stage_peer.main(["--initial-peers", "no address", "--ready-file", str(tmp_path / name)])
+
+
+def test_to_check_a_ready_file_makes_its_folder_alone(tmp_path: Path) -> None:
+    stage_peer.require_ready_file(tmp_path / "new" / "ready.json")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
+
+
+def test_keys_and_texts_are_kept_where_the_user_says_or_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/swarm")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "/home/y")
+    assert cache_folder() == Path("/home/y/.cache/swarm")
+
+
+def test_without_a_home_the_user_has_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As where HOME is not set and the user has no entry.
+    with pytest.raises(ValueError, match="there is no home directory: say in XDG_CACHE_HOME"):
+        cache_folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/swarm")

@@ -2,22 +2,28 @@
 
 import asyncio
 import json
+import logging
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from peers import status
 from peers.status import StatusOptions
+from peers.view import SwarmView
 from swarm import config as configs
 from swarm.clock import SystemClock
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore
+from swarm.errors import PeerUnavailable
 from swarm.identity import generate
 from swarm.lookup import DirectoryServicer
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, bind_server
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.entry import Entry
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState, TrainerRecord
@@ -82,3 +88,71 @@ async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         StatusOptions(**options)
+
+
+class _Silent:
+    """A directory that is read for ever."""
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+
+    async def peers(self, stage: int) -> list[PeerRecord]:
+        self.is_asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    async def trainers(self) -> list[TrainerRecord]:
+        return []
+
+    claims = trainers
+
+
+@pytest.mark.parametrize("watch", [True, False])
+async def test_a_look_that_takes_long_can_be_ended(watch: bool) -> None:
+    """With --watch in order; without, nothing stands between the signals and Python's own answer to them."""
+    silent = _Silent()
+    options = StatusOptions(peer=("x",), watch=watch)
+    looking = asyncio.create_task(
+        status.look(options, CONFIG, cast(Directory, silent), cast(ChannelPool, None))
+    )  # fmt: skip
+    await silent.is_asked.wait()
+    loop = asyncio.get_running_loop()
+    try:
+        if watch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(looking, timeout=5.0)
+    finally:
+        is_caught = [loop.remove_signal_handler(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        looking.cancel()
+    assert is_caught == [watch, watch]
+
+
+async def test_watching_goes_on_after_a_look_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    seen, fault = SwarmView(run="x"), PeerUnavailable("nobody answers")
+    outcomes: list[SwarmView | PeerUnavailable] = [seen, fault, fault, seen, seen, fault, seen]
+    shown: list[SwarmView] = []
+    is_done = asyncio.Event()
+
+    async def view() -> SwarmView:
+        if not outcomes:
+            is_done.set()
+            await asyncio.Event().wait()
+        if isinstance(outcome := outcomes.pop(0), PeerUnavailable):
+            raise outcome
+        return outcome
+
+    watching = asyncio.create_task(status._watch(view, shown.append, 0.0))
+    await asyncio.wait([watching, asyncio.create_task(is_done.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert not watching.done()
+    watching.cancel()
+    assert shown == [seen] * 4
+    assert caplog.messages == ["the swarm cannot be seen, looking again: nobody answers"] * 2
+
+
+async def test_a_first_look_that_fails_is_the_last() -> None:
+    async def view() -> SwarmView:
+        raise PeerUnavailable("nobody answers")
+
+    with pytest.raises(PeerUnavailable, match="nobody answers"):
+        await status._watch(view, lambda _: None, 0.0)

@@ -11,23 +11,10 @@ from pathlib import Path
 import pytest
 
 from peers.supervisor import Exit, Supervisor, last_line
+from tests.support.processes import is_running, wait_until_gone
 
 FORKS = "sleep 61 & echo $!; wait"
 STUBBORN = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10
-    while any(map(_alive, pids)):
-        assert time.monotonic() < deadline, f"left over: {[pid for pid in pids if _alive(pid)]}"
-        time.sleep(0.02)
 
 
 def _first_line(log: Path) -> str:
@@ -50,9 +37,9 @@ def test_leaving_ends_children_and_grandchildren(tmp_path: Path) -> None:
     with Supervisor(tmp_path) as supervisor:
         child = supervisor.start("forks", ["sh", "-c", FORKS])
         grandchild = int(_first_line(child.log))
-        assert _alive(child.pid)
-        assert _alive(grandchild)
-    _wait_until_gone(child.pid, grandchild)
+        assert is_running(child.pid)
+        assert is_running(grandchild)
+    wait_until_gone(child.pid, grandchild)
     assert supervisor.running == []
 
 
@@ -61,7 +48,7 @@ def test_leaving_by_an_error_ends_them_too(tmp_path: Path) -> None:
     child = supervisor.start("sleeps", ["sleep", "61"])
     with pytest.raises(KeyError), supervisor:
         raise KeyError
-    _wait_until_gone(child.pid)
+    wait_until_gone(child.pid)
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,7 +65,7 @@ def test_a_frozen_child_is_killed(tmp_path: Path) -> None:
     child = supervisor.start("frozen", ["sleep", "61"])
     os.kill(child.pid, signal.SIGSTOP)
     supervisor.terminate_all(grace_seconds=0.2)
-    assert not _alive(child.pid)
+    assert not is_running(child.pid)
 
 
 def test_sigterm_lets_a_child_say_goodbye(tmp_path: Path) -> None:
@@ -95,7 +82,7 @@ def test_kill9_is_no_unexpected_exit(tmp_path: Path) -> None:
         child = supervisor.start("forks", ["sh", "-c", FORKS])
         grandchild = int(_first_line(child.log))
         supervisor.kill9(child)
-        _wait_until_gone(child.pid, grandchild)
+        wait_until_gone(child.pid, grandchild)
         assert supervisor.exits() == []
         assert supervisor.running == []
 
@@ -111,7 +98,7 @@ def test_an_unexpected_exit_is_told_once_with_its_reason(tmp_path: Path) -> None
             ("fails", 1, "swarm-x: error: port in use")
         ]
         assert supervisor.exits() == []
-        _wait_until_gone(grandchild)
+        wait_until_gone(grandchild)
 
 
 def test_a_child_killed_from_outside_names_the_signal(tmp_path: Path) -> None:
@@ -150,4 +137,4 @@ def test_children_die_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     launcher.kill()
     launcher.communicate()
     assert len(pids) == 2
-    _wait_until_gone(*pids)
+    wait_until_gone(*pids)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,13 +14,16 @@ import numpy.typing as npt
 import pytest
 from rich.console import Console
 
+from peers import trainer
 from peers.report import Report
-from peers.trainer import Session, TrainerOptions, open_corpus
+from peers.trainer import Session, TrainerOptions, finish, open_corpus
 from swarm.clock import SystemClock
+from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Directory
 from swarm.identity import generate
 from swarm.metrics.log import MetricsLog
+from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
@@ -88,3 +92,46 @@ def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: P
     )
     with pytest.raises(ValueError, match="does not say which text it is trained on: name yours with --dataset"):
         open_corpus(config, None)
+
+
+async def test_what_strangers_have_the_swarm_write_is_no_command_to_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate_text(*_: object, **__: object) -> list[int]:
+        return list(b"a\x1b[2J\tb\nc")
+
+    monkeypatch.setattr(trainer, "generate_text", generate_text)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            sample = await _session(chain, metrics, tmp_path).write_sample()
+    assert sample.endswith("--- the swarm goes on ---\na [2J\tb\nc\n---")
+
+
+class _Wandb:
+    """Has something to upload."""
+
+    def finish(self, *, timeout_seconds: float) -> str:
+        return "wandb sync x"
+
+
+@pytest.mark.parametrize(
+    ("stuck", "interrupted", "exit_code"),
+    [((), False, 0), ((), True, 130), (("summary.json",), False, 1), (("loss.png", "sample.txt"), False, 1)],
+)
+async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
+    stuck: tuple[str, ...], interrupted: bool, exit_code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    corpus = Corpus(tokens=np.arange(9, dtype=np.uint16) % 3, num_training_tokens=6, vocab_size=3, digest="")
+    for name in stuck:
+        (tmp_path / name).mkdir()
+    sample = "" if interrupted else "it goes on"
+    with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+        report = Report(SYNCHRONOUS, steps=1, output=tmp_path, metrics=metrics, console=Console(quiet=True))
+        wandb_run = cast(WandbRun, _Wandb())
+        assert await finish(report, tmp_path, corpus, sample, wandb_run, interrupted=interrupted) == exit_code
+    assert caplog.messages == [f"{tmp_path / name} is not written: Is a directory" for name in stuck]
+    _, *told = capsys.readouterr().out.splitlines()
+    assert told == [*([sample] if sample else []), "To upload this run to Weights & Biases: wandb sync x"]
+    expected = {"metrics.jsonl", "loss.png"} | (set() if interrupted else {"summary.json", "sample.txt"})
+    assert {name for name in os.listdir(tmp_path) if name not in stuck} == expected - set(stuck)
