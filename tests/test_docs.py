@@ -18,7 +18,7 @@ from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.common import BenchOptions
 from scripts.benches.compare import Options as CompareOptions
 from swarm.metrics.log import StepMetrics
-from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
+from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
 from swarm.simulation.study import StudyOptions
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,8 @@ def test_architecture_says_which_file_keeps_each_sentence() -> None:
 
 def test_protocol_names_every_call() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
-    services = [s for file in (stage_pb2, lease_pb2, averaging_pb2) for s in file.DESCRIPTOR.services_by_name.values()]
+    files = (stage_pb2, lease_pb2, averaging_pb2, directory_pb2)
+    services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     spoken_of = {*_rows(text), *(f"`{heading}`" for heading in re.findall(r"^### (\w+)$", text, re.MULTILINE))}
     assert {f"`{method.name}`" for service in services for method in service.methods} <= spoken_of
 

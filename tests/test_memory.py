@@ -1,4 +1,3 @@
-import os
 import threading
 from pathlib import Path
 
@@ -6,6 +5,7 @@ import pytest
 import torch
 
 from swarm.memory import Recycler
+from tests.support.memory import resident_bytes
 
 
 def test_a_vector_is_made_of_one_that_is_gone() -> None:
@@ -66,10 +66,6 @@ def test_the_memory_outlives_the_recycler() -> None:
     assert vector.sum() == 1000.0
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 @pytest.mark.parametrize("user_decides", [True, False])
 def test_memory_goes_back_only_where_the_user_has_it_so(user_decides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +74,9 @@ def test_memory_goes_back_only_where_the_user_has_it_so(user_decides: bool, monk
         monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     memory = Recycler()
     vector = memory.vector(1 << 26).fill_(1.0)
-    before = _resident_bytes()
+    before = resident_bytes()
     del vector
-    assert (before - _resident_bytes() > 1 << 27) == user_decides
+    assert (before - resident_bytes() > 1 << 27) == user_decides
     del memory
 
 

@@ -53,14 +53,15 @@ class Broadcast:
             while pending and time() < gives_up_at:
                 waits_since, seconds = time(), min(self.timing.heartbeat_seconds, gives_up_at - time())
                 done, pending = await asyncio.wait(pending, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-                replies |= {tasks[task]: task.result() for task in done}
+                # In the order of the members: that of a set of tasks changes from run to run.
+                replies |= {peer: task.result() for task, peer in tasks.items() if task in done}
                 if time() - waits_since > seconds + self.timing.heartbeat_seconds:
                     # It was this peer that was frozen: the others may have gone on without it.
                     listens_since = time()
                 has_listened = time() - listens_since >= self.timing.fresh_seconds
-                silent = {task for task in pending if has_listened and self.is_silent(tasks[task])}
+                silent = [task for task in tasks if task in pending and has_listened and self.is_silent(tasks[task])]
                 replies |= {tasks[task]: PeerUnavailable("it has fallen silent") for task in silent}
-                pending -= silent
+                pending.difference_update(silent)
                 if (done or silent) and not all(map(until, replies.values())):
                     gives_up_at = time() + self.timing.grace_seconds
             for task in tasks:

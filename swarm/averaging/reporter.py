@@ -91,7 +91,8 @@ class Reporter:
             if now - last_heartbeat >= self._timing.heartbeat_seconds:
                 last_heartbeat = now
                 targets |= self._heartbeat_targets()
-            for peer_id in targets - {self._own_id} - self._under_way:
+            # In the same order in every run: that of a set of strings changes from process to process.
+            for peer_id in sorted(targets - {self._own_id} - self._under_way):
                 self._spawn(self._report(peer_id))
             await self._clock.sleep(self._timing.report_gap_seconds)
             await wait(self._progressed, self._timing.heartbeat_seconds - self._timing.report_gap_seconds)
@@ -100,7 +101,7 @@ class Reporter:
     async def ask_all(self) -> None:
         """Report to every serving peer, and catch up with the farthest."""
         async with asyncio.TaskGroup() as calls:
-            for peer_id in self._roster.strangers(self._participant.standing):
+            for peer_id in sorted(self._roster.strangers(self._participant.standing)):
                 calls.create_task(self._report(peer_id))
 
     def _was_stopped(self) -> bool:

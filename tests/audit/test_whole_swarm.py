@@ -11,18 +11,26 @@ from swarm.audit.audit import audit
 from swarm.audit.verdict import Report
 from swarm.config import RunConfig
 from tests.audit.honest import Lines, edit
-from tests.support.chain import DILOCO, SYNCHRONOUS
-from tests.support.whole_swarm import whole_swarm
+from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
+from tests.support.whole_swarm import WholePeer, whole_swarm
 
 STEPS = 5
+
+
+def _holds_some_of_a_later_round(peer: WholePeer) -> bool:
+    assert peer.server is not None
+    stage = peer.server._stage
+    return stage.round >= 1 and bool(stage.ledger.of_round(stage.round))
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
 async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config: RunConfig, tmp_path: Path) -> None:
     async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2, 1)) as swarm:
+        victim = next(peer for peer in swarm.peers if peer.stage == 1)
         training = asyncio.create_task(swarm.train(STEPS))
-        await asyncio.sleep(0.5)
-        await next(peer for peer in swarm.peers if peer.stage == 1).kill()
+        await eventually(lambda: _holds_some_of_a_later_round(victim))
+        await victim.kill()
+        assert not training.done()
         await swarm.start(1)
         await training
     report = audit(swarm.logs)

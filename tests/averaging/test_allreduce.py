@@ -15,6 +15,7 @@ from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
 from swarm.memory import Recycler
 from tests.averaging.hall import Door, Hall
+from tests.support.virtual_time import in_virtual_time, run
 
 FP32 = simple_codec("fp32")
 
@@ -79,7 +80,7 @@ def test_all_end_with_the_same_weighted_mean(
     """Any number of members and elements, members without samples included."""
     samples = [max(1, samples[0]), *samples[1:size]]
     vectors = random_vectors(size, num_elements)
-    results = asyncio.run(average(vectors, samples, simple_codec(codec), gathers=gathers))
+    results = run(average(vectors, samples, simple_codec(codec), gathers=gathers))
     expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
     for result in results:
         np.testing.assert_allclose(result.vector_D.numpy(), expected, atol=1e-6 if codec == "fp32" else 4e-3)
@@ -92,6 +93,7 @@ def test_all_end_with_the_same_weighted_mean(
 
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("name", ["int4", "topk", "dct-topk", "dct-lowpass"])
+@in_virtual_time
 async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: bool) -> None:
     """Sum over members of weight * residual, and the owners' residuals, make up for what is missing in the sum."""
     config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # names of codecs
@@ -111,6 +113,7 @@ async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: b
     assert results[0].compression_ratio == pytest.approx(4 * vectors[0].numel() / codec.num_bytes(vectors[0].numel()))
 
 
+@in_virtual_time
 async def test_bytes_are_counted_at_both_ends() -> None:
     results = await average([torch.ones(12)] * 3, [1, 1, 0], simple_codec("fp16"))
     # Parts of 4 elements, 8 bytes: two members send two parts each, and each owner answers two members.
@@ -122,6 +125,7 @@ async def test_bytes_are_counted_at_both_ends() -> None:
     assert [result.bytes_received for result in gathered] == [24, 24, 48]
 
 
+@in_virtual_time
 async def test_one_member_may_sum_everything_and_the_others_need_no_line_between_them() -> None:
     vectors, samples, codec = random_vectors(3, 50), [1, 0, 3], simple_codec("fp16")
     results = await average(vectors, samples, codec, only_owner="1")
@@ -134,6 +138,7 @@ async def test_one_member_may_sum_everything_and_the_others_need_no_line_between
 
 
 @pytest.mark.parametrize("samples", [[5], [5, 0]])
+@in_virtual_time
 async def test_nothing_is_computed_where_there_is_nothing_to_add(samples: list[int]) -> None:
     """The only contribution is the average bit for bit; of a lone member's no copy is made either."""
     vectors = [torch.tensor([1.0, -0.0, 1e-40, -3e14]) for _ in samples]
@@ -143,6 +148,7 @@ async def test_nothing_is_computed_where_there_is_nothing_to_add(samples: list[i
     assert (results[0].vector_D.data_ptr() == vectors[0].data_ptr()) == (len(samples) == 1)
 
 
+@in_virtual_time
 async def test_weights_are_part_of_the_digest() -> None:
     one, other = [(await average([torch.ones(4)] * 2, samples))[0] for samples in ([1, 1], [2, 2])]
     assert torch.equal(one.vector_D, other.vector_D)
@@ -151,6 +157,7 @@ async def test_weights_are_part_of_the_digest() -> None:
 
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan, 1e30])
+@in_virtual_time
 async def test_part_out_of_range_names_its_sender_to_everybody(gathers: bool, bad: float) -> None:
     vectors = [torch.ones(9), torch.ones(9), torch.full((9,), bad)]
     others = (await average(vectors, [1, 1, 1], gathers=gathers))[:2]
@@ -158,11 +165,13 @@ async def test_part_out_of_range_names_its_sender_to_everybody(gathers: bool, ba
 
 
 @pytest.mark.parametrize("gathers", [True, False])
+@in_virtual_time
 async def test_dead_owner_is_named(gathers: bool) -> None:
     failures = await average([torch.ones(9)] * 3, [1, 1, 1], silent=1, gathers=gathers)
     assert [failed.peer_id for failed in failures if isinstance(failed, MemberFailed)] == ["1", "1"]
 
 
+@in_virtual_time
 async def test_owner_names_the_member_that_sends_nothing() -> None:
     shares = shares_of([1, 1], 4)
     reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
@@ -185,6 +194,7 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("value", "norm", "reason"), [(1e30, 1.0, r"numbers beyond 1e\+15"), (1.0, 1.0, "not what it says")]
 )
+@in_virtual_time
 async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float, reason: str) -> None:
     shares = shares_of([1, 1], 8)
     reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
@@ -202,6 +212,7 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
     assert failed.value.peer_id == "1"
 
 
+@in_virtual_time
 async def test_a_part_counts_once() -> None:
     reduction = Reduction(shares_of([1, 1], 4), "0", codec=FP32, result_codec=FP32)
     await reduction.add("1", FP32.encode(torch.ones(2)))

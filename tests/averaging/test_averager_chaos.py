@@ -9,6 +9,7 @@ import pytest
 
 from swarm.errors import PeerUnavailable
 from tests.averaging.doubles import Network, Peer, make_config, until
+from tests.support.virtual_time import in_virtual_time
 
 NUM_PEERS, NUM_ROUNDS, MICROBATCHES = 5, 4, 6
 
@@ -82,6 +83,7 @@ class Chaos:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.0, 0.02])
+@in_virtual_time
 async def test_majority_never_forks(loss: float) -> None:
     runs = [Chaos(seed, "majority", loss) for seed in range(12)]
     await asyncio.gather(*(chaos.run() for chaos in runs))
@@ -91,6 +93,7 @@ async def test_majority_never_forks(loss: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [0.0, 0.02])
+@in_virtual_time
 async def test_available_always_comes_together_again(loss: float) -> None:
     runs = [Chaos(seed, "available", loss) for seed in range(12)]
     await asyncio.gather(*(chaos.run() for chaos in runs))

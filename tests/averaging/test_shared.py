@@ -15,6 +15,7 @@ from swarm.errors import PeerUnavailable
 from swarm.rounds import Contribution, RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
 from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
+from tests.support.virtual_time import in_virtual_time
 
 SHARED = "embedding.weight"
 SHAPE = (3, 8)
@@ -80,6 +81,7 @@ def learn(network: Network, round_number: int, numbers: Collection[int] = (1, 2,
 
 @pytest.mark.parametrize("setting", ["synchronous", "diloco"])
 @pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("fp16", 5e-3), ("int8", 5e-2), ("topk", 2e-2)])
+@in_virtual_time
 async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, tolerance: float) -> None:
     config = tied(setting, codec, clip_to_median=0)
     async with sharing_network(config) as network:
@@ -97,6 +99,7 @@ async def test_holders_apply_the_sum_over_the_roles(setting: str, codec: str, to
             np.testing.assert_allclose(stages[0].shared.numpy(), expected.numpy(), atol=tolerance)
 
 
+@in_virtual_time
 async def test_the_whole_norm_counts_the_shared_block_once() -> None:
     async with sharing_network(tied()) as network:
         stages = stages_of(network, 1, 2, 3, 4)
@@ -111,6 +114,7 @@ async def test_the_whole_norm_counts_the_shared_block_once() -> None:
 
 
 @pytest.mark.parametrize("victim", [1, 3])
+@in_virtual_time
 async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) -> None:
     """Its stage's other member has the average as well, and both stages end with the same shared block."""
     async with sharing_network(tied()) as network:
@@ -127,22 +131,27 @@ async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) ->
         assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
 
 
+@in_virtual_time
 async def test_an_average_beyond_all_bounds_is_not_believed_and_another_holder_asked() -> None:
     async with sharing_network(tied()) as network:
         stages = stages_of(network, 1, 2, 3, 4)
-        liar = network.peers[peer_id(3)].averager
+        liar, num_lies = network.peers[peer_id(3)].averager, 0
         honest = liar.shared
 
         async def lie(request: pb.SharedRequest) -> bytes:
+            nonlocal num_lies
+            num_lies += 1
             num_bytes = len(bytes(await honest(request)))
             return np.full(num_bytes // 4, 1e30, dtype=np.float32).tobytes()
 
         liar.shared = lie  # type: ignore[method-assign]  # a member that means harm
         learn(network, 0)
         await until(lambda: all(stage.round == 1 for stage in stages))
+        assert num_lies > 0
         assert all(float(stage.shared.abs().max()) < 10 for stage in stages)
 
 
+@in_virtual_time
 async def test_fragments_share_the_block_in_its_own_rounds() -> None:
     """Two fragments: the shared block is due every other round, and only then do the stages wait for each other."""
     config = tied("diloco", num_fragments=2)
@@ -155,6 +164,7 @@ async def test_fragments_share_the_block_in_its_own_rounds() -> None:
 
 
 @pytest.mark.parametrize("since", ["Barrier", "Commit"])
+@in_virtual_time
 async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_be_had(
     since: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

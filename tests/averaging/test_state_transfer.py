@@ -21,6 +21,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorHeader
 from swarm.types import PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, record, until
 from tests.averaging.holder import SIZE, Holder, Line
+from tests.support.virtual_time import in_virtual_time
 
 NUM_BYTES = 4 * SIZE
 
@@ -63,6 +64,7 @@ def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Ca
 # -- snapshots -------------------------------------------------------------------------------------------------------
 
 
+@in_virtual_time
 async def test_sources_with_the_same_bits_share_the_work() -> None:
     line = line_to(3)
     for holder_ in line.holders.values():
@@ -76,6 +78,7 @@ async def test_sources_with_the_same_bits_share_the_work() -> None:
     assert min(line.num_bytes[peer_id(number)] for number in (1, 2, 3)) >= 32
 
 
+@in_virtual_time
 async def test_the_farthest_standing_is_taken_and_only_from_those_who_hold_it() -> None:
     line = line_to(3)
     for number in (2, 3):
@@ -88,6 +91,7 @@ async def test_the_farthest_standing_is_taken_and_only_from_those_who_hold_it() 
     assert fetched.snapshot.digest == holder(line, 2).digest
 
 
+@in_virtual_time
 async def test_segments_that_are_here_are_not_fetched_again() -> None:
     line = line_to(2)
     transfer = transfer_over(line)
@@ -107,6 +111,7 @@ async def test_segments_that_are_here_are_not_fetched_again() -> None:
 
 
 @pytest.mark.parametrize("fault", ["broken", "silent"])
+@in_virtual_time
 async def test_a_source_that_fails_gives_its_segment_back(fault: str) -> None:
     line = line_to(2)
 
@@ -120,6 +125,7 @@ async def test_a_source_that_fails_gives_its_segment_back(fault: str) -> None:
     assert torch.equal(fetched.snapshot.tensors["state"], holder(line, 1).state)
 
 
+@in_virtual_time
 async def test_a_frozen_donor_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarm.averaging.state_transfer.GRACE_SECONDS", 0.02)
     line = line_to(2)
@@ -130,6 +136,7 @@ async def test_a_frozen_donor_does_not_hold_up_the_others(monkeypatch: pytest.Mo
     assert [source.peer_id for source in fetched.sources] == [peer_id(2)]
 
 
+@in_virtual_time
 async def test_a_donor_that_sends_wrong_bytes_is_found_out_and_not_asked_again() -> None:
     line = line_to(2)
     transfer = transfer_over(line)
@@ -148,6 +155,7 @@ async def test_a_donor_that_sends_wrong_bytes_is_found_out_and_not_asked_again()
     assert [source.peer_id for source in (await fetch(transfer, 1)).sources] == [peer_id(1)]
 
 
+@in_virtual_time
 async def test_nobody_who_is_ahead() -> None:
     line = line_to(2, rounds=0)
     with pytest.raises(PeerUnavailable, match="nobody offers"):
@@ -177,6 +185,7 @@ HOSTILE: dict[str, Callable[[pb.SnapshotHeader], None]] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
+@in_virtual_time
 async def test_hostile_headers_are_refused_and_another_donor_is_taken(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +205,7 @@ async def test_hostile_headers_are_refused_and_another_donor_is_taken(
 
 
 @pytest.mark.parametrize("change", [b"", b"more", None])
+@in_virtual_time
 async def test_segments_of_another_length_are_refused(change: bytes | None) -> None:
     line = line_to(2)
 
@@ -216,6 +226,7 @@ async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_byt
     return [committed.after async for committed in stream]
 
 
+@in_virtual_time
 async def test_results_are_rebuilt_as_they_were() -> None:
     line = line_to(1)
     donor = holder(line, 1)
@@ -262,6 +273,7 @@ def out_of_order(reply: pb.DownloadReply) -> None:
         (out_of_order, MalformedMessage), (flipped, IntegrityError),
     ],
 )  # fmt: skip
+@in_virtual_time
 async def test_wrong_results_are_refused(change: Callable[[pb.DownloadReply], None], error: type[Exception]) -> None:
     line = line_to(1)
     donor = holder(line, 1)
@@ -332,6 +344,7 @@ def is_download(name: str, source: int) -> bool:
     return name == "Download" and source == 1
 
 
+@in_virtual_time
 async def test_download_slower_than_a_round_converges() -> None:
     """The group commits a round for nearly every piece that the newcomer gets, and then goes on as usual."""
     async with group_of(2, 3) as group:
@@ -358,6 +371,7 @@ async def test_download_slower_than_a_round_converges() -> None:
         assert len(group.stages[0].results[-1].members) == 3
 
 
+@in_virtual_time
 async def test_first_contribution_of_a_joiner_leaves_equal_weights_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     async with group_of(2, 3) as group:
 
@@ -385,6 +399,7 @@ async def test_first_contribution_of_a_joiner_leaves_equal_weights_unchanged(mon
         assert group.digests == {digest}
 
 
+@in_virtual_time
 async def test_donor_that_dies_in_mid_transfer_is_replaced_and_nothing_is_fetched_twice() -> None:
     async with group_of(2, 3, 4) as group:
         received: Counter[int] = Counter()
@@ -403,6 +418,7 @@ async def test_donor_that_dies_in_mid_transfer_is_replaced_and_nothing_is_fetche
         assert received[2] + received[4] == snapshot_bytes
 
 
+@in_virtual_time
 async def test_where_the_results_are_lost_the_newcomer_starts_over() -> None:
     async with group_of(2, 3) as group:
         num_lost = 0
@@ -421,6 +437,7 @@ async def test_where_the_results_are_lost_the_newcomer_starts_over() -> None:
         assert (joiner.stage.num_installs, num_lost) == (3, 2)
 
 
+@in_virtual_time
 async def test_a_source_with_wrong_results_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     async with group_of(2, 3) as group:
         liars: set[int] = set()
@@ -443,6 +460,7 @@ async def test_a_source_with_wrong_results_is_passed_over(caplog: pytest.LogCapt
         assert joiner.stage.num_installs == 1
 
 
+@in_virtual_time
 async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download() -> None:
     """Until then the peer reports nothing and takes part in nothing, so nobody averages with it."""
     async with group_of(2, 3) as group:
@@ -470,6 +488,7 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
         assert joiner.stage.digest == group.stages[0].digest
 
 
+@in_virtual_time
 async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -> None:
     async with group_of(2, 3) as group:
         arrived, release = asyncio.Event(), asyncio.Event()
@@ -499,6 +518,7 @@ async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -
         await until(lambda: joiner.stage.digest == group.stages[0].digest)
 
 
+@in_virtual_time
 async def test_a_snapshot_that_belies_its_digest_is_not_installed() -> None:
     async with group_of(2, 3) as group:
 

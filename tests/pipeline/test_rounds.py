@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 
-from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.rounds import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import DILOCO, Chain, running_chain
 
 
-def _watcher(chain: Chain) -> RoundWatcher:
+def _watcher(chain: Chain, *, synchronous: bool = False) -> RoundWatcher:
     return RoundWatcher(
-        run_id=chain.config.run_id, num_stages=len(chain.peers), synchronous=False,
+        run_id=chain.config.run_id, num_stages=len(chain.peers), synchronous=synchronous,
         peers=lambda stage: [chain.peers[stage].record], channels=chain.peers[0].channels,
     )  # fmt: skip
 
@@ -37,6 +37,40 @@ async def test_norms_too_large_to_be_squared_are_figures_like_others() -> None:
         assert report is not None
         assert report.gradient_norm == pytest.approx(math.sqrt(3) * 1e200)
         assert report.contribution_norm == math.inf
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
+    """Each in its own way: the sum, the mean, the largest, the least, or what they have in common."""
+    by_stage: dict[str, tuple[float, float, float]] = {
+        "run_samples": (48, 32, 64), "num_members": (3, 2, 4), "num_alive": (5, 6, 7),
+        "gradient_norm": (3.0, 2.0, 6.0), "learning_rate": (0.2, 0.1, 0.3), "aggregate_seconds": (1.5, 3.5, 2.5),
+        "bytes_sent": (100, 200, 100), "bytes_received": (10, 20, 30), "compression_ratio": (2.0, 4.0, 9.0),
+        "attempts": (1, 4, 2), "averaged_fraction": (1.0, 0.25, 0.25), "contribution_norm": (1.0, 4.0, 8.0),
+        "exchange_seconds": (0.5, 0.25, 0.75), "wait_seconds": (2.0, 8.0, 4.0), "residual_bytes": (7, 8, 9),
+    }  # fmt: skip
+    async with running_chain(DILOCO) as chain:
+        watcher = _watcher(chain, synchronous=synchronous)
+        for stage in range(3):
+            assert watcher.report(1) is None
+            reply = pb.DescribeReply(
+                run_id=chain.config.run_id, peer_id=chain.peers[stage].peer_id, stage=stage, round=2,
+                device_bytes=(10, 30, 20)[stage],
+                averaging=pb.AveragingCounters(aborted={"slow": stage, "gone": 10 * stage}),
+                rounds=[
+                    pb.RoundReport(round=0, num_members=100),
+                    pb.RoundReport(round=1, **{name: figures[stage] for name, figures in by_stage.items()}),  # type: ignore[arg-type]  # counts are ints
+                ],
+            )  # fmt: skip
+            chain.peers[stage].servicer._describe = lambda reply=reply: reply  # type: ignore[misc]
+            await watcher.poll()
+    assert watcher.report(1) == StepReport(
+        step=1, run_samples=32, gradient_norm=3.0 if synchronous else 7.0, learning_rate=0.2, aggregate_seconds=3.5,
+        num_members=9, num_alive=18, num_bytes=460, compression_ratio=4.75, averaged_fraction=0.5,
+        contribution_norm=9.0, exchange_seconds=0.75, wait_seconds=8.0, num_attempts=4, num_aborted=33,
+        residual_bytes=24, device_bytes=30,
+    )  # fmt: skip
+    assert watcher.report(2) is None
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ def test_a_decision_among_400_peers_is_cheap() -> None:
     torn = layout([1.0] * 150, [1.0] * 150, [1.0] * 60, [1.0] * 40)
 
     def seconds(now: Layout) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(10):
             decide(now, FIRST)
-        return (time.perf_counter() - start) / 10
+        return (time.thread_time() - start) / 10
 
     assert min(seconds(balanced) for _ in range(5)) < 0.002
     assert min(seconds(torn) for _ in range(5)) < 0.1

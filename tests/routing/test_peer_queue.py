@@ -17,20 +17,7 @@ from swarm.routing.peer_queue import (
     MAX_SLOWNESS,
     PeerQueue,
 )  # fmt: skip
-from swarm.types import PeerId, PeerRecord, PeerState
-
-
-def _id(number: int) -> PeerId:
-    return PeerId(f"{number:040x}")
-
-
-def _record(
-    number: int, samples_per_second: float = 1.0, *, announced_at: float = 0.0, endpoint: str = "host:1"
-) -> PeerRecord:
-    return PeerRecord(
-        peer_id=_id(number), announced_at=announced_at, stage=0, endpoint=endpoint, state=PeerState.SERVING,
-        samples_per_second=samples_per_second,
-    )  # fmt: skip
+from tests.routing.records import id_of, record_of
 
 
 def _choose(queue: PeerQueue, now: float = 0.0, num_samples: int = 1) -> int:
@@ -40,7 +27,9 @@ def _choose(queue: PeerQueue, now: float = 0.0, num_samples: int = 1) -> int:
 
 
 def _succeed(queue: PeerQueue, number: int, seconds: float, now: float = 0.0, queue_length: int = 0) -> None:
-    queue.succeeded(_id(number), now, num_samples=1, busy_seconds=seconds, link_seconds=0.0, queue_length=queue_length)
+    queue.succeeded(
+        id_of(number), now, num_samples=1, busy_seconds=seconds, link_seconds=0.0, queue_length=queue_length
+    )
 
 
 def _serve(queue: PeerQueue, seconds: dict[int, float], num_choices: int, in_flight: int = 1) -> Counter[int]:
@@ -58,7 +47,7 @@ def _serve(queue: PeerQueue, seconds: dict[int, float], num_choices: int, in_fli
 @pytest.mark.parametrize("announced", [(1.0, 2.0, 3.0), (0.0, 0.0, 0.0), (1000.0, 1.0, 0.01)])
 def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float, ...], in_flight: int) -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(number, rate) for number, rate in enumerate(announced, 1)], 0.0)
+    queue.update([record_of(number, rate) for number, rate in enumerate(announced, 1)], 0.0)
     seconds = {1: 1.0, 2: 1 / 2, 3: 1 / 3}
     _serve(queue, seconds, 400, in_flight)
     counts = _serve(queue, seconds, 4800, in_flight)
@@ -69,7 +58,7 @@ def test_shares_follow_throughput_whatever_was_announced(announced: tuple[float,
 def test_shares_hold_while_the_queue_is_mostly_idle() -> None:
     """One of many trainers sees a stage that seems idle: real time passes faster than it sends work."""
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(number, float(number)) for number in (1, 2, 3)], 0.0)
+    queue.update([record_of(number, float(number)) for number in (1, 2, 3)], 0.0)
     counts = Counter(_choose(queue, now=100.0 * step) for step in range(3000))
     for number in (1, 2, 3):
         assert counts[number] / 3000 == pytest.approx(number / 6, rel=0.05)
@@ -77,7 +66,7 @@ def test_shares_hold_while_the_queue_is_mostly_idle() -> None:
 
 def test_a_long_queue_costs_share() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
+    queue.update([record_of(1), record_of(2)], 0.0)
     counts: Counter[int] = Counter()
     for _ in range(2000):
         number = _choose(queue)
@@ -89,9 +78,9 @@ def test_a_long_queue_costs_share() -> None:
 def test_a_newcomer_gets_its_share_and_no_more() -> None:
     queue = PeerQueue(random.Random(0))
     seconds = {number: 1.0 for number in range(5)}
-    queue.update([_record(number) for number in range(4)], 0.0)
+    queue.update([record_of(number) for number in range(4)], 0.0)
     _serve(queue, seconds, 1000)
-    queue.update([_record(number) for number in range(5)], 0.0)
+    queue.update([record_of(number) for number in range(5)], 0.0)
     # A dozen choices before its first reply, and many after.
     assert 1 <= Counter(_choose(queue) for _ in range(12))[4] <= 4
     assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
@@ -101,18 +90,18 @@ def test_trainers_do_not_all_start_with_the_newcomer() -> None:
     num_first = 0
     for seed in range(200):
         queue = PeerQueue(random.Random(seed))
-        queue.update([_record(number) for number in range(4)], 0.0)
+        queue.update([record_of(number) for number in range(4)], 0.0)
         _serve(queue, {number: 1.0 for number in range(4)}, 40)
-        queue.update([_record(number) for number in range(5)], 0.0)
+        queue.update([record_of(number) for number in range(5)], 0.0)
         num_first += _choose(queue) == 4
     assert num_first / 200 < 0.4
 
 
 def test_a_boast_draws_no_herd() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(number) for number in range(8)], 0.0)
+    queue.update([record_of(number) for number in range(8)], 0.0)
     _serve(queue, {number: 1.0 for number in range(8)}, 100)
-    queue.update([*(_record(number) for number in range(8)), _record(8, 1e9)], 0.0)
+    queue.update([*(record_of(number) for number in range(8)), record_of(8, 1e9)], 0.0)
     boaster = Counter(_choose(queue) for _ in range(240))[8]
     # Four times a peer of the typical time, which the boast itself has shortened by 19 %.
     assert boaster / 240 == pytest.approx(4.9 / 12.9, abs=0.03)
@@ -120,10 +109,10 @@ def test_a_boast_draws_no_herd() -> None:
 
 def test_a_modest_newcomer_is_still_probed() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(number) for number in range(4)], 0.0)
+    queue.update([record_of(number) for number in range(4)], 0.0)
     seconds = {number: 1.0 for number in range(5)}
     _serve(queue, seconds, 500)
-    queue.update([*(_record(number) for number in range(4)), _record(4, 1e-9)], 0.0)
+    queue.update([*(record_of(number) for number in range(4)), record_of(4, 1e-9)], 0.0)
     assert _serve(queue, seconds, int(4 * MAX_SLOWNESS))[4] > 0
     _serve(queue, seconds, int(4 * MAX_SLOWNESS * 6))
     assert _serve(queue, seconds, 1000)[4] / 1000 == pytest.approx(0.2, rel=0.1)
@@ -131,7 +120,7 @@ def test_a_modest_newcomer_is_still_probed() -> None:
 
 def test_a_recovered_peer_gets_its_share_back() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2), _record(3)], 0.0)
+    queue.update([record_of(1), record_of(2), record_of(3)], 0.0)
     slow = _serve(queue, {1: 1.0, 2: 1.0, 3: 1000.0}, 2000)
     assert 0 < slow[3] / 2000 < 0.03
     recovered = {1: 1.0, 2: 1.0, 3: 1.0}
@@ -141,7 +130,7 @@ def test_a_recovered_peer_gets_its_share_back() -> None:
 
 def test_absurd_replies_do_not_spoil_the_others() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(number) for number in range(4)], 0.0)
+    queue.update([record_of(number) for number in range(4)], 0.0)
     counts = _serve(queue, {0: 1.0, 1: 1.0, 2: 1.0, 3: math.nan}, 3000)
     assert 0 < counts[3] < 100
     for number in range(3):
@@ -150,21 +139,21 @@ def test_absurd_replies_do_not_spoil_the_others() -> None:
 
 def test_passed_over_peers_keep_no_credit() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
+    queue.update([record_of(1), record_of(2)], 0.0)
     for _ in range(100):
-        queue.choose(1, 0.0, exclude={_id(1)}, prefer=())
+        queue.choose(1, 0.0, exclude={id_of(1)}, prefer=())
     assert Counter(_choose(queue) for _ in range(20))[1] <= 13
 
 
 def test_bans_double_and_are_capped() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1)], 0.0)
+    queue.update([record_of(1)], 0.0)
     now, waits = 0.0, []
     for _ in range(9):
-        queue.failed(_id(1), now)
+        queue.failed(id_of(1), now)
         wait = queue.next_available_seconds(now)
         assert wait is not None
-        assert queue.choose(1, now + 0.99 * wait, exclude=(), prefer=[_id(1)]) is None
+        assert queue.choose(1, now + 0.99 * wait, exclude=(), prefer=[id_of(1)]) is None
         waits.append(wait)
         now += wait
     assert waits == pytest.approx([5, 10, 20, 40, 80, 160, 300, 300, LONGEST_BAN_SECONDS])
@@ -173,103 +162,103 @@ def test_bans_double_and_are_capped() -> None:
 
 def test_failures_that_were_in_flight_together_are_one() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1)], 0.0)
+    queue.update([record_of(1)], 0.0)
     for _ in range(8):
-        queue.failed(_id(1), 0.0)
+        queue.failed(id_of(1), 0.0)
     assert queue.next_available_seconds(0.0) == pytest.approx(BASE_BAN_SECONDS)
     assert queue.statistics(0.0)[0].num_failures == 8
 
 
 def test_a_success_ends_ban_and_back_off() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1)], 0.0)
-    queue.failed(_id(1), 0.0)
-    queue.failed(_id(1), 6.0)
+    queue.update([record_of(1)], 0.0)
+    queue.failed(id_of(1), 0.0)
+    queue.failed(id_of(1), 6.0)
     _succeed(queue, 1, 1.0, now=7.0)
     assert _choose(queue, 7.0) == 1
-    queue.failed(_id(1), 8.0)
+    queue.failed(id_of(1), 8.0)
     assert queue.next_available_seconds(8.0) == pytest.approx(BASE_BAN_SECONDS)
 
 
 def test_only_a_later_announcement_shortens_a_ban() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1, announced_at=10.0)], 0.0)
-    queue.failed(_id(1), 0.0)
-    queue.failed(_id(1), 5.0)
-    queue.failed(_id(1), 15.0)  # until 35
-    queue.update([_record(1, announced_at=10.0)], 16.0)
+    queue.update([record_of(1, announced_at=10.0)], 0.0)
+    queue.failed(id_of(1), 0.0)
+    queue.failed(id_of(1), 5.0)
+    queue.failed(id_of(1), 15.0)  # until 35
+    queue.update([record_of(1, announced_at=10.0)], 16.0)
     assert queue.next_available_seconds(16.0) == pytest.approx(19.0)
-    queue.update([_record(1, announced_at=11.0)], 17.0)
+    queue.update([record_of(1, announced_at=11.0)], 17.0)
     assert queue.next_available_seconds(17.0) == pytest.approx(3.0)
-    queue.update([_record(1, announced_at=12.0)], 21.0)
+    queue.update([record_of(1, announced_at=12.0)], 21.0)
     assert _choose(queue, 21.0) == 1
-    queue.failed(_id(1), 22.0)
+    queue.failed(id_of(1), 22.0)
     assert queue.next_available_seconds(22.0) == pytest.approx(40.0), "the back-off itself goes on"
 
 
 def test_who_was_gone_and_announces_himself_is_back_at_once() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1, announced_at=10.0)], 0.0)
-    queue.failed(_id(1), 0.0, is_gone=True)
-    queue.update([_record(1, announced_at=10.0)], 1.0)
+    queue.update([record_of(1, announced_at=10.0)], 0.0)
+    queue.failed(id_of(1), 0.0, is_gone=True)
+    queue.update([record_of(1, announced_at=10.0)], 1.0)
     assert queue.choose(1, 1.0, exclude=(), prefer=()) is None, "it announced that before it went"
-    queue.update([_record(1, announced_at=11.0)], 2.0)
+    queue.update([record_of(1, announced_at=11.0)], 2.0)
     assert _choose(queue, 2.0) == 1
 
 
 def test_who_did_not_answer_and_does_now_is_back_before_the_ban_would_end() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
-    queue.failed(_id(1), 0.0, is_unreachable=True)
-    queue.failed(_id(2), 0.0)
-    assert [record.peer_id for record in queue.unreachable(0.5)] == [_id(1)], "the other one answered, and was wrong"
-    queue.answered(_id(1), 0.5)
+    queue.update([record_of(1), record_of(2)], 0.0)
+    queue.failed(id_of(1), 0.0, is_unreachable=True)
+    queue.failed(id_of(2), 0.0)
+    assert [record.peer_id for record in queue.unreachable(0.5)] == [id_of(1)], "the other one answered, and was wrong"
+    queue.answered(id_of(1), 0.5)
     assert queue.choose(1, 0.5, exclude=(), prefer=()) is None, "a moment later it may be gone again"
     for number in (1, 2):
-        queue.answered(_id(number), LEAST_BAN_SHARE * BASE_BAN_SECONDS)
+        queue.answered(id_of(number), LEAST_BAN_SHARE * BASE_BAN_SECONDS)
     assert queue.unreachable(1.0) == []
     assert _choose(queue, 1.0) == _choose(queue, 1.0) == 1
-    queue.failed(_id(1), 2.0, is_unreachable=True)
+    queue.failed(id_of(1), 2.0, is_unreachable=True)
     assert queue.next_available_seconds(2.0) == pytest.approx(3.0), "of the other one"
-    queue.answered(_id(1), 3.9)
+    queue.answered(id_of(1), 3.9)
     assert queue.unreachable(3.9), "the back-off goes on: a fifth of 10 s"
-    queue.answered(_id(1), 4.0)
+    queue.answered(id_of(1), 4.0)
     assert not queue.unreachable(4.0)
 
 
 def test_who_still_does_not_answer_stays_banned() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1, announced_at=10.0), _record(2)], 0.0)
-    queue.failed(_id(1), 0.0, is_unreachable=True)
-    queue.failed(_id(2), 0.0)
-    queue.update([_record(1, announced_at=14.0), _record(2)], 4.0)
+    queue.update([record_of(1, announced_at=10.0), record_of(2)], 0.0)
+    queue.failed(id_of(1), 0.0, is_unreachable=True)
+    queue.failed(id_of(2), 0.0)
+    queue.update([record_of(1, announced_at=14.0), record_of(2)], 4.0)
     for now in (4.5, 5.0, 5.5):
         for number in (1, 2):
-            queue.unanswered(_id(number), now, 1.0)
+            queue.unanswered(id_of(number), now, 1.0)
     assert [_choose(queue, 6.0) for _ in range(3)] == [2, 2, 2], "it is heard of, but does not answer"
-    queue.unanswered(_id(1), 7.0, 1.0)
+    queue.unanswered(id_of(1), 7.0, 1.0)
     assert {_choose(queue, 7.0) for _ in range(10)} == {1, 2}, "nobody asks it any more, so that a ban ends by itself"
 
 
 def test_vanishing_does_not_end_a_ban() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1)], 0.0)
-    queue.failed(_id(1), 0.0)
-    assert queue.update([], 1.0) == [_id(1)]
+    queue.update([record_of(1)], 0.0)
+    queue.failed(id_of(1), 0.0)
+    assert queue.update([], 1.0) == [id_of(1)]
     assert queue.next_available_seconds(1.0) is None
-    queue.update([_record(1)], 2.0)
+    queue.update([record_of(1)], 2.0)
     assert queue.choose(1, 2.0, exclude=(), prefer=()) is None
     assert _choose(queue, 5.0) == 1
 
 
 def test_busy_is_no_ban() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
-    queue.busy(_id(1), 0.0, 3.0)
+    queue.update([record_of(1), record_of(2)], 0.0)
+    queue.busy(id_of(1), 0.0, 3.0)
     assert {_choose(queue, 1.0) for _ in range(10)} == {2}
-    hinted = queue.choose(1, 1.0, exclude=(), prefer=[_id(1)])
+    hinted = queue.choose(1, 1.0, exclude=(), prefer=[id_of(1)])
     assert hinted is not None
-    assert hinted.peer_id == _id(1)
+    assert hinted.peer_id == id_of(1)
     assert {_choose(queue, 3.0) for _ in range(10)} == {1, 2}
     reading = queue.statistics(1.0)[0]
     assert (reading.num_busy, reading.num_failures, reading.banned) == (1, 0, False)
@@ -278,8 +267,8 @@ def test_busy_is_no_ban() -> None:
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, -5.0, 1e300])
 def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1)], 0.0)
-    queue.busy(_id(1), 0.0, nonsense)
+    queue.update([record_of(1)], 0.0)
+    queue.busy(id_of(1), 0.0, nonsense)
     wait = queue.next_available_seconds(0.0)
     assert wait is not None
     assert 0 <= wait <= LONGEST_BAN_SECONDS
@@ -287,8 +276,8 @@ def test_a_senseless_retry_after_is_bounded(nonsense: float) -> None:
 
 def test_returning_after_long_is_neither_credit_nor_debt() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
-    queue.busy(_id(1), 0.0, 10.0)
+    queue.update([record_of(1), record_of(2)], 0.0)
+    queue.busy(id_of(1), 0.0, 10.0)
     for _ in range(500):
         _choose(queue, 5.0)
     assert Counter(_choose(queue, 10.0) for _ in range(40))[1] == pytest.approx(20, abs=4)
@@ -296,23 +285,23 @@ def test_returning_after_long_is_neither_credit_nor_debt() -> None:
 
 def test_preferred_peers_pay_for_it() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
+    queue.update([record_of(1), record_of(2)], 0.0)
     for _ in range(20):
-        queue.choose(1, 0.0, exclude=(), prefer=[_id(1)])
+        queue.choose(1, 0.0, exclude=(), prefer=[id_of(1)])
     assert Counter(_choose(queue) for _ in range(15))[1] == 0
     assert Counter(_choose(queue) for _ in range(100))[1] == pytest.approx(48, abs=6)
 
 
 def test_a_new_endpoint_starts_from_its_own_announcement() -> None:
     queue = PeerQueue(random.Random(0))
-    queue.update([_record(1), _record(2)], 0.0)
+    queue.update([record_of(1), record_of(2)], 0.0)
     _serve(queue, {1: 1.0, 2: 20.0}, 200)
     assert queue.statistics(0.0)[1].expected_seconds_per_sample > 10.0
-    queue.update([_record(1), _record(2, 0.5, announced_at=1.0, endpoint="host:2")], 0.0)
+    queue.update([record_of(1), record_of(2, 0.5, announced_at=1.0, endpoint="elsewhere:1")], 0.0)
     assert queue.statistics(0.0)[1].expected_seconds_per_sample == pytest.approx(2.0)
-    moved = queue.record(_id(2))
+    moved = queue.record(id_of(2))
     assert moved is not None
-    assert moved.endpoint == "host:2"
+    assert moved.endpoint == "elsewhere:1"
 
 
 def test_a_choice_costs_as_many_heap_operations_among_ten_thousand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,13 +321,13 @@ def test_a_choice_costs_as_many_heap_operations_among_ten_thousand(monkeypatch: 
     costs = []
     for num_peers in (10, 10_000):
         queue = PeerQueue(random.Random(0))
-        queue.update([_record(number, 1.0 + number % 7) for number in range(num_peers)], 0.0)
+        queue.update([record_of(number, 1.0 + number % 7) for number in range(num_peers)], 0.0)
         _choose(queue)  # Lets everybody in.
         num_operations = 0
         for step in range(1000):
             number = _choose(queue, float(step))
-            queue.choose(1, float(step), exclude=(), prefer=[_id(number)])
+            queue.choose(1, float(step), exclude=(), prefer=[id_of(number)])
             if step % 10 == 0:
-                queue.busy(_id(number), float(step), 2.0)
+                queue.busy(id_of(number), float(step), 2.0)
         costs.append(num_operations / 1000)
     assert max(costs) < 4.0

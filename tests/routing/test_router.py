@@ -10,19 +10,8 @@ import pytest
 
 from swarm.clock import ManualClock
 from swarm.routing.router import Router
-from swarm.types import PeerId, PeerRecord, PeerState
-
-
-def _id(number: int) -> PeerId:
-    return PeerId(f"{number:040x}")
-
-
-def _record(number: int, **changes: Any) -> PeerRecord:
-    values = {
-        "peer_id": _id(number), "announced_at": 0.0, "stage": 0, "endpoint": f"host:{number}",
-        "state": PeerState.SERVING, "samples_per_second": 1.0,
-    }  # fmt: skip
-    return PeerRecord.model_validate(values | changes)
+from swarm.types import PeerId, PeerRecord
+from tests.routing.records import id_of, record_of
 
 
 def _router(*records: PeerRecord, seed: int = 0) -> tuple[Router, ManualClock]:
@@ -48,7 +37,7 @@ def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = 
 
 
 def test_shares_of_three_peers_follow_their_throughputs() -> None:
-    router, _ = _router(*(_record(number, samples_per_second=float(number)) for number in (1, 2, 3)))
+    router, _ = _router(*(record_of(number, samples_per_second=float(number)) for number in (1, 2, 3)))
     counts = Counter(_path(router, 3000))
     for reading in router.statistics():
         number = int(reading.peer_id, 16)
@@ -58,14 +47,14 @@ def test_shares_of_three_peers_follow_their_throughputs() -> None:
 
 
 def test_a_seed_is_a_path() -> None:
-    records = [_record(number, samples_per_second=float(number)) for number in (1, 2, 3)]
+    records = [record_of(number, samples_per_second=float(number)) for number in (1, 2, 3)]
     paths = [_path(_router(*records, seed=seed)[0], 100) for seed in (7, 7, 8)]
     assert paths[0] == paths[1]
     assert paths[0] != paths[2]
 
 
 def test_of_two_equal_peers_the_nearer_gets_more() -> None:
-    router, _ = _router(_record(1, samples_per_second=20.0), _record(2, samples_per_second=20.0))
+    router, _ = _router(record_of(1, samples_per_second=20.0), record_of(2, samples_per_second=20.0))
     counts = Counter(_path(router, 1200, links={2: 0.1}))
     # 4 samples: 200 ms here, 300 ms there.
     assert counts[1] / counts[2] == pytest.approx(1.5, rel=0.1)
@@ -75,7 +64,7 @@ def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000)
     """Shares of peers that compute a microbatch in 20 ms, one after another, behind links of these seconds."""
     clock, events, order = ManualClock(), list[tuple[float, int, int, bool]](), itertools.count()
     router = Router(clock, random.Random(0))
-    router.update(0, [_record(number, samples_per_second=50.0) for number in range(len(links))])
+    router.update(0, [record_of(number, samples_per_second=50.0) for number in range(len(links))])
     free_at, waiting = [0.0] * len(links), [0] * len(links)
 
     def send() -> None:
@@ -96,8 +85,9 @@ def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000)
         else:
             waiting[number] -= 1
             router.succeeded(
-                _id(number), num_samples=1, busy_seconds=0.02, link_seconds=links[number], queue_length=waiting[number]
-            )
+                id_of(number), num_samples=1, busy_seconds=0.02, link_seconds=links[number],
+                queue_length=waiting[number],
+            )  # fmt: skip
             send()
     return [reading.share for reading in router.statistics()]
 
@@ -109,28 +99,28 @@ def test_a_far_peer_is_used_fully_once_the_near_one_is_saturated() -> None:
 
 
 def test_only_serving_peers_are_chosen() -> None:
-    router, _ = _router(_record(1), _record(2, state="joining"), _record(3, state="leaving"))
+    router, _ = _router(record_of(1), record_of(2, state="joining"), record_of(3, state="leaving"))
     assert set(_path(router, 20)) == {1}
-    assert router.choose(0, 1, exclude=[_id(1)], prefer=[_id(2), _id(3)]) is None
-    assert router.record(_id(2)) is None
-    router.update(0, [_record(1, state="leaving"), _record(2)])
+    assert router.choose(0, 1, exclude=[id_of(1)], prefer=[id_of(2), id_of(3)]) is None
+    assert router.record(id_of(2)) is None
+    router.update(0, [record_of(1, state="leaving"), record_of(2)])
     assert set(_path(router, 20)) == {2}
 
 
 def test_hints_come_first_unless_excluded_banned_or_gone() -> None:
-    router, _ = _router(_record(1), _record(2), _record(3))
-    hints = [_id(9), _id(1), _id(2)]
+    router, _ = _router(record_of(1), record_of(2), record_of(3))
+    hints = [id_of(9), id_of(1), id_of(2)]
 
     def chosen(**options: Any) -> str | None:
         record = router.choose(0, 1, **options)
         return None if record is None else record.peer_id
 
-    assert chosen(prefer=hints) == _id(1)
-    assert chosen(prefer=hints, exclude={_id(1)}) == _id(2)
-    router.failed(_id(2))
-    assert chosen(prefer=hints, exclude={_id(1)}) == _id(3)
-    assert chosen(exclude={_id(1), _id(3)}) is None
-    assert chosen(exclude={_id(1)}) == _id(3)
+    assert chosen(prefer=hints) == id_of(1)
+    assert chosen(prefer=hints, exclude={id_of(1)}) == id_of(2)
+    router.failed(id_of(2))
+    assert chosen(prefer=hints, exclude={id_of(1)}) == id_of(3)
+    assert chosen(exclude={id_of(1), id_of(3)}) is None
+    assert chosen(exclude={id_of(1)}) == id_of(3)
 
 
 def test_empty_and_available() -> None:
@@ -138,11 +128,11 @@ def test_empty_and_available() -> None:
     assert router.next_available_seconds(0) is None
     assert router.next_available_seconds(5) is None
     assert router.choose(5, 1) is None
-    router.update(0, [_record(1), _record(2)])
+    router.update(0, [record_of(1), record_of(2)])
     assert router.next_available_seconds(0) == 0.0
-    router.failed(_id(1))
+    router.failed(id_of(1))
     assert router.next_available_seconds(0) == 0.0
-    router.busy(_id(2), 2.0)
+    router.busy(id_of(2), 2.0)
     clock.advance(0.5)
     assert router.choose(0, 1) is None
     assert router.next_available_seconds(0) == pytest.approx(1.5)
@@ -152,11 +142,11 @@ def test_empty_and_available() -> None:
 
 
 def test_a_peer_is_at_the_stage_it_announced_last() -> None:
-    router, _ = _router(_record(1, announced_at=1.0))
-    router.update(1, [_record(1, stage=1, announced_at=2.0)])
-    router.update(0, [_record(1, announced_at=1.0)])  # The old announcement has not expired yet.
+    router, _ = _router(record_of(1, announced_at=1.0))
+    router.update(1, [record_of(1, stage=1, announced_at=2.0)])
+    router.update(0, [record_of(1, announced_at=1.0)])  # The old announcement has not expired yet.
     assert router.next_available_seconds(0) is None
-    record = router.record(_id(1))
+    record = router.record(id_of(1))
     assert record is not None
     assert record.stage == 1
     router.update(0, [])
@@ -165,11 +155,11 @@ def test_a_peer_is_at_the_stage_it_announced_last() -> None:
 
 
 def test_outcomes_of_peers_that_have_vanished_are_ignored() -> None:
-    router, _ = _router(_record(1))
+    router, _ = _router(record_of(1))
     router.update(0, [])
-    router.failed(_id(1))
-    router.busy(_id(1), 1.0)
-    router.succeeded(_id(1), num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
+    router.failed(id_of(1))
+    router.busy(id_of(1), 1.0)
+    router.succeeded(id_of(1), num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
     assert router.statistics() == ()
-    router.update(0, [_record(1)])
+    router.update(0, [record_of(1)])
     assert router.next_available_seconds(0) == 0.0

@@ -1,7 +1,6 @@
 """The router against a model of who may be chosen, in any order of events."""
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,19 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from swarm.clock import ManualClock
 from swarm.routing.router import Router
-from swarm.types import PeerId, PeerRecord, PeerState
-
-
-def _id(number: int) -> PeerId:
-    return PeerId(f"{number:040x}")
-
-
-def _record(number: int, **changes: Any) -> PeerRecord:
-    values = {
-        "peer_id": _id(number), "announced_at": 0.0, "stage": 0, "endpoint": f"host:{number}",
-        "state": PeerState.SERVING, "samples_per_second": 1.0,
-    }  # fmt: skip
-    return PeerRecord.model_validate(values | changes)
+from swarm.types import PeerRecord, PeerState
+from tests.routing.records import id_of, record_of
 
 
 class _Model(RuleBasedStateMachine):
@@ -48,7 +36,7 @@ class _Model(RuleBasedStateMachine):
         return {number for number, record in self.records.items() if record.state is PeerState.SERVING}
 
     def is_banned(self, number: int) -> bool:
-        return {reading.peer_id: reading.banned for reading in self.router.statistics()}[_id(number)]
+        return {reading.peer_id: reading.banned for reading in self.router.statistics()}[id_of(number)]
 
     def certainly_banned(self) -> set[int]:
         return {number for number, until in self.ban_holds.items() if self.clock.monotonic() < until}
@@ -62,7 +50,7 @@ class _Model(RuleBasedStateMachine):
             if state is None:
                 self.records.pop(number, None)
             else:
-                self.records[number] = _record(
+                self.records[number] = record_of(
                     number, announced_at=self.clock.time(), state=state, samples_per_second=rate
                 )
         self.router.update(0, list(self.records.values()))
@@ -71,7 +59,7 @@ class _Model(RuleBasedStateMachine):
     @rule(exclude=st.sets(peers), prefer=st.lists(peers, max_size=3), num_samples=st.integers(1, 4))
     def choose(self, exclude: set[int], prefer: list[int], num_samples: int) -> None:
         record = self.router.choose(
-            0, num_samples, exclude={_id(number) for number in exclude}, prefer=[_id(number) for number in prefer]
+            0, num_samples, exclude={id_of(number) for number in exclude}, prefer=[id_of(number) for number in prefer]
         )
         now = self.clock.monotonic()
         if record is None:
@@ -90,7 +78,7 @@ class _Model(RuleBasedStateMachine):
     @rule(number=peers, busy=st.floats(0.2, 4.0), link=st.none() | st.floats(0.0, 1.0), queue_length=st.integers(0, 3))
     def succeed(self, number: int, busy: float, link: float | None, queue_length: int) -> None:
         self.router.succeeded(
-            _id(number), num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length
+            id_of(number), num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length
         )
         if number in self.serving():
             self.ban_ends.pop(number, None)
@@ -99,10 +87,10 @@ class _Model(RuleBasedStateMachine):
     @rule(number=peers)
     def fail(self, number: int) -> None:
         if number not in self.serving():
-            self.router.failed(_id(number))
+            self.router.failed(id_of(number))
             return
         was_banned = self.is_banned(number)
-        self.router.failed(_id(number))
+        self.router.failed(id_of(number))
         assert self.is_banned(number)
         if not was_banned:
             self.ban_holds[number] = self.clock.monotonic() + 5.0
@@ -110,7 +98,7 @@ class _Model(RuleBasedStateMachine):
 
     @rule(number=peers, retry_after=st.floats(0, 20))
     def busy(self, number: int, retry_after: float) -> None:
-        self.router.busy(_id(number), retry_after)
+        self.router.busy(id_of(number), retry_after)
         if number in self.serving():
             self.busy_until[number] = max(self.busy_until.get(number, 0.0), self.clock.monotonic() + retry_after)
 
@@ -135,7 +123,7 @@ class _Model(RuleBasedStateMachine):
         if not hasattr(self, "router"):
             return
         readings = self.router.statistics()
-        assert {reading.peer_id for reading in readings} == {_id(number) for number in self.serving()}
+        assert {reading.peer_id for reading in readings} == {id_of(number) for number in self.serving()}
         assert all(reading.expected_seconds_per_sample > 0 for reading in readings)
         assert sum(reading.share for reading in readings) == pytest.approx(1.0) or not any(
             reading.num_chosen for reading in readings

@@ -5,19 +5,12 @@ import math
 import pytest
 
 from swarm.routing.throughput import MovingAverage, SecondsPerSample
-from swarm.types import PeerRecord, PeerState
-
-
-def _record(samples_per_second: float, queue_length: int = 0) -> PeerRecord:
-    return PeerRecord(
-        peer_id="a" * 40, announced_at=0.0, stage=0, endpoint="host:1", state=PeerState.SERVING,
-        samples_per_second=samples_per_second, queue_length=queue_length,
-    )  # fmt: skip
+from tests.routing.records import record_of
 
 
 def _announced(samples_per_second: float, queue_length: int = 0) -> SecondsPerSample:
     seconds = SecondsPerSample()
-    seconds.announced(_record(samples_per_second, queue_length), at_most=math.inf)
+    seconds.announced(record_of(1, samples_per_second, queue_length=queue_length), at_most=math.inf)
     return seconds
 
 
@@ -75,10 +68,10 @@ def test_announcements_count_only_while_there_are_no_replies() -> None:
     seconds = _announced(1.0)
     for _ in range(100):
         _observe(seconds, busy=1.0)
-        seconds.announced(_record(1000.0), at_most=math.inf)
+        seconds.announced(record_of(1, 1000.0), at_most=math.inf)
     assert seconds.expected == pytest.approx(1.0, rel=1e-4)
     for _ in range(50):
-        seconds.announced(_record(1000.0), at_most=math.inf)
+        seconds.announced(record_of(1, 1000.0), at_most=math.inf)
     assert seconds.expected == pytest.approx(0.001, rel=0.1)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from swarm import optim
+from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, RetriesExhausted, StaleMicrobatch
 from swarm.hop import HopLimits, HopListener, Microbatch
@@ -488,8 +489,8 @@ async def test_the_time_that_tensors_take_is_the_links() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question that comes first without a credit is no part of it."""
-    links: list[float | None] = []
-    async with running_chain(DILOCO) as chain:
+    links, clock = list[float | None](), ManualClock()
+    async with running_chain(DILOCO, hop_clock=clock) as chain:
         await chain.train_all([0])
         router, credits = chain.peers[0].router, chain.peers[0].hop._credits
         assert credits.left(chain.peers[1].peer_id) == 1
@@ -503,17 +504,15 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
 
         async def slowly(incoming: Incoming, *args: float) -> Any:
             message = await read(incoming, *args)
-            if message is not None and not message.HasField("ack"):
-                await asyncio.sleep(0.5)
+            if incoming._callers is chain.peers[1].servicer._callers and not message.HasField("ack"):
+                clock.advance(0.5)
             return message
 
         monkeypatch.setattr(router, "succeeded", note)
         monkeypatch.setattr(Incoming, "read", slowly)
         await chain.train_all([1])
-    [link] = links
-    assert link is not None
     # One message either way: with a credit the question goes along with the tensors.
-    assert 0.5 <= link < 1.0
+    assert links == [0.5]
 
 
 async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:

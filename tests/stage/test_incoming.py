@@ -8,7 +8,7 @@ from swarm.rpc.callers import Caller, Callers
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.wire import CHUNK_BYTES, TensorSpec, filled
 from swarm.stage.incoming import Incoming
-from tests.intruders.host import resident_bytes
+from tests.support.memory import resident_bytes
 
 _MESSAGES = 40
 _TENSOR = torch.zeros(CHUNK_BYTES // 4)

@@ -266,7 +266,7 @@ async def running_chain(
     hop_limits = hop_limits or HopLimits(retry_seconds=0.02)
     stages = [stage for stage, count in enumerate(num_peers) for _ in range(count)]
     async with AsyncExitStack() as stack:
-        tasks = await stack.enter_async_context(_tasks())
+        tasks = await stack.enter_async_context(cancelled_tasks())
         peers = [
             Peer(
                 config=config, number=number, stage=stage, clock=clock or SystemClock(), tasks=tasks,
@@ -305,7 +305,7 @@ class _Over(Exception):
 
 
 @asynccontextmanager
-async def _tasks() -> AsyncIterator[asyncio.TaskGroup]:
+async def cancelled_tasks() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group that is cancelled in the end; a task that fails fails the test."""
     ready: asyncio.Future[asyncio.TaskGroup] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()

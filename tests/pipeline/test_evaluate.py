@@ -1,0 +1,130 @@
+"""What evaluation and generation make of a hop's answers."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from swarm.data.microbatches import Microbatches
+from swarm.errors import Fatal
+from swarm.hop import Hop, HopListener
+from swarm.pipeline.evaluate import generate, held_out_loss
+from swarm.rpc.wire import TensorSpec
+from tests.support.chain import SYNCHRONOUS
+from tests.support.virtual_time import in_virtual_time
+
+ROUND = 3
+LISTENER = HopListener()
+LENGTH, VOCABULARY = SYNCHRONOUS.data.sequence_length, SYNCHRONOUS.model.vocab_size
+
+
+class HeldOut:
+    """Batches of so many samples, each filled with its number."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.batches = [np.full((size, LENGTH + 1), number, dtype=np.int32) for number, size in enumerate(sizes)]
+
+    def held_out(self, num_samples: int) -> list[npt.NDArray[np.int32]]:
+        assert num_samples == sum(len(batch) for batch in self.batches)
+        return self.batches
+
+
+class Scorer:
+    """A hop that answers the batch filled with n with the n-th loss, the later ones first."""
+
+    def __init__(self, *losses: float | Fatal) -> None:
+        self.losses = losses
+        self.num_running = self.most_running = 0
+
+    async def evaluate(
+        self, tensors: Mapping[str, torch.Tensor], *, round_number: int, listener: HopListener | None
+    ) -> float:
+        assert (round_number, listener) == (ROUND, LISTENER)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        number = int(tensors["tokens"][0, 0])
+        await asyncio.sleep(1.0 / (1 + number))
+        self.num_running -= 1
+        loss = self.losses[number]
+        if isinstance(loss, Fatal):
+            raise loss
+        return loss
+
+
+async def evaluation(scorer: Scorer, *sizes: int) -> float:
+    hop, data = cast(Hop, scorer), cast(Microbatches, HeldOut(*sizes))
+    return await held_out_loss(hop, data, round_number=ROUND, num_samples=sum(sizes), listener=LISTENER)
+
+
+@in_virtual_time
+async def test_the_loss_is_the_mean_over_samples_and_not_over_batches() -> None:
+    assert await evaluation(Scorer(1.0, 2.0, 4.0), 2, 2, 1) == 2.0
+
+
+@in_virtual_time
+async def test_who_cannot_evaluate_says_at_which_round() -> None:
+    with pytest.raises(Fatal, match=r"^evaluation at round 3: nobody holds it$"):
+        await evaluation(Scorer(1.0, Fatal("nobody holds it"), 4.0), 2, 2, 1)
+
+
+@in_virtual_time
+async def test_four_batches_at_once_and_no_more() -> None:
+    scorer = Scorer(*[1.0] * 11)
+    await evaluation(scorer, *[2] * 11)
+    assert scorer.most_running == 4
+
+
+class Speaker:
+    """A hop that finds one token likeliest at each position, or all alike."""
+
+    def __init__(self, *likeliest: int) -> None:
+        self.likeliest = likeliest
+        self.requests: list[list[list[int]]] = []
+
+    async def evaluate(
+        self, tensors: Mapping[str, torch.Tensor], *, round_number: int, logits: TensorSpec,
+        listener: HopListener | None,
+    ) -> torch.Tensor:  # fmt: skip
+        assert (round_number, listener) == (ROUND, LISTENER)
+        assert tensors["tokens"].dtype == torch.int32
+        scores = torch.zeros(logits.shape)
+        if self.likeliest:
+            scores[0, self.likeliest[len(self.requests)]] = 1.0
+        self.requests.append(tensors["tokens"].tolist())
+        return scores
+
+
+async def text(
+    speaker: Speaker, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, seed: int = 0
+) -> list[int]:
+    return await generate(
+        cast(Hop, speaker), SYNCHRONOUS, prompt, round_number=ROUND, num_tokens=num_tokens, temperature=temperature,
+        seed=seed, listener=LISTENER,
+    )  # fmt: skip
+
+
+async def test_each_token_follows_from_the_last_ones_alone() -> None:
+    """Of a prompt that is too long, as many as the model takes; the column after them is no token."""
+    speaker = Speaker(7, 0, 63)
+    prompt = list(range(LENGTH + 4))
+    # So cold that a score higher by 1 is certain: the other tokens are e ** -100 times as likely.
+    assert await text(speaker, prompt, 3, temperature=0.01) == [7, 0, 63]
+    seen = [*prompt, 7, 0]
+    assert speaker.requests == [[[*seen[start : start + LENGTH], 0]] for start in (4, 5, 6)]
+
+
+async def test_a_short_prompt_is_seen_whole() -> None:
+    speaker = Speaker(5, 6)
+    assert await text(speaker, [1, 2], 2, temperature=0.01) == [5, 6]
+    assert speaker.requests == [[[1, 2, 0]], [[1, 2, 5, 0]]]
+
+
+async def test_a_seed_is_a_text() -> None:
+    texts = [await text(Speaker(), [1], 20, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(0 <= token < VOCABULARY for token in texts[0])
+    assert len(set(texts[0])) > 1
