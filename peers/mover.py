@@ -17,8 +17,9 @@ from peers.rebalancer import Rebalancer
 from peers.stage_server import StageServer
 from swarm import events
 from swarm.clock import Clock
-from swarm.errors import SwarmError
+from swarm.errors import Fatal, SwarmError
 from swarm.events import Events
+from swarm.model.stages import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,14 @@ class Mover:
             if serving or (move is None and not self._stop.is_set()):
                 raise
             failure = str(_first(faults))  # Itself, it would keep the server, with the model, in its traceback.
+        except* (RuntimeError, MemoryError) as errors:
+            error = _first(errors)
+            if not is_out_of_memory(error):
+                raise
+            raise Fatal(
+                f"stage {stage} ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}; take a "
+                "smaller --graph-memory-mib or --max-in-flight, more stages, or another --device"
+            ) from None
         return next_move, failure
 
     async def _end_at_stop(self, entering: asyncio.Timeout) -> None:

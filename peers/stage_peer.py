@@ -217,6 +217,8 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("a stage computes on cpu or cuda")
         # A GPU that this build of PyTorch is not made for gives memory, and fails to compute.
         torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:
@@ -326,7 +328,7 @@ async def run(
         if is_first:
             say_who_may_join(identity.authority)
             entry = Entry(identity.peer_id, endpoint)
-            announce_to_people(options, stage, config, node, known, entry, token)
+            announce_to_people(options, stage, device, config, node, known, entry, token)
         try:
             write_ready_file(options, stage, identity, endpoint, node)
         except OSError as error:
@@ -390,8 +392,8 @@ def outside_addresses(node: DhtNode) -> list[str]:
 
 
 def announce_to_people(
-    options: PeerOptions, stage: int, config: RunConfig, node: DhtNode, known: KnownPeers, entry: Entry,
-    token: Token | None,
+    options: PeerOptions, stage: int, device: torch.device, config: RunConfig, node: DhtNode, known: KnownPeers,
+    entry: Entry, token: Token | None,
 ) -> None:  # fmt: skip
     """Say on stdout how others join, with several peers' addresses where there are several."""
     addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
@@ -401,7 +403,7 @@ def announce_to_people(
     insecure = " --insecure" if options.insecure else ""
     own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
     last = config.stages.num_stages - 1
-    print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id}")
+    print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id} on {device}")
     print(f"  join:   swarm-peer --stage N --initial-peers {peers}{own_class}{insecure}")
     print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
     print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)

@@ -130,9 +130,10 @@ class StageServer:
         try:
             module = build_stage(config, stage, device=options.device)
             weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
-            # The moments that the first step makes: what does not fit is to be said now, and not after an hour.
-            moments = [torch.empty_like(master) for master in weights.masters.values() for _ in range(2)]
-            del moments
+            # What the first step makes: moments, a second sum, another copy. If it does not fit, that is to be said
+            # now, and not after an hour.
+            first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
+            del first_step
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -361,7 +362,13 @@ class StageServer:
 
     async def _checkpoint(self, writer: CheckpointWriter) -> None:
         """Write the state at the beginning of the present round, which no inner step changes."""
-        snapshot = await self._member.snapshot()
+        try:
+            snapshot = await self._member.snapshot()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error("no checkpoint of round %d, for want of memory: %s", self._stage.round, error)
+            return
         header = Header(
             config=self._config, stage=self._number, round=snapshot.round, run_samples=snapshot.run_samples,
             lineage=snapshot.lineage, highest_microbatch=self._averager.view().highest_microbatch,

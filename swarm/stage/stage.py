@@ -424,6 +424,9 @@ class Stage:
 
         # After whatever the compute thread is still doing for them: there is only one thread.
         await self.runtime.control(undo)
+        if self.backend.weights.is_broken:
+            # Their own tasks, which are cancelled, did not hear of it.
+            raise RuntimeError("an inner step failed")
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 

@@ -228,6 +228,8 @@ class StageWeights:
 
         What it raises, as a rule that there is no memory, is no microbatch's fault and leaves `is_broken`.
         """
+        if self.is_broken:
+            raise RuntimeError("an inner step failed before")
         try:
             self._step_if_due()
         except Exception:
@@ -360,6 +362,7 @@ class StageWeights:
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
         gradients = {name: value.to(self.masters[name].device) * factor for name, value in average.items()}
         optim.step(self._adamw, self.masters, gradients, rate)
+        del gradients  # Memory for what follows.
         self.open_bucket, self._spare = self._new_bucket(), None
         self.version = self._publish()
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import mover, resume, stage_server
+from peers import mover, process, resume, stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
-from swarm.errors import NotReady
+from swarm.errors import Fatal, NotReady
 from swarm.events import Install, Join, Leave, Move
 from swarm.hop import Hop, HopListener, Microbatch
 from swarm.model.stages import build_stage
@@ -138,6 +138,30 @@ async def test_a_stage_that_does_not_fit_is_one_line(
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
     assert f"stage 1 does not fit on cpu: {reason}; take more stages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), Fatal, "ran out of memory: CUDA out of memory.;"),
+        (RuntimeError("a bug"), RuntimeError, "a bug"),
+    ],
+)
+async def test_a_stage_that_runs_out_of_memory_while_it_serves_is_one_line(
+    config: RunConfig, store: MemoryStore, trained: Path, error: Exception, expected: type[Exception], message: str
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    async def serve() -> None:
+        async with LocalPeer(config, store, resume=trained).running(0) as peer:
+            assert peer.server is not None
+            peer.server._tasks.create_task(fail())
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await serve()
+    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in process._leaves(raised.value))
 
 
 async def test_what_is_not_about_memory_is_not_said_to_be(

@@ -55,8 +55,10 @@ async def test_rolling_back_on_a_gpu_brings_the_sum_back() -> None:
         assert_close(chain.sums(), before, 1e-5)
 
 
-async def test_bf16_products_are_near_those_of_float32() -> None:
-    config = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOUS.model, autocast="bf16"))
+@pytest.mark.parametrize("checkpointing", [False, True])
+async def test_bf16_products_are_near_those_of_float32(checkpointing: bool) -> None:
+    model = dataclasses.replace(SYNCHRONOUS.model, autocast="bf16", gradient_checkpointing=checkpointing)
+    config = dataclasses.replace(SYNCHRONOUS, model=model)
     async with running_chain(config, devices=_ALL) as chain:
         losses = await chain.train_all(range(6))
         expected_losses, expected = reference(SYNCHRONOUS, range(6))
@@ -129,17 +131,18 @@ def _allocated_bytes() -> int:
     return torch.cuda.memory_allocated()
 
 
+def _delay() -> None:
+    """Have the current queue do nothing for a tenth of a second."""
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch's
+
+
 def test_results_pass_through_pinned_memory_and_stay_in_ordinary_memory() -> None:
+    _delay()  # A copy that does not wait for what computes it is made before.
     download = CudaStaging(torch.device(DEVICE)).download(torch.arange(1000.0, device=DEVICE))
     assert download._tensor.is_pinned()
     arrived = download.wait()
     assert not arrived.is_pinned()
     assert torch.equal(arrived, torch.arange(1000.0))
-
-
-def _delay() -> None:
-    """Have the current queue do nothing for a tenth of a second."""
-    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # torch's
 
 
 def test_memory_is_not_used_again_while_a_copy_is_on_its_way() -> None:

@@ -94,6 +94,8 @@ def test_a_step_that_fails_leaves_weights_that_say_so(monkeypatch: pytest.Monkey
     with pytest.raises(MemoryError):
         _accumulate(weights, 1)
     assert weights.is_broken
+    with pytest.raises(RuntimeError, match="failed before"):
+        weights.step_if_due()
 
 
 def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:

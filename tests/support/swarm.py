@@ -129,7 +129,8 @@ class RealSwarm:
         ready_file = self.folder / f"{name}.json"
         joining = ["--initial-peers", self.address] if self.peers else ["--config", str(self.config)]
         arguments = [
-            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--threads", "1", *joining,
+            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--device", "cpu", "--threads", "1",
+            *joining,
             "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
             "--events", str(self.events / f"{name}.jsonl"), *options,
         ]  # fmt: skip
