@@ -163,9 +163,12 @@ class Rounds:
         if round_ is None or not given.keys() >= set(round_.event.members):
             return
         del self._unmerged[key], self._waiting[key]
-        self._offers.pop(key[:2], None)
         self._check_members(round_, [given[peer] for peer in round_.event.members])
         members = [given[peer].contribution for peer in round_.event.members]
+        # Those of other attempts may be of another branch, which is committed as well.
+        merged, offers = {member.ballot for member in members}, self._offers[key[:2]]
+        for place in [place for place in offers if place[0] in merged]:
+            del offers[place]
         count: Counter[int] = Counter()
         for member in members:
             count.update(member.counts)

@@ -8,6 +8,7 @@ while nobody asks, and nothing without a bound. Never touches weights.
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -133,9 +134,13 @@ class Donor:
             pin = self._find(request.begun) or self._reusable() or await self._pin()
             self._renew(pin)
             if pin.header is None:
-                header = await asyncio.to_thread(self._describe, pin)
+                # To digest a large state may take longer than a pin lasts.
+                pin.expires_at = math.inf
+                try:
+                    header = await asyncio.to_thread(self._describe, pin)
+                finally:
+                    self._renew(pin)
                 pin.snapshot_id, pin.header = snapshot_id(header), header
-                self._renew(pin)
         yield pb.DownloadReply(header=pin.header)
 
     async def _segment(self, request: pb.SegmentRequest) -> AsyncIterator[pb.DownloadReply]:

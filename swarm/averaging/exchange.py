@@ -146,6 +146,11 @@ class Exchanges:
             feedback = self._feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
             feedback.commit(residual)
 
+    def forget(self, fragment: int) -> None:
+        """An exchange was committed, but what it left this member owing is lost."""
+        self._last = None
+        self._feedback.pop(fragment, None)
+
     def reset(self) -> None:
         """Another state was installed: what this member owed was about weights that it no longer has."""
         self._last = None

@@ -39,7 +39,8 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 KEPT_OUTCOMES = 4
-"""Committed rounds that a peer can still answer for."""
+"""Committed rounds that a peer can still answer for; as many as there are fragments, if that is more: stages that share
+a block wait for each other only where it is due, and so may be that far apart."""
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 
@@ -73,6 +74,7 @@ class Participant:
         self._address = address
         self._member = member
         self._exchanges = Exchanges(config, own_id)
+        self._num_kept = max(KEPT_OUTCOMES, config.num_fragments)
         self._shared = shared
         self._transport = transport
         self._clock = clock
@@ -369,10 +371,13 @@ class Participant:
                 self.group.step_back()
                 await self._reopen("a result of another stage came")
                 return IntegrityError(f"the result of round {committed.before.round} does not fit this stage")
+            contributed = self._own_id in committed.result.members
             if self._result is not None and self._result.prepared.digest == committed.result.digest:
                 # It took part, and lost sight of the others before the end.
                 self._exchanges.committed(self._result.fragment, self._result.residual)
-            contributed = self._own_id in committed.result.members
+            elif contributed:
+                # What it owed is in the result; what the encoding dropped then, nobody knows any more.
+                self._exchanges.forget(contribution.fragment)
             self._state_digest = await self._member.apply(
                 dataclasses.replace(committed.result, contributed=contributed)
             )
@@ -398,7 +403,7 @@ class Participant:
 
     def _remember(self, outcomes: list[pb.Outcome]) -> None:
         self.outcomes |= {outcome.round: outcome for outcome in outcomes}
-        for round_number in sorted(self.outcomes)[:-KEPT_OUTCOMES]:
+        for round_number in sorted(self.outcomes)[: -self._num_kept]:
             del self.outcomes[round_number]
         self._attempt = self._result = None
         self.standing = messages.standing_of(self._member.progress())

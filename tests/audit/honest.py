@@ -113,9 +113,14 @@ class HonestRun:
 
     def average(
         self, number: int, contributions: Mapping[str, Sequence[int]], *, stepped: Collection[str] = (),
-        lost: Collection[str] = (),
+        lost: Collection[str] = (), silent: Collection[str] = (), attempt: int = 1,
     ) -> None:  # fmt: skip
-        """Every stage averages what its members say they have, and commits. Some have `stepped` with it already."""
+        """Every stage averages what its members say they have, and commits.
+
+        Args:
+            stepped: members that have taken an inner step with it already.
+            silent: members that write nothing of it.
+        """
         if self.setting == "diloco":
             for peer, ids in contributions.items():
                 if peer in stepped:
@@ -123,8 +128,8 @@ class HonestRun:
                 self.write(peer, Step(bucket=self.bucket, samples=SAMPLES * len(ids)))
         stages = [[peer for peer in self.members(s) if peer in contributions] for s in range(NUM_STAGES)]
         for stage, members in enumerate(stages):
-            for peer in members:
-                self._promise(peer, stage, number, contributions[peer], attempt=1, leader=members[0])
+            for peer in [peer for peer in members if peer not in silent]:
+                self._promise(peer, stage, number, contributions[peer], attempt=attempt, leader=members[0])
                 if peer in lost:
                     self.write(peer, Abort(round=number, attempt=1, leader=members[0], reason="the line broke"))
                     others = contributions[members[0]]
@@ -133,22 +138,22 @@ class HonestRun:
                     self._promise(peer, stage, number, held, attempt=2, leader=members[0])
         totals = [SAMPLES * sum(len(contributions[peer]) for peer in members) for members in stages]
         for stage, members in enumerate(stages):
-            for peer in [peer for peer in members if peer not in lost]:
+            for peer in [peer for peer in members if peer not in {*lost, *silent}]:
                 self.write(
                     peer,
                     Prepare(
-                        round=number, lineage=self.lineages[stage], attempt=1, leader=members[0],
-                        digest=f"digest {number}", samples=totals[stage], members=tuple(members),
+                        round=number, lineage=self.lineages[stage], attempt=attempt, leader=members[0],
+                        digest=f"digest {number}.{attempt}", samples=totals[stage], members=tuple(members),
                     ),
                 )  # fmt: skip
         for stage, members in enumerate(stages):
-            parent, digest = self.lineages[stage], f"digest {number}"
+            parent, digest = self.lineages[stage], f"digest {number}.{attempt}"
             self.lineages[stage] = next_lineage(parent, number, digest, members, total_squared_norm=0.0, partners=())
-            for peer in members:
+            for peer in [peer for peer in members if peer not in silent]:
                 self.write(
                     peer,
                     Commit(
-                        round=number, parent=parent, lineage=self.lineages[stage], digest=digest, attempt=1,
+                        round=number, parent=parent, lineage=self.lineages[stage], digest=digest, attempt=attempt,
                         samples=totals[stage], members=tuple(members), state=f"state {stage} {number + 1}",
                     ),
                 )  # fmt: skip

@@ -275,7 +275,7 @@ def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, do
         run.write(
             "peer-1b",
             Commit(
-                round=1, parent=parent, lineage=run.lineages[1], digest="digest 1", attempt=1, samples=2,
+                round=1, parent=parent, lineage=run.lineages[1], digest="digest 1.1", attempt=1, samples=2,
                 members=("peer-1a",), state="state 1 2", carried=said,
             ),
         )  # fmt: skip
@@ -438,9 +438,34 @@ def test_two_branches_are_judged_by_themselves(tmp_path: Path) -> None:
     assert (report.rounds_committed, report.duplicates) == (2, 0)
 
 
+def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_it(tmp_path: Path) -> None:
+    """A line broke when one had prepared the result of both: it committed that, and the other one what it had alone."""
+    run = HonestRun(tmp_path, "diloco")
+    run.round(0)
+    ids = range(8, 16)
+    given = {peer: ids[nth::2] for stage in range(2) for nth, peer in enumerate(run.members(stage))}
+    for microbatch in ids:
+        run.write("trainer", Ack(microbatch=microbatch))
+        for stage in range(2):
+            run.train(run.members(stage)[microbatch % 2], microbatch)
+    before = list(run.lineages)
+    for stage in range(2):
+        first, _ = run.members(stage)
+        run.write(first, Step(bucket=run.bucket, samples=8))
+        run._promise(first, stage, 1, given[first], attempt=1, leader=first)
+        run.write(first, Abort(round=1, attempt=1, leader=first, reason="the line broke"))
+    run.average(1, {peer: ids for peer, ids in given.items() if peer.endswith("a")}, stepped=given, attempt=2)
+    run.lineages = before
+    run.bucket -= 1
+    run.average(1, given, stepped=["peer-0a", "peer-1a"], silent=["peer-0a", "peer-1a"])
+    report = audit(run.files)
+    assert report.violations == ()
+    assert (report.rounds_committed, report.duplicates) == (2, 0)
+
+
 def test_a_stage_that_came_back_from_an_old_state_has_lost_the_rounds_since(tmp_path: Path) -> None:
     run = honest(tmp_path, "diloco")
-    first = next_lineage("genesis 1", 0, "digest 0", run.members(1), total_squared_norm=0.0, partners=())
+    first = next_lineage("genesis 1", 0, "digest 0.1", run.members(1), total_squared_norm=0.0, partners=())
     run.lineages[1] = "again"
     for peer in run.members(1):
         run.write(peer, start(peer, 1, "diloco"))

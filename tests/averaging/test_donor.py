@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,25 @@ async def test_a_lease_lasts_as_long_as_somebody_asks_and_then_memory_is_free() 
     with pytest.raises(NotReady):
         await holder.segment(header, 0)
     holder.commit()
+    assert holder.donor.num_bytes == 0
+
+
+async def test_a_snapshot_that_takes_longer_to_digest_than_a_lease_lasts_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holder = Holder()
+    describe = holder.donor._describe
+
+    def slowly(pin: Any) -> Any:
+        holder.clock.advance(31.0)
+        holder.donor.expire()
+        return describe(pin)
+
+    monkeypatch.setattr(holder.donor, "_describe", slowly)
+    header = await holder.offer()
+    await holder.segment(header, 0)
+    holder.clock.advance(31.0)
+    holder.donor.expire()
     assert holder.donor.num_bytes == 0
 
 

@@ -260,3 +260,16 @@ async def test_another_state_owes_nothing() -> None:
     brought: dict[str, Any] = {name: _contribution(1, 1, scale=0.0) for name in ("0", "1")}
     _, averages = await members.exchange(brought)
     assert not averages["0"].vector_D.any()
+
+
+async def test_a_member_that_lost_what_an_exchange_left_starts_without() -> None:
+    """Of that fragment alone; what it closed is made anew."""
+    members = Members("topk")
+    for fragment in (0, 1):
+        _, averages = await members.exchange({"0": _contribution(fragment, 2, fragment=fragment)})
+        members.commit(averages, fragment)
+    closed = await members.all["0"].close(brought := _contribution(2, 2))
+    members.all["0"].forget(0)
+    assert not any(debt.any() for debt in members.debts(0))
+    assert any(debt.any() for debt in members.debts(1))
+    assert await members.all["0"].close(brought) is not closed
