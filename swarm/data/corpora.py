@@ -138,7 +138,7 @@ def _find_files(dataset: str) -> list[Path]:
     if dataset == _STDLIB:
         found = _files_under(Path(sysconfig.get_path("stdlib")), skipped_folders=_NOT_STDLIB_TEXT)
         return [path for path in found if path.suffix == ".py" and not path.name.startswith(_NOT_STDLIB_FILES)]
-    path = Path(dataset).expanduser().absolute()
+    path = Path(os.path.expanduser(dataset)).absolute()  # Of an unknown user it leaves as it is what Path refuses.
     if path.is_dir():
         return _files_under(path)
     if path.is_file():

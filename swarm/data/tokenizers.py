@@ -5,6 +5,7 @@ tokenizer.json. Never downloads one, and never adds tokens of its own to a text 
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,7 +112,7 @@ def load(spec: str) -> Tokenizer:
     if spec == ByteTokenizer.identity:
         return ByteTokenizer()
     try:
-        definition = Path(spec).expanduser().read_text(encoding="utf-8")
+        definition = Path(os.path.expanduser(spec)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(

@@ -256,6 +256,7 @@ def _refused(config: DataConfig, cache: Path, message: str) -> None:
 
 def test_missing_dataset(tmp_path: Path, cache: Path) -> None:
     _refused(_config(tmp_path / "nowhere"), cache, "does not exist; give 'stdlib', a file, folder or glob of text, or")
+    _refused(_config(Path("~nobody-of-this-name/x")), cache, "'~nobody-of-this-name/x' does not exist")
 
 
 def test_no_text(tmp_path: Path, cache: Path) -> None:
