@@ -195,29 +195,32 @@ async def _with_all(
 ) -> None:
     """Do all at once. If one fails, the others end, and whoever waits for this member is told why."""
 
+    # An exception that left the task group would hold the group, and all frames with their vectors, in a cycle.
+    failures: list[MemberFailed] = []
+
     async def one(peer_id: str) -> None:
         try:
             await fetches[peer_id]()
-        except MemberFailed:
-            raise
+        except MemberFailed as error:
+            failures.append(error.anew())
         except SwarmError as error:
-            raise MemberFailed(peer_id, str(error), noticed_by=own_id) from None
+            failures.append(MemberFailed(peer_id, str(error), noticed_by=own_id))
+        if failures:
+            for other in running:
+                other.cancel()
 
-    failure: SwarmError | None = MemberFailed(own_id, "the exchange was given up", noticed_by=own_id)
+    is_complete, running = False, list[asyncio.Task[None]]()
     try:
         async with asyncio.TaskGroup() as tasks:
-            for peer_id in fetches:
-                tasks.create_task(one(peer_id))
-        failure = None
-    except* MemberFailed as group:
-        first = group.exceptions[0]
-        assert isinstance(first, MemberFailed)
-        failure = first
+            running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
+        is_complete = not failures
     finally:
-        if failure is not None:
-            exchanged.fail(failure)
-    if failure is not None:
-        raise failure
+        running.clear()
+        if not is_complete:
+            given_up = MemberFailed(own_id, "the exchange was given up", noticed_by=own_id)
+            exchanged.fail(failures[0] if failures else given_up)
+    if failures:
+        raise failures[0].anew()
 
 
 async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, timeout_seconds: float) -> Payload:

@@ -29,7 +29,7 @@ from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import AveragingConfig
-from swarm.errors import IntegrityError, SwarmError
+from swarm.errors import IntegrityError, PeerUnavailable, SwarmError
 from swarm.events import Abort, Begin, Events, Prepare
 from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -447,19 +447,30 @@ class _Others:
 
     async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
         peer = self.records[peer_id]
-        failure: BaseException | None = None
+        silence: list[str] = []
+
+        async def watch(scope: asyncio.Timeout) -> None:
+            try:
+                await self._watch(peer)
+            except SwarmError as error:
+                silence.append(str(error))
+                scope.reschedule(asyncio.get_running_loop().time())
+
         try:
-            async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._watch(peer))
-                payload = await self.transport.exchange(
-                    peer, self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
-                )
-                watch.cancel()
-        except* SwarmError as group:
-            failure = group.exceptions[0]
-        if failure is not None:
-            raise failure from None
-        return payload
+            # No task group: what is raised through one is held in a cycle, with all frames and their vectors.
+            async with asyncio.timeout(None) as scope:
+                watching = asyncio.create_task(watch(scope))
+                try:
+                    return await self.transport.exchange(
+                        peer, self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
+                    )
+                finally:
+                    watching.cancel()
+                    del watching, scope  # Likewise.
+        except TimeoutError:
+            if not silence:
+                raise
+            raise PeerUnavailable(silence[0]) from None
 
     async def _watch(self, peer: PeerRecord) -> None:
         """Raise SwarmError once a member does not answer: that shows long before an exchange takes too long."""

@@ -16,7 +16,7 @@ import torch
 from swarm.averaging.shares import Shares
 from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
-from swarm.errors import MalformedMessage, Retryable, SwarmError
+from swarm.errors import MalformedMessage, Retryable
 
 CACHED_ELEMENTS = 1 << 17
 """Summed at once, so that the sum stays in the processor's cache."""
@@ -35,6 +35,11 @@ class MemberFailed(Retryable):
         super().__init__(reason)
         self.peer_id = peer_id
         self.noticed_by = noticed_by
+
+    def anew(self) -> "MemberFailed":
+        """The same, to be raised where this one is kept: one that was raised holds the frames it came through, and so
+        the vectors of a whole exchange, until Python looks for cycles."""
+        return MemberFailed(self.peer_id, str(self), noticed_by=self.noticed_by)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +77,7 @@ class Exchanged(Protocol):
         """Wait for what the others get. Raises MemberFailed if there will be nothing."""
         ...
 
-    def fail(self, error: SwarmError) -> None:
+    def fail(self, error: MemberFailed) -> None:
         """End the wait of everybody who waits."""
         ...
 
@@ -83,7 +88,7 @@ class HandOut:
     def __init__(self, shares: Shares) -> None:
         self.missing: list[str] = []
         self._shares = shares
-        self._result: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     def num_bytes_from(self, peer_id: str) -> int:
         self._shares.of(peer_id)
@@ -98,9 +103,9 @@ class HandOut:
             self._result.set_result(payload)
 
     async def result(self) -> Payload:
-        return await asyncio.shield(self._result)
+        return await _outcome(self._result)
 
-    def fail(self, error: SwarmError) -> None:
+    def fail(self, error: MemberFailed) -> None:
         _fail(self._result, error)
 
 
@@ -133,7 +138,7 @@ class Reduction:
         self._owed_P = owed_P
         self._parts: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
-        self._result: asyncio.Future[Payload] = asyncio.get_running_loop().create_future()
+        self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     @property
     def missing(self) -> list[str]:
@@ -166,9 +171,9 @@ class Reduction:
             work.add_done_callback(self._finish)
 
     async def result(self) -> Payload:
-        return await asyncio.shield(self._result)
+        return await _outcome(self._result)
 
-    def fail(self, error: SwarmError) -> None:
+    def fail(self, error: MemberFailed) -> None:
         _fail(self._result, error)
 
     def _reduce(self) -> Payload:
@@ -232,7 +237,13 @@ def squared_norm(vector: torch.Tensor) -> float:
     return float(norms.double().square().sum()) + float(torch.linalg.vector_norm(vector_N[end:])) ** 2
 
 
-def _fail(result: "asyncio.Future[Payload]", error: SwarmError) -> None:
+async def _outcome(result: "asyncio.Future[Payload | MemberFailed]") -> Payload:
+    outcome = await asyncio.shield(result)
+    if isinstance(outcome, MemberFailed):
+        raise outcome.anew()
+    return outcome
+
+
+def _fail(result: "asyncio.Future[Payload | MemberFailed]", error: MemberFailed) -> None:
     if not result.done():
-        result.set_exception(error)
-        result.exception()  # Retrieved: it may be that nobody waits.
+        result.set_result(error.anew())

@@ -309,7 +309,8 @@ class Roster:
         known = {peer: record for peer, record in self._peers(serving=False).items() if peer not in self._suspects}
         ahead = [p for p in known if p in self._standings and self.is_ahead(self._standings[p], own)]
         ahead.sort(key=lambda peer: self._standings[peer], reverse=True)
-        silent = sorted(known.keys() - self._standings.keys(), key=lambda peer: known[peer].samples, reverse=True)
+        unknown = [peer for peer in known if peer not in self._standings]
+        silent = sorted(unknown, key=lambda peer: known[peer].samples, reverse=True)
         return [known[peer] for peer in (*ahead, *silent)]
 
     def strangers(self, own: Standing) -> list[PeerId]:

@@ -343,6 +343,7 @@ class MemoryTransport:
             else:
                 delivery.cancel()
             death.cancel()
+            del delivery, death  # They hold what they raise, and that this frame.
 
 
 async def _nothing(name: str, source: int, target: int) -> None:
