@@ -181,17 +181,11 @@ class LocalSwarm:
 
     async def run(self) -> int:
         """Start, train, show; gives the exit code."""
-        stop = process.stop_event()
-        work = asyncio.create_task(self._run())
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            work.cancel()
-            await asyncio.wait([work])
+        exit_code = await process.before_stop(self._run())
+        if exit_code is None:
             print(f"{PROG}: stopped; every process is being ended", file=sys.stderr)
             return process.EXIT_INTERRUPTED
-        stopped.cancel()
-        return work.result()
+        return exit_code
 
     async def _run(self) -> int:
         self.channels = ChannelPool(insecure=self.options.insecure, identity=self.identity)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from peers import process
 from peers.network import LOOK_SECONDS
 from peers.rebalancer import Rebalancer
 from peers.stage_server import StageServer
@@ -147,8 +148,8 @@ class Mover:
             if not is_out_of_memory(error):
                 raise
             raise Fatal(
-                f"stage {stage} ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}; take a "
-                "smaller --graph-memory-mib or --max-in-flight, more stages, or another --device"
+                f"stage {stage} ran out of memory: {process.first_line(error)}; take a smaller "
+                "--graph-memory-mib or --max-in-flight, more stages, or another --device"
             ) from None
         return next_move, failure
 

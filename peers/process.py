@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Literal, TypeVar
 
 from swarm.errors import SwarmError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+Result = TypeVar("Result")
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -90,6 +91,11 @@ def printable(text: str, *, keep: str = "") -> str:
     return "".join(char if char.isprintable() or char in keep else " " for char in text)
 
 
+def first_line(error: Exception) -> str:
+    """Of what an exception says; what it is, if it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
@@ -144,6 +150,19 @@ def stop_event() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     return stop
+
+
+async def before_stop(work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` gives; None if SIGINT or SIGTERM came before: then it was cancelled, and has ended."""
+    stop = stop_event()
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        working.cancel()
+        await asyncio.wait([working])
+        return None
+    stopping.cancel()
+    return working.result()
 
 
 def die_with_parent() -> Callable[[], None]:

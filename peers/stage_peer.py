@@ -222,8 +222,7 @@ def choose_device(name: str) -> torch.device:
         # A GPU that this build of PyTorch is not made for gives memory, and fails to compute.
         torch.zeros(1, device=device).add_(1).cpu()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} cannot be used: {reason}") from None
+        raise ValueError(f"--device {name} cannot be used: {process.first_line(error)}") from None
     return device
 
 

@@ -20,7 +20,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import swarm
-from peers import resume
+from peers import process, resume
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
 from swarm.averaging.averager import Averager
@@ -137,9 +137,9 @@ class StageServer:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).partition("\n")[0] or type(error).__name__
             raise Fatal(
-                f"stage {stage} does not fit on {options.device}: {reason}; take more stages, or another --device"
+                f"stage {stage} does not fit on {options.device}: {process.first_line(error)}; take more stages, or "
+                "another --device"
             ) from None
         backend = StageBackend(
             config=config, stage=stage, module=module, staging=staging, weights=weights,

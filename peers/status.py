@@ -171,19 +171,10 @@ async def look(
             else:
                 Console().print(render(seen))
 
-        if not options.watch:
+        if options.watch:
+            await process.before_stop(_watch(view, show, options.interval))
+        else:
             show(await view())
-            return
-        stop = process.stop_event()
-        watching = asyncio.create_task(_watch(view, show, options.interval))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not watching.done():
-            watching.cancel()
-            await asyncio.wait([watching])
-            return
-        stopped.cancel()
-        watching.result()
 
 
 async def _watch(

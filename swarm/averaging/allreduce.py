@@ -209,17 +209,17 @@ async def _with_all(
             for other in running:
                 other.cancel()
 
-    is_complete, running = False, list[asyncio.Task[None]]()
+    running: list[asyncio.Task[None]] = []
     try:
         async with asyncio.TaskGroup() as tasks:
             running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
-        is_complete = not failures
+    except BaseException:
+        exchanged.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
+        raise
     finally:
         running.clear()
-        if not is_complete:
-            given_up = MemberFailed(own_id, "the exchange was given up", noticed_by=own_id)
-            exchanged.fail(failures[0] if failures else given_up)
     if failures:
+        exchanged.fail(failures[0])
         raise failures[0].anew()
 
 

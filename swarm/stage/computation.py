@@ -208,10 +208,9 @@ class Computation(HopListener):
             self._result = self._earlier_answer() or await (
                 self._run_last() if self._backend.is_last else self._run_through()
             )
-        except Exception as error:
-            self._error = error  # For the caller: one microbatch must not end the peer.
-            if self._backend.weights.is_broken:
-                raise
+        except Exception as error:  # noqa: BLE001 - kept for the caller; one microbatch must not end the peer
+            self._error = error
+            self._backend.weights.require_sound()
 
     def _earlier_answer(self) -> Result | None:
         """What was answered before, unless a stage behind this one lacks the microbatch."""

@@ -424,9 +424,8 @@ class Stage:
 
         # After whatever the compute thread is still doing for them: there is only one thread.
         await self.runtime.control(undo)
-        if self.backend.weights.is_broken:
-            # Their own tasks, which are cancelled, did not hear of it.
-            raise RuntimeError("an inner step failed")
+        # The computations' own tasks, which are cancelled, did not hear of a step that failed.
+        self.backend.weights.require_sound()
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 

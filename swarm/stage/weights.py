@@ -166,9 +166,8 @@ class StageWeights:
         self._anchors: dict[int, Tensors] = {}
         self._evaluated: tuple[Tensors, Tensors] | None = None
         """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
-        self.is_broken = False
-        """An inner step failed: weights may be half stepped, and a gradient in a sum that nobody knows of. The peer is
-        to end, since nothing it does from now on can be trusted."""
+        self._failure: Exception | None = None
+        """Of an inner step."""
         self._begin(Round(lineage=lineage), self.version.parameters)
 
     # -- microbatches ------------------------------------------------------------------------------------------
@@ -226,15 +225,23 @@ class StageWeights:
     def step_if_due(self) -> None:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready.
 
-        What it raises, as a rule that there is no memory, is no microbatch's fault and leaves `is_broken`.
+        What it raises, as a rule that there is no memory, is no microbatch's fault: see `require_sound`.
         """
-        if self.is_broken:
-            raise RuntimeError("an inner step failed before")
+        self.require_sound()
         try:
             self._step_if_due()
-        except Exception:
-            self.is_broken = True
+        except Exception as error:
+            self._failure = error
             raise
+
+    def require_sound(self) -> None:
+        """Raise what an inner step has failed with, if one has.
+
+        Weights may be half stepped then, and a gradient in a sum that nobody knows of. The peer is to end, since
+        nothing it does from now on can be trusted.
+        """
+        if self._failure is not None:
+            raise self._failure
 
     def _step_if_due(self) -> None:
         if self._config.rounds.synchronous:

@@ -23,6 +23,18 @@ def num_aborted(network: Network) -> int:
     return sum(sum(peer.averager.statistics().aborted.values()) for peer in network.peers.values())
 
 
+def begin_failing(network: Network, failing: str) -> None:
+    """Give peers 1 to 3 something to contribute, and have all calls of a name fail from now on."""
+
+    async def fail(name: str, source: int, target: int) -> None:
+        if name == failing:
+            raise PeerUnavailable("cut off")
+
+    for number in (1, 2, 3):
+        network.peers[peer_id(number)].stage.learn(2 * number - 2, 2 * number - 1)
+    network.before = fail
+
+
 def held() -> tuple[int, int, int]:
     """Tasks, descriptors and bytes of memory."""
     gc.collect()
@@ -40,14 +52,7 @@ def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
     async def trial() -> None:
         config = make_config(setting, microbatches=6, codec="fp32")
         async with network_of(config, 1, 2, 3) as network:
-
-            async def fail(name: str, source: int, target: int) -> None:
-                if name == failing:
-                    raise PeerUnavailable("cut off")
-
-            for number in (1, 2, 3):
-                network.peers[peer_id(number)].stage.learn(2 * number - 2, 2 * number - 1)
-            network.before = fail
+            begin_failing(network, failing)
             await until(lambda: num_aborted(network) >= 5, LONG_SECONDS)
             network.calls.clear()
             tasks, descriptors, num_bytes = held()
@@ -93,14 +98,7 @@ def test_a_failed_exchange_lets_go_of_its_vectors_at_once(
 
     async def trial() -> None:
         async with network_of(make_config("synchronous", microbatches=6, codec="fp32"), 1, 2, 3) as network:
-
-            async def fail(name: str, source: int, target: int) -> None:
-                if name == "Exchange":
-                    raise PeerUnavailable("cut off")
-
-            for number in (1, 2, 3):
-                network.peers[peer_id(number)].stage.learn(2 * number - 2, 2 * number - 1)
-            network.before = fail
+            begin_failing(network, "Exchange")
             await until(lambda: num_aborted(network) >= 3, LONG_SECONDS)
             gc.collect()
             gc.disable()

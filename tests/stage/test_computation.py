@@ -43,7 +43,7 @@ class LastBackend:
     """Of the last stage; counts what is computed."""
 
     stage, is_last, num_computed = 1, True, 0
-    weights = SimpleNamespace(is_broken=False)
+    weights = SimpleNamespace(require_sound=lambda: None)
 
     def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
         self.num_computed += 1
@@ -83,8 +83,12 @@ async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(m
 async def test_a_failed_microbatch_ends_the_peer_only_if_its_weights_are_broken(is_broken: bool) -> None:
     """Else a gradient would be in a sum for ever that nobody knows of, and no step be taken any more."""
 
+    def require_sound() -> None:
+        if is_broken:
+            raise MemoryError
+
     class FailingBackend(LastBackend):
-        weights = SimpleNamespace(is_broken=is_broken)
+        weights = SimpleNamespace(require_sound=require_sound)
 
         def forward_loss(self, *_: Any, **__: Any) -> tuple[float, None, None]:
             raise MemoryError
