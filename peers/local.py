@@ -56,7 +56,8 @@ class LocalOptions:
     """Launch a swarm on this machine and train."""
 
     preset: str | None = None
-    """Configuration that comes with swarm: tiny, small or llama-124m; tiny if no --config is given either."""
+    """Configuration that comes with swarm: tiny, small, llama-124m, sparseloco or targon; tiny if no --config is given
+    either."""
     config: Path | None = None
     """TOML file, instead of a preset."""
     stages: int | None = None
@@ -64,7 +65,7 @@ class LocalOptions:
     peers_per_stage: int = 2
     """Peers that each stage begins with."""
     steps: int = 60
-    """Steps to train; a step is one outer round of the whole swarm."""
+    """Steps to train; a step is one round of the whole swarm."""
     dataset: str | None = None
     """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
     output: Path = Path("swarm-output")
@@ -122,6 +123,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(LocalOptions, prog=PROG, argv=argv)
     process.setup_logging("local", "warning")
+    if not hasattr(os, "waitid"):
+        raise ValueError("swarm-local cannot watch over processes with this Python: on macOS take 3.13 or newer")
     config = configs.load(options.config) if options.config else configs.load_preset(options.preset or PRESET)
     clock = SystemClock()
     _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)

@@ -105,7 +105,8 @@ async def agree_on_config(
     From now on the node of a locked run listens to its members alone.
 
     Raises:
-        ValueError: the run is locked and there is no token, or the token is another run's.
+        ValueError: the run is locked and there is no token, or the token is another run's; several runs share the DHT.
+        IncompatibleVersion: the run speaks another version of the protocol.
         ConfigMismatch: ours differs from the run's, naming the field.
         PeerUnavailable: nobody has published one.
     """

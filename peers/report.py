@@ -122,7 +122,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 step_time=step.seconds,
                 dispatch_time=totals.busy_seconds,
                 aggregate_time=report.aggregate_seconds if report else None,
-                successful_workers=report.num_members if report else 0,
+                successful_workers=report.num_members if report else None,
                 compression_ratio=report.compression_ratio if report else None,
                 alive_peers=report.num_alive if report else None,
                 averaged_fraction=report.averaged_fraction if report else None,

@@ -53,7 +53,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.addresses import is_host
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
-from swarm.errors import SwarmError, WrongStage
+from swarm.errors import SwarmError
 from swarm.events import Events
 from swarm.identity import Identity
 from swarm.routing.router import Router
@@ -261,10 +261,10 @@ def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunCon
 
 
 def require_stage(config: RunConfig, stage: int) -> None:
-    """Raise WrongStage if the run has no such stage."""
+    """Raise ValueError if the run has no such stage."""
     last = config.stages.num_stages - 1
     if stage > last:
-        raise WrongStage(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
+        raise ValueError(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
 
 
 def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import resource
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of getrusage's ru_maxrss."""
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
@@ -168,8 +171,9 @@ class StageServer:
         """Have the stage's state and serve it inside the block; gives the endpoint that others are told.
 
         Raises:
-            ValueError: the port is in use.
-            NotReady: the stage's state could not be had of those who hold it.
+            ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
+            Fatal, PeerUnavailable: as of resume.choose.
+            ExceptionGroup: of a NotReady: the stage's state could not be had of those who hold it.
         """
         guard = Guard(
             authority=self._identity.authority, callers=self._callers, clock=self._clock, stage=lambda: self._number
@@ -354,7 +358,10 @@ class StageServer:
     def _require_state(self) -> None:
         is_behind = self._stage.round < self._held_at if self._options.resume.moves else self._lacks_state
         if is_behind:
-            raise NotReady(f"the state of stage {self._number} could not be downloaded")
+            raise NotReady(
+                f"the state of stage {self._number} could not be downloaded: start this peer again, with --resume DIR "
+                "if nobody else holds the stage"
+            )
 
     def _checkpoint_if_due(self) -> None:
         if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
@@ -437,6 +444,6 @@ class StageServer:
                 attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads
             ),
             rounds=list(self._member.reports),
-            resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
             device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
         )  # fmt: skip

@@ -71,7 +71,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
-    """Train: feed text into a running swarm. A step is one outer round of the whole swarm."""
+    """Train: feed text into a running swarm. A step is one round of the whole swarm."""
 
     initial_peers: tuple[str, ...]
     """DHT addresses of the swarm's peers."""

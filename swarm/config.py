@@ -44,7 +44,7 @@ class ModelConfig:
     """Columns of the residual stream that are trained, and travel between stages; the other columns are a fixed
     function of the token, which every stage computes. 0: all of them are."""
     num_heads: int = 4
-    """Query heads a layer; divides d_model."""
+    """Query heads a layer; d_model is an even multiple of it."""
     num_kv_heads: int = 0
     """Key and value heads a layer (grouped-query attention); 0 means as many as query heads."""
     d_ff: int = 0
@@ -192,7 +192,7 @@ class RoundsConfig:
     round_samples: int = 256
     """Samples of the whole swarm in one round (one step of the commands); a multiple of the microbatch size."""
     inner_batch_samples: int = 16
-    """DiLoCo only: samples a peer accumulates before each inner step."""
+    """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size."""
 
     def __post_init__(self) -> None:
         for name in ("round_samples", "inner_batch_samples"):
@@ -297,7 +297,8 @@ class AveragingConfig:
     """DiLoCo only: inner steps a peer may take while a round is exchanged; the result is merged as soon as it is
     committed. A few cost no loss (docs/performance.md). 0: it waits, accumulating gradients."""
     num_fragments: int = 1
-    """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn."""
+    """DiLoCo only: a stage is cut into so many parts, and each round averages one of them, in turn; at most as many as
+    the smallest stage has layers."""
     quorum: Quorum = "available"
     """Members a round needs: more than half of those of the last committed round, or whoever is there."""
 

@@ -9,7 +9,7 @@
     |   `-- NotReady                 the peer is joining, leaving or behind
     `-- Fatal                        repeating the request changes nothing
         |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
-        |-- WrongStage               the peer serves another stage, or the stage does not exist
+        |-- WrongStage               the peer serves another stage
         |-- WrongRun                 the peer belongs to another run
         |-- IncompatibleVersion      the peer speaks another protocol version
         |-- ConfigMismatch           two configurations of one run differ; the message names the field
@@ -79,7 +79,7 @@ class MalformedMessage(Fatal):
 
 
 class WrongStage(Fatal):
-    """The stage is out of range, or another one than the peer serves."""
+    """The peer serves another stage."""
 
 
 class WrongRun(Fatal):

@@ -114,7 +114,9 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
         version = ".".join(map(str, sys.version_info[:3]))
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"
     elif config.dataset.startswith(_HUGGING_FACE):
-        advice = "the dataset has changed: delete the stale copy from the cache on the machine that is behind"
+        advice = (
+            "the dataset has changed: delete ~/.cache/swarm/corpora, which is made again, on the machine that is behind"
+        )
     else:
         advice = "copy the files and the tokenizer from a machine of the run"
     raise CorpusMismatch(
@@ -188,7 +190,10 @@ def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:
         # The library is an extra, and slow to import.
         from datasets import load_dataset
     except ImportError:
-        raise ValueError(f"data.dataset {config.dataset!r} needs an extra: pip install 'swarm-pipeline[hf]'") from None
+        raise ValueError(
+            f"data.dataset {config.dataset!r} needs an extra; in swarm's folder: "
+            ".venv/bin/pip install -c constraints.txt -e '.[hf]'"
+        ) from None
     name = config.dataset.removeprefix(_HUGGING_FACE)
     try:
         rows = load_dataset(name, config.hf_config or None, split=config.hf_split, streaming=True)

@@ -35,12 +35,12 @@ class StepMetrics:
     total_tokens: int
     """The whole swarm's, since the run began."""
     step_time: float
-    """Seconds from the step's first microbatch until the next step can begin."""
+    """Seconds since this trainer's last step; an evaluation in between is part of it."""
     dispatch_time: float
     """Seconds of it in which microbatches were under way."""
     aggregate_time: float | None
     """Seconds of it that the slowest stage spent on averaging."""
-    successful_workers: int
+    successful_workers: int | None
     """Stage peers that took part in the round's averages."""
     compression_ratio: float | None
     """Size of what was averaged in float32, over its size on the wire."""

@@ -196,6 +196,7 @@ class LeaseClient:
 
         Raises:
             NotAllowed, IncompatibleVersion: so says every peer of the stage.
+            MalformedMessage: a peer finds the request itself wrong.
         """
         request = pb.AcquireRequest(
             address=Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=stage),

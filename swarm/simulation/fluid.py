@@ -2,7 +2,8 @@
 
 Used by the study `rebalancing`, over hours and hundreds of peers. All machines are alike and all stages are equally
 heavy, so the best that any assignment reaches is the number of peers over the number of stages, rounded down. Who
-moves stops serving at once and serves again after its download. Decides nothing.
+moves stops serving at once and serves again after its download. Newcomers download as well, whatever the rule: two
+bests are counted, with and without them meanwhile. Decides nothing.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,26 @@ class Kept:
 
     done: float
     best: float
+    """With newcomers from when they can serve, if they begin to download as they come."""
+    best_of_present: float
+    """With newcomers from when they come."""
 
     @property
     def percent(self) -> float:
         """Of the optimum."""
         return 100.0 * self.done / self.best if self.best else 100.0
+
+    @property
+    def percent_of_present(self) -> float:
+        """Of an optimum in which newcomers need no download."""
+        return 100.0 * self.done / self.best_of_present if self.best_of_present else 100.0
+
+    def since(self, earlier: "Kept") -> "Kept":
+        """What came after `earlier`."""
+        return Kept(
+            done=self.done - earlier.done, best=self.best - earlier.best,
+            best_of_present=self.best_of_present - earlier.best_of_present,
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -31,7 +47,7 @@ class FluidSwarm:
     Attributes:
         stage_of: of all that serve.
         peers: by stage, those that serve it; in the order in which they came.
-        present: all that have not left; also those that download, at first or between two stages.
+        present: all that have come and not left; also those that download, at first or between two stages.
         num_moves: moves that began.
     """
 
@@ -43,10 +59,11 @@ class FluidSwarm:
     present: set[int] = field(default_factory=set)
     num_moves: int = 0
     _ready: set[int] = field(default_factory=set)
-    """Of those present, the ones that have served already: whoever downloads for the first time cannot do better."""
+    """Of those present, the ones that could serve by now."""
     _counted_until: float = 0.0
     _done: float = 0.0
     _best: float = 0.0
+    _best_of_present: float = 0.0
 
     def __post_init__(self) -> None:
         self.peers = [{} for _ in range(self.num_stages)]
@@ -59,16 +76,23 @@ class FluidSwarm:
     def kept(self) -> Kept:
         """Since the start."""
         self._count()
-        return Kept(done=self._done, best=self._best)
+        return Kept(done=self._done, best=self._best, best_of_present=self._best_of_present)
 
     def start(self, peer: int, stage: int) -> None:
         """A peer is there from the start, and serves."""
+        self._count()
         self.present.add(peer)
+        self._ready.add(peer)
         self._serve(peer, stage)
 
-    def join(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
-        """A peer that has just come downloads a stage's state, and serves it `then`."""
+    def come(self, peer: int) -> None:
+        """A peer is there, and serves nothing yet."""
+        self._count()
         self.present.add(peer)
+        self.timeline.after(self.download_seconds, lambda: self._can_serve(peer))
+
+    def join(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
+        """A peer that has come downloads a stage's state, and serves it `then`."""
         self.timeline.after(self.download_seconds, lambda: self._arrive(peer, stage, then))
 
     def move(self, peer: int, stage: int, then: Callable[[], object] = lambda: None) -> None:
@@ -87,6 +111,11 @@ class FluidSwarm:
         if stage is not None:
             del self.peers[stage][peer]
 
+    def _can_serve(self, peer: int) -> None:
+        if peer in self.present:
+            self._count()
+            self._ready.add(peer)
+
     def _arrive(self, peer: int, stage: int, then: Callable[[], object]) -> None:
         if peer in self.present:
             self._serve(peer, stage)
@@ -94,7 +123,6 @@ class FluidSwarm:
 
     def _serve(self, peer: int, stage: int) -> None:
         self._count()
-        self._ready.add(peer)
         self.stage_of[peer] = stage
         self.peers[stage][peer] = None
 
@@ -103,3 +131,4 @@ class FluidSwarm:
         seconds, self._counted_until = now - self._counted_until, now
         self._done += seconds * min(self.num_serving)
         self._best += seconds * (len(self._ready) // self.num_stages)
+        self._best_of_present += seconds * (len(self.present) // self.num_stages)

@@ -2,8 +2,9 @@
 
 Used by studies/utilisation.py. Plays microbatches through machines, up-links and down-links on a Timeline. What comes
 next at a machine, backwards before forwards and older microbatches before newer ones, is decided by the queue of a real
-peer (swarm/stage/task_queue.py); a link carries one tensor after the other, in the same order. As many microbatches are
-kept in flight as it takes to keep the busiest of them busy (the trainer's window finds that number). Token ids and
+peer (swarm/stage/task_queue.py); a link carries one tensor after the other, older microbatches first. As many
+microbatches are kept in flight as it takes to keep the busiest of them busy (the trainer's window finds that number),
+but where peers hand on directly no more than a trainer and the slots of this project's peers allow. Token ids and
 losses are not counted, being small. Nothing fails here, and nothing is drawn by chance.
 """
 
@@ -17,12 +18,15 @@ from enum import Enum
 
 from swarm.simulation.reductions import FORWARD
 from swarm.simulation.timeline import Timeline
+from swarm.stage.slots import LARGEST
 from swarm.stage.task_queue import Priority, TaskQueue
 
 TRAINER = -1
 """The trainer's place in the pipeline."""
 SLACK = 2.0
 """Microbatches in flight, over the fewest that could keep the busiest machine or link busy."""
+MOST_OF_A_TRAINER = 256
+"""swarm-trainer's --max-in-flight, unless it is told otherwise."""
 WARM_ROUNDS, MEASURED_ROUNDS = 4, 20
 """How often each place in flight is used before machines are watched, and while they are, or nearly so."""
 
@@ -80,6 +84,8 @@ def play(pipeline: Pipeline, way: Way) -> Outcome:
     """Let microbatches through, one after the other, until the pipeline has settled, and measure."""
     steps = list(journey(pipeline, way))
     num_in_flight = _enough(pipeline, steps)
+    if way is Way.DIRECT:
+        num_in_flight = min(num_in_flight, MOST_OF_A_TRAINER, pipeline.peers_per_stage * LARGEST)
     timeline = Timeline()
     numbers = itertools.count()
     stations: dict[tuple[str, int, int], Station] = {}

@@ -3,8 +3,8 @@
 Used by the study `routing` and by `validate`. A microbatch is handed on as swarm.hop does it: a peer is chosen, asked
 unless it gave a credit, left alone when it is busy or fails, and another one is chosen. What is sent when, and how long
 that takes, is simulated; choices, credits, slots and queues are the real classes', and so are the hop's pauses. Simpler
-than the real thing: a sender's view of the swarm is shared by whatever peers its microbatches pass, a microbatch whose
-peer failed is computed again further downstream as well, and nothing is ever lost for good.
+than the real thing: a microbatch whose peer failed is computed again further downstream as well, and nothing is ever
+lost for good.
 """
 
 import random
@@ -17,7 +17,7 @@ from swarm.routing.credits import Credits
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer
 from swarm.simulation.timeline import Timeline
-from swarm.types import PeerId
+from swarm.types import PeerId, PeerRecord
 
 NOTICE_SECONDS = 1.0
 """From a peer's death until those whose microbatches it had know of it."""
@@ -31,11 +31,15 @@ class View:
         self.name = name
         """By which peers tell it from other senders."""
         self.credits: dict[int, Credits] = {}
-        """By stage: every stage's hop has its own."""
+        """By stage."""
 
 
 class SimulatedPipeline:
     """The peers of all stages.
+
+    Args:
+        make_view: gives a peer that starts a view of its own, by which it chooses who is next, as this project's do.
+            Without it the view that a microbatch began with decides all the way, as SWARM's trainers do.
 
     Attributes:
         peers: those that live.
@@ -44,7 +48,7 @@ class SimulatedPipeline:
 
     def __init__(
         self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int,
-        largest_in_flight: int = 0,
+        largest_in_flight: int = 0, make_view: Callable[[Machine], View] | None = None,
     ) -> None:  # fmt: skip
         self.timeline = timeline
         self.num_stages = num_stages
@@ -56,6 +60,11 @@ class SimulatedPipeline:
         self._largest_in_flight = largest_in_flight
         self._hops: dict[PeerId, dict[_Hop, None]] = {}
         """By peer: who waits for it."""
+        self._make_view = make_view
+        self._views: dict[PeerId, View] = {}
+        """Of the peers that hand on."""
+        self._listed: dict[int, list[PeerRecord]] = {}
+        """What the directory says of each stage: newcomers read it as well."""
 
     def start(self, machine: Machine) -> None:
         """A peer begins to serve."""
@@ -64,22 +73,33 @@ class SimulatedPipeline:
             largest_in_flight=self._largest_in_flight,
         )  # fmt: skip
         self._hops[machine.peer_id] = {}
+        if self._make_view is not None and machine.stage + 1 < self.num_stages:
+            self._views[machine.peer_id] = view = self._make_view(machine)
+            view.chooser.update(machine.stage + 1, self._listed.get(machine.stage + 1, []))
 
     def kill(self, peer_id: PeerId) -> None:
         """A peer is gone, with what it was working on."""
         self.peers.pop(peer_id).is_gone = True
+        self._views.pop(peer_id, None)
         for hop in self._hops.pop(peer_id):
             hop.lost(peer_id)
 
     def announce(self, views: Sequence[View]) -> None:
-        """Everybody reads the directory."""
-        rows: dict[int, list[SimulatedPeer]] = {stage: [] for stage in range(self.num_stages)}
+        """Everybody reads the directory: those with these views, and the peers that hand on."""
+        readers: dict[View, range] = dict.fromkeys(views, range(1 if self._make_view else self.num_stages))
+        for peer_id, view in self._views.items():
+            stage = self.peers[peer_id].machine.stage + 1
+            readers[view] = range(stage, stage + 1)
+        self._listed = {stage: [] for stage in range(self.num_stages)}
         for peer in self.peers.values():
-            rows[peer.machine.stage].append(peer)
-        for stage, row in rows.items():
-            records = [peer.record() for peer in row]
-            for view in views:
-                view.chooser.update(stage, records)
+            self._listed[peer.machine.stage].append(peer.record())
+        for view, stages in readers.items():
+            for stage in stages:
+                view.chooser.update(stage, self._listed[stage])
+
+    def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
+        """By which a peer chooses who is next for a microbatch."""
+        return self._views.get(peer.peer_id, began_with)
 
     def train(self, view: View, then: Callable[[int], object]) -> None:
         """Send a microbatch through all stages; `then` is told how many peers of the first one were busy."""
@@ -189,7 +209,8 @@ class _Hop:
             self._downstream_seconds = self._timeline.monotonic() - since
             self._if_still(attempt, self._returned)
 
-        _Hop(self._pipeline, self._view, self._stage + 1, self._peer, returned).attempt()
+        view = self._pipeline.view_of(self._peer, self._view)
+        _Hop(self._pipeline, view, self._stage + 1, self._peer, returned).attempt()
 
     def _returned(self) -> None:
         attempt = self._attempt
@@ -197,9 +218,11 @@ class _Hop:
 
     def _done(self, seconds: float) -> None:
         self._busy_seconds += seconds
-        self._peer.give_back(self._caller)
         self._peer.measured(self._busy_seconds)
-        self._after(self._one_way, partial(self._answered, self._peer.queue_length, self._peer.num_credits))
+        # What an answer grants is decided before its own slot is free.
+        num_credits = self._peer.num_credits
+        self._peer.give_back(self._caller)
+        self._after(self._one_way, partial(self._answered, self._peer.queue_length, num_credits))
 
     # -- the reply ---------------------------------------------------------------------------------------------------
 

@@ -292,7 +292,7 @@ def test_cache_that_cannot_be_written(folder: Path) -> None:
 
 def test_hugging_face_without_the_extra(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    _refused(_config("hf:bees"), cache, r"needs an extra: pip install 'swarm-pipeline\[hf\]'")
+    _refused(_config("hf:bees"), cache, r"needs an extra; in swarm's folder: .*pip install .*'\.\[hf\]'")
 
 
 @pytest.mark.parametrize("error", [ConnectionError("no\nnetwork"), ValueError("Bad split:\nnope")])

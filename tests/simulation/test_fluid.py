@@ -40,10 +40,24 @@ def test_a_peer_that_moves_serves_nobody_while_it_downloads(swarm: FluidSwarm) -
     assert (swarm.num_serving, swarm.num_moves) == ([1, 1], 1)
 
 
-def test_a_newcomer_counts_once_it_can_serve_and_not_if_it_dies_before(swarm: FluidSwarm) -> None:
-    swarm.join(4, 0)
-    swarm.join(5, 1)
+def test_a_newcomer_serves_after_its_download_and_not_if_it_dies_before(swarm: FluidSwarm) -> None:
+    for peer in (4, 5):
+        swarm.come(peer)
+        swarm.join(peer, peer % 2)
     swarm.timeline.at(5.0, lambda: swarm.leave(5))
     swarm.timeline.run(20.0)
     assert swarm.num_serving == [3, 2]
-    assert swarm.kept().best == 40, "five peers in two stages do no better than four"
+    kept = swarm.kept()
+    assert (kept.done, kept.best) == (40, 40), "five peers in two stages do no better than four"
+    assert kept.best_of_present == 5 * 3 + 15 * 2, "six peers, if they had not to download"
+
+
+def test_newcomers_that_take_their_time_count_from_when_they_could_serve(swarm: FluidSwarm) -> None:
+    swarm.come(4)
+    swarm.come(5)
+    swarm.timeline.at(7.0, lambda: [swarm.join(peer, peer % 2) for peer in (4, 5)])
+    swarm.timeline.run(20.0)
+    kept = swarm.kept()
+    assert (kept.done, kept.best) == (17 * 2 + 3 * 3, 10 * 2 + 10 * 3)
+    swarm.timeline.run(30.0)
+    assert swarm.kept().since(kept).percent == 100.0

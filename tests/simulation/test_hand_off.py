@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from swarm.simulation.hand_off import Pipeline, Station, Way, journey, play
+from swarm.simulation.hand_off import MOST_OF_A_TRAINER, Pipeline, Station, Way, journey, play
 from swarm.simulation.timeline import Timeline
+from swarm.stage.slots import LARGEST
 from swarm.stage.task_queue import Priority
 
 FAST = 1e12
@@ -45,6 +46,14 @@ def test_peers_of_a_stage_share_the_trainer_and_nothing_else() -> None:
     shared = dataclasses.replace(BASE, peers_per_stage=4)
     assert play(shared, Way.DIRECT).utilisation == pytest.approx(0.5 / 2, abs=0.01)
     assert play(shared, Way.TRAINER).utilisation == pytest.approx(0.5 / 24, abs=0.01)
+
+
+@pytest.mark.parametrize(("peers_per_stage", "most"), [(1, LARGEST), (8, MOST_OF_A_TRAINER)])
+def test_our_peers_have_so_many_slots_and_our_trainer_so_many_in_flight(peers_per_stage: int, most: int) -> None:
+    far = dataclasses.replace(with_lines(FAST, FAST, round_trip_seconds=60.0), peers_per_stage=peers_per_stage)
+    ours = play(far, Way.DIRECT)
+    assert ours.num_in_flight == most
+    assert ours.utilisation < 0.5 < play(far, Way.TRAINER).utilisation
 
 
 def test_a_journey_counts_every_tensor() -> None:

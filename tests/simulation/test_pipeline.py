@@ -1,10 +1,11 @@
 """Microbatches on their way through simulated peers."""
 
 import random
+from collections.abc import Callable, Collection
 
 import pytest
 
-from swarm.simulation.choosers.chooser import Ours
+from swarm.simulation.choosers.chooser import Answer, Ours
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import NOTICE_SECONDS, SimulatedPipeline, View
 from swarm.simulation.timeline import Timeline
@@ -13,13 +14,15 @@ from swarm.types import PeerId
 
 
 def build(
-    *stages: tuple[float, ...], link_seconds: float = 0.0, max_in_flight: int = 8
-) -> tuple[SimulatedPipeline, View]:
+    *stages: tuple[float, ...], link_seconds: float = 0.0, max_in_flight: int = 8,
+    make_view: Callable[[Timeline, PeerId], View] | None = None,
+) -> tuple[SimulatedPipeline, View]:  # fmt: skip
     """Peers by stage, with what each takes for a microbatch; peer 2 of stage 1 is number 12."""
     timeline = Timeline()
     pipeline = SimulatedPipeline(
-        timeline, random.Random(0), num_stages=len(stages), num_samples=4, max_in_flight=max_in_flight
-    )
+        timeline, random.Random(0), num_stages=len(stages), num_samples=4, max_in_flight=max_in_flight,
+        make_view=make_view and (lambda machine: make_view(timeline, machine.peer_id)),
+    )  # fmt: skip
     for stage, peers in enumerate(stages):
         for number, seconds in enumerate(peers):
             machine = Machine(
@@ -163,3 +166,49 @@ def test_peers_tell_trainers_apart() -> None:
             send(view)
     pipeline.timeline.run(200.0)
     assert done["quiet"] > 0.3 * done["flood"]
+
+
+def test_peers_that_hand_on_choose_by_what_they_have_seen_themselves() -> None:
+    """Of two peers of stage 0 each sends to one of stage 1, whatever the trainer would choose."""
+
+    class Fixed(Ours):
+        def __init__(self, timeline: Timeline, choice: PeerId) -> None:
+            super().__init__(timeline, random.Random(1))
+            self.choice = choice
+            self.stages: set[int] = set()
+            self.num_answers = 0
+
+        def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+            self.stages.add(stage)
+            return self.choice
+
+        def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
+            assert peer_id == self.choice
+            self.num_answers += 1
+
+    choosers: dict[PeerId, Fixed] = {}
+
+    def make_view(timeline: Timeline, who: PeerId) -> View:
+        choosers[who] = Fixed(timeline, peer_id(10 + int(who, 16)))
+        return View(choosers[who], who)
+
+    pipeline, view = build((1.0, 1.0), (1.0, 1.0), make_view=make_view)
+    trainer = Fixed(pipeline.timeline, peer_id(0))
+    view.chooser = trainer
+    for number, times in ((0, 2), (1, 3)):
+        trainer.choice = peer_id(number)
+        for _ in range(times):
+            pipeline.train(view, lambda _: None)
+            pipeline.timeline.run(pipeline.timeline.monotonic() + 10.0)
+    assert trainer.stages == {0}
+    assert {who: chooser.num_answers for who, chooser in choosers.items()} == {peer_id(0): 2, peer_id(1): 3}
+
+
+def test_an_answer_of_a_full_peer_grants_nothing() -> None:
+    """What is free is counted before the answered microbatch's own slot is: the next one is asked for."""
+    pipeline, view = build((3.0,), link_seconds=0.2, max_in_flight=1)
+    times: list[float] = []
+    for until in (30.0, 60.0):
+        pipeline.train(view, lambda _: times.append(pipeline.timeline.monotonic()))
+        pipeline.timeline.run(until)
+    assert times == [pytest.approx(3.0 + 4 * 0.1), pytest.approx(30.0 + 3.0 + 4 * 0.1)]

@@ -26,6 +26,12 @@ class World:
             self.swarm.start(peer, peer % 3)
             self.rule.began(peer)
 
+    def come(self, *peers: int) -> None:
+        """Peers begin to look for a stage."""
+        for peer in peers:
+            self.swarm.come(peer)
+            self.rule.came(peer)
+
     def leave(self, *peers: int) -> None:
         """Peers die."""
         for peer in peers:
@@ -40,8 +46,7 @@ def every_five_minutes(swarm: FluidSwarm, rng: random.Random) -> SwarmRule:
 def test_without_a_rule_nobody_moves_and_newcomers_go_anywhere() -> None:
     world = World(NoRule)
     world.leave(0, 3)
-    for peer in range(12, 42):
-        world.rule.came(peer)
+    world.come(*range(12, 42))
     world.timeline.run(3600.0)
     assert world.swarm.num_moves == 0
     assert min(world.swarm.num_serving) < max(world.swarm.num_serving)
@@ -59,6 +64,18 @@ def test_the_paper_s_rule_moves_one_peer_each_time_from_the_idlest_stage_to_the_
     assert world.swarm.num_serving[0] == 2
     world.timeline.run(660.0)
     assert world.swarm.num_serving == [3, 3, 3]
+
+
+def test_who_was_sent_at_one_look_of_the_paper_s_rule_is_there_at_the_next() -> None:
+    """A download takes 30 seconds here, and so does a period: ten peers are three, three and four all the time."""
+    world = World(lambda swarm, rng: SwarmRule(swarm, rng, period_seconds=30.0))
+    world.leave(0, 3)
+    world.timeline.run(121.0)
+    seen = set()
+    for until in range(125, 1000, 5):
+        world.timeline.run(float(until))
+        seen.add(min(world.swarm.num_serving))
+    assert seen == {3}
 
 
 def test_petals_rule_leaves_small_gaps_and_fills_large_ones() -> None:
@@ -85,8 +102,7 @@ def test_our_peers_fill_a_gap_within_minutes_and_move_no_more_often_than_they_mu
 
 def test_newcomers_of_ours_that_come_at_once_spread_over_the_stages() -> None:
     world = World(OwnRule)
-    for peer in range(12, 24):
-        world.rule.came(peer)
+    world.come(*range(12, 24))
     world.timeline.run(60.0)
     assert world.swarm.num_serving == [8, 8, 8]
 
@@ -106,7 +122,7 @@ def test_the_dead_are_forgotten_wherever_they_were() -> None:
     rng = random.Random(0)
     alive = list(range(12))
     for peer in range(12, 300):
-        world.rule.came(peer)
+        world.come(peer)
         alive.append(peer)
         while len(alive) > 12:
             world.leave(alive.pop(rng.randrange(len(alive))))

@@ -158,9 +158,9 @@ def largest_difference_points(one: Work, other: Work) -> float:
 class Counting(Ours):
     """Counts the answers of each peer."""
 
-    def __init__(self, timeline: Timeline, rng: random.Random) -> None:
+    def __init__(self, timeline: Timeline, rng: random.Random, num_answers: Counter[PeerId]) -> None:
         super().__init__(timeline, rng)
-        self.num_answers: Counter[PeerId] = Counter()
+        self.num_answers = num_answers
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         self.num_answers[peer_id] += 1
@@ -172,15 +172,20 @@ def simulate(
 ) -> tuple[float, Work]:  # fmt: skip
     """Microbatches per second of a simulated swarm with one trainer, and who did how much of them."""
     timeline = Timeline()
+    num_answers: Counter[PeerId] = Counter()
+
+    def make_view(machine: Machine | None = None) -> View:
+        who = "trainer" if machine is None else machine.peer_id
+        return View(Counting(timeline, random.Random(f"{seed} {who}"), num_answers), who)
+
     pipeline = SimulatedPipeline(
         timeline, random.Random(seed), num_stages=len(setting.paces), num_samples=MICROBATCH_SIZE,
-        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST,
+        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST, make_view=make_view,
     )  # fmt: skip
     peers = machines(setting, link_seconds)
     for machine in peers:
         pipeline.start(machine)
-    chooser = Counting(timeline, random.Random(seed + 1))
-    view = View(chooser)
+    view = make_view()
 
     def read_directory() -> None:
         pipeline.announce([view])
@@ -190,14 +195,10 @@ def simulate(
     trainer = SimulatedTrainer(pipeline, view, max_in_flight=setting.max_in_flight)
     trainer.fill()
     timeline.run(warm_up_seconds)
-    before, answers_before = trainer.num_done, chooser.num_answers.copy()
+    before, answers_before = trainer.num_done, num_answers.copy()
     timeline.run(warm_up_seconds + seconds)
     answers = [
-        [
-            chooser.num_answers[machine.peer_id] - answers_before[machine.peer_id]
-            for machine in peers
-            if machine.stage == stage
-        ]
+        [num_answers[machine.peer_id] - answers_before[machine.peer_id] for machine in peers if machine.stage == stage]
         for stage in range(len(setting.paces))
     ]
     return (trainer.num_done - before) / seconds, shares(answers)
@@ -214,7 +215,7 @@ def machines(setting: Setting, link_seconds: float) -> list[Machine]:
             peer_id=PeerId(f"{100 * stage + number:040x}"),
             stage=stage,
             busy_seconds=pace * MICROBATCH_SIZE,
-            link_seconds=link_seconds + (setting.round_trip_seconds if stage % 2 == 0 else 0.0),
+            link_seconds=link_seconds + setting.round_trip_seconds if stage % 2 == 0 else 0.0,
             jitter=0.0,
         )
         for stage, peers in enumerate(setting.paces)

@@ -6,16 +6,20 @@ back, and one that was busy for as long as it asked for, as this project's does:
 
 import heapq
 import random
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from swarm.clock import Clock
 from swarm.routing.peer_queue import BASE_BAN_SECONDS
+from swarm.routing.throughput import PEER_SMOOTHING, MovingAverage
 from swarm.simulation.choosers.chooser import Answer
 from swarm.types import PeerId, PeerRecord, PeerState
 
 SMOOTHING = 0.1
-"""Weight of the newest observation in the SWARM paper's moving average, as in its published code."""
+"""Weight of the newest observation in the SWARM paper's moving average, which is corrected for its start, as in its
+published code."""
 UNKNOWN_SECONDS = 1.0
 """What a peer that never answered is taken to need: for a sample in the SWARM paper's published code."""
 MAX_DRAWS = 20
@@ -83,7 +87,7 @@ class BetterOfTwo(ByChance):
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__(clock, rng)
         self._waiting: dict[PeerId, int] = {}
-        self._seconds: dict[PeerId, float] = {}
+        self._seconds: defaultdict[PeerId, MovingAverage] = defaultdict(partial(MovingAverage, PEER_SMOOTHING))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
         """See Chooser."""
@@ -97,11 +101,10 @@ class BetterOfTwo(ByChance):
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         """See Chooser."""
         self._waiting[peer_id] = answer.queue_length
-        known = self._seconds.get(peer_id, answer.busy_seconds)
-        self._seconds[peer_id] = known + 0.2 * (answer.busy_seconds - known)
+        self._seconds[peer_id].observe(answer.busy_seconds)
 
     def _expected(self, peer_id: PeerId) -> float:
-        return (1 + self._waiting.get(peer_id, 0)) * self._seconds.get(peer_id, UNKNOWN_SECONDS)
+        return (1 + self._waiting.get(peer_id, 0)) * (self._seconds[peer_id].value or UNKNOWN_SECONDS)
 
 
 class SwarmQueue(ByChance):
@@ -113,7 +116,7 @@ class SwarmQueue(ByChance):
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         super().__init__(clock, rng)
-        self._seconds: dict[PeerId, float] = {}
+        self._seconds: defaultdict[PeerId, MovingAverage] = defaultdict(partial(MovingAverage, SMOOTHING))
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         """See Chooser."""
@@ -133,7 +136,7 @@ class SwarmQueue(ByChance):
             priority, tie, peer_id = heapq.heappop(queue)
             if self._can_be_asked(peer_id, exclude):
                 chosen = peer_id
-                priority += self._seconds.get(peer_id, UNKNOWN_SECONDS * num_samples)
+                priority += self._seconds[peer_id].value or UNKNOWN_SECONDS * num_samples
             skipped.append((priority, tie, peer_id))
         for entry in skipped:
             heapq.heappush(queue, entry)
@@ -141,5 +144,4 @@ class SwarmQueue(ByChance):
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         """See Chooser."""
-        known = self._seconds.get(peer_id, answer.call_seconds)
-        self._seconds[peer_id] = known + SMOOTHING * (answer.call_seconds - known)
+        self._seconds[peer_id].observe(answer.call_seconds)

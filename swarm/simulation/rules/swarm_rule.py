@@ -31,12 +31,13 @@ class SwarmRule:
         """Nothing follows."""
 
     def _tick(self) -> None:
-        self._swarm.timeline.after(self._period_seconds, self._tick)
         idlest, *_, busiest = self._by_load()
         peers = list(self._swarm.peers[idlest])
         if idlest != busiest and len(peers) > 1:
             # All machines are alike: which of them is the idlest is chance.
             self._swarm.move(self._rng.choice(peers), busiest)
+        # Now, so that who has just been sent arrives before the next look, where a download takes a period.
+        self._swarm.timeline.after(self._period_seconds, self._tick)
 
     def _by_load(self) -> list[int]:
         """The stages, by the work that waits there: the more a stage manages, the less."""

@@ -3,9 +3,10 @@
     scripts/simulate routing --json
 
 Unequal peers in a pipeline, whose trainers keep it full. The same machines, links and failures for everybody: the SWARM
-paper's queue, the better of two peers drawn by chance, chance alone, and this project's router. Failures come at the
-rates of the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies with probability 0.2, 0.4 or 1 %. A
-machine that died comes back later, and has to be found again.
+paper's queue, the better of two peers drawn by chance, chance alone, and this project's router. SWARM's trainers choose
+the whole way; with the others whoever hands a microbatch on chooses, and knows what it has seen itself and what its
+likes announce. Failures come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies
+with probability 0.2, 0.4 or 1 %. A machine that died comes back later, and has to be found again.
 """
 
 import gc
@@ -29,6 +30,10 @@ from swarm.types import PeerId
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
     "swarm": SwarmQueue, "ours": Ours, "better_of_two": BetterOfTwo, "random": ByChance,
 }  # fmt: skip
+CHOSEN_BY_TRAINERS = {"swarm"}
+"""These choose the whole way; of the others every peer has one of its own."""
+VIEWS_PER_STAGE = 250
+"""Where a stage has more peers than this, several of them share what they have seen: memory has room for no more."""
 NUM_SAMPLES = 4
 USUAL_SECONDS = 1.0
 """A typical peer's compute for a microbatch."""
@@ -87,8 +92,8 @@ def run(options: Options) -> dict[str, Any]:
                     "failure_percent": rate,
                     "num_seeds": len(seeds := _seeds(options, size)),
                     **{
-                        name: mean_and_spread([_one(options, size, rate, make, seed) for seed in seeds])
-                        for name, make in CHOOSERS.items()
+                        name: mean_and_spread([_one(options, size, rate, name, seed) for seed in seeds])
+                        for name in CHOOSERS
                     },
                 }
                 for size in options.num_peers
@@ -130,24 +135,24 @@ class _Load:
         self.send(view)
 
 
-def _one(
-    options: Options, size: int, failure_percent: float, make: Callable[[Clock, random.Random], Chooser], seed: int
-) -> dict[str, float]:
+def _one(options: Options, size: int, failure_percent: float, name: str, seed: int) -> dict[str, float]:
     gc.collect()  # what the last run left
     timeline = Timeline()
     world, chance = random.Random(seed), random.Random(f"{seed} peers")
     num_stages = min(options.num_stages, size // 2)
+
+    def make_view(who: str) -> View:
+        return View(CHOOSERS[name](timeline, random.Random(f"{seed} {who}")), who)
+
+    hands_on = None if name in CHOSEN_BY_TRAINERS else _view_maker(make_view, size // num_stages)
     pipeline = SimulatedPipeline(
         timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=num_stages + 2,
-        largest_in_flight=LARGEST,
+        largest_in_flight=LARGEST, make_view=hands_on,
     )  # fmt: skip
     machines = [_machine(world, number, number % num_stages) for number in range(size)]
     for machine in machines:
         pipeline.start(machine)
-    views = [
-        View(make(timeline, random.Random(f"{seed} {name}")), name)
-        for name in (f"trainer {number}" for number in range(options.num_trainers))
-    ]
+    views = [make_view(f"trainer {number}") for number in range(options.num_trainers)]
     seconds = min(1200.0, max(30.0, options.num_visits * USUAL_SECONDS / size))
     end = WARM_UP_SECONDS + seconds
     for machine in machines:
@@ -175,6 +180,21 @@ def _one(
         "p99_seconds": quantiles[98],
         "num_reroutes": pipeline.num_reroutes - num_reroutes,
     }
+
+
+def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Callable[[Machine], View]:
+    """A peer that starts knows nothing, unless it is one of too many: then it knows what its likes do."""
+    if peers_per_stage <= VIEWS_PER_STAGE:
+        return lambda machine: make_view(machine.peer_id)
+    shared: dict[tuple[int, int], View] = {}
+
+    def find(machine: Machine) -> View:
+        which = machine.stage, int(machine.peer_id, 16) % VIEWS_PER_STAGE
+        if which not in shared:
+            shared[which] = make_view(f"peers {which}")
+        return shared[which]
+
+    return find
 
 
 def _machine(rng: random.Random, number: int, stage: int) -> Machine:

@@ -28,7 +28,7 @@ def test_every_way_of_a_long_line_is_as_long() -> None:
     ]
     assert lengths[0] == pytest.approx(0.1 + LINK_SECONDS)
     for above, below in pairwise(lengths):
-        assert above + below == pytest.approx(0.1 + 2 * LINK_SECONDS)
+        assert above + below == pytest.approx(0.1 + LINK_SECONDS)
 
 
 def test_half_of_the_settings_are_short_of_what_the_peers_can_compute() -> None:
@@ -44,7 +44,7 @@ def test_one_microbatch_in_flight_takes_its_computing_and_its_way() -> None:
     """Peers that know their caller take it unasked: there and back once for each stage."""
     setting = Setting(paces=((0.05,), (0.05,)), max_in_flight=1, round_trip_seconds=0.1)
     rate, work = simulate(setting, 0, link_seconds=LINK_SECONDS, warm_up_seconds=10.0, seconds=50.0)
-    assert 1 / rate == pytest.approx(2 * 4 * 0.05 + 2 * 0.1 + 3 * LINK_SECONDS, rel=0.03)
+    assert 1 / rate == pytest.approx(2 * 4 * 0.05 + 2 * (0.1 + LINK_SECONDS), rel=0.03)
     assert work == ((1.0,), (1.0,))
 
 
