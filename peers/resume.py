@@ -67,12 +67,14 @@ class Others:
         rounds: by other stage, its newest round.
         samples: of the run, at the newest of these.
         repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
+        has_begun: one of those that were asked has been given microbatches.
     """
 
     held_at: int | None = None
     rounds: Mapping[int, int] = field(default_factory=dict)
     samples: int = 0
     repeating: frozenset[int] = frozenset()
+    has_begun: bool = False
 
     @property
     def latest(self) -> int:
@@ -173,7 +175,7 @@ async def find_others(
     stages, warned = range(config.stages.num_stages), set[str]()
     while True:
         if holders := await describe(config, known.others(stage), channels):
-            return Others(held_at=max(reply.round for reply in holders))
+            return Others(held_at=max(reply.round for reply in holders), has_begun=_has_begun(holders))
         what, who, silent = f"stage {stage} is held by", "those who hold it", known.others(stage)
         if not silent:
             foremost = {
@@ -191,7 +193,8 @@ async def find_others(
             if not silent and ((rounds and len(together) <= 1) or clock.monotonic() >= deadline):
                 _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
                 repeating = frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row))))
-                return Others(rounds=rounds, samples=samples, repeating=repeating)
+                has_begun = any(map(_has_begun, rows))
+                return Others(rounds=rounds, samples=samples, repeating=repeating, has_begun=has_begun)
         if silent:
             if what not in warned:
                 logger.warning(
@@ -202,6 +205,10 @@ async def find_others(
             if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
                 raise PeerUnavailable(f"{who} do not answer")
         await _look_again(known, directory, stages, clock)
+
+
+def _has_begun(row: Sequence[pb.DescribeReply]) -> bool:
+    return any(reply.counters.forwards > 0 for reply in row)
 
 
 def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:

@@ -328,7 +328,8 @@ class StageServer:
         shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
         beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)
         if beginning is None:
-            await self._member.begin()
+            # Its stage may have had ids granted, in this very round, that nobody is left to tell of.
+            await self._member.begin(highest_microbatch=0 if others.has_begun else -1)
             return
         restored = beginning.restored
         tensors = restored.tensors if restored is not None else (await self._member.snapshot()).tensors

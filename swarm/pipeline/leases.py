@@ -146,7 +146,7 @@ class LeaseTable:
             if count and not grant.microbatches and self._end_leases(DOUBT_SECONDS):
                 grant = self._grant_of_round(view, trainer_id, count, all_granted, all_committed)
             return grant
-        return self._grant_endless(view, trainer_id, count)
+        return self._grant_endless(view, trainer_id, count, released)
 
     def _note_lead(self) -> None:
         """Trainers ask all the time: if nobody has for a while, this peer was away, and others may have led."""
@@ -280,17 +280,21 @@ class LeaseTable:
         finished = self._finished.get(microbatch)
         return finished is None or finished.trainer_id == trainer_id or finished.trainer_id not in self._wanted_at
 
-    def _grant_endless(self, view: RoundView, trainer_id: str, count: int) -> Grant:
+    def _grant_endless(self, view: RoundView, trainer_id: str, count: int, released: Collection[int]) -> Grant:
         """Each is granted once: what is given back, or expires here, another leader may have granted again."""
-        known = max([view.highest_microbatch, *self._leases], default=-1)
+        known = max([view.highest_microbatch, *self._leases, *released], default=-1)
+        if known < 0 and view.awaits_reports and self._clock.monotonic() - self._leads_since < LONGEST_GATHER_SECONDS:
+            # Whoever led before may be about to tell what it has granted.
+            return Grant(microbatches=())
         # Another peer has granted what is not below, which led while this one was away; or a trainer made it up.
         if self._next is None or (known >= self._next and known != self._skipped):
             self._skipped = known
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
             # In no run's lifetime: a trainer made one up, and ids beyond LARGEST are refused everywhere.
             is_made_up = self._next > LARGEST // 2
-            # This peer has downloaded the state, which does not say what was trained on.
-            is_unknown = known < 0 < view.round
+            # This peer has downloaded the state, which does not say what was trained on; 0 is what it begins with where
+            # others have begun.
+            is_unknown = known <= 0 < view.round
             if is_made_up or is_unknown:
                 self._next = self._rng.randrange(LARGEST // 2)
         self._finished.clear()

@@ -366,7 +366,8 @@ class TrainLoop(HopListener):
 
     def _take(self, leased: Leased, last_round: int) -> None:
         self._drop_needless(leased)
-        if self._config.rounds.synchronous and leased.round > last_round:
+        # While this pauses the others would wait for what was asked for before.
+        if self._config.rounds.synchronous and (self._paused or leased.round > last_round):
             self._released[leased.stage] += leased.microbatches
             return
         known = {work.microbatch.index for work in self._work() if work.granted_by == leased.stage}

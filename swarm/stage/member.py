@@ -198,8 +198,13 @@ class StageMember:
             self._stage.is_changing_state = False
         self._stage.round_began()
 
-    async def begin(self) -> None:
-        """Enter a run with the initial state, as everybody does whom nobody can give a better one."""
+    async def begin(self, *, highest_microbatch: int = -1) -> None:
+        """Enter a run with the initial state, as everybody does whom nobody can give a better one.
+
+        Args:
+            highest_microbatch: new microbatches are to have higher ids.
+        """
+        self._stage.ledger.highest_microbatch = highest_microbatch
 
         def record() -> None:
             now = self._weights.round

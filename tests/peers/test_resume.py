@@ -215,18 +215,23 @@ class _Directory:
         return dead if self.silent[stage] >= 0 else []
 
 
-def _describe(config: RunConfig, stage: int, turns: Iterator[int | None], committed: int) -> pb.DescribeReply:
+def _describe(
+    config: RunConfig, stage: int, turns: Iterator[int | None], committed: int, num_forwards: int = 0
+) -> pb.DescribeReply:
     number = next(turns)
     if number is None:
         raise NotReady("it says nothing")
     rounds = [pb.RoundReport(round=number - 1 - back) for back in reversed(range(committed))]
-    return pb.DescribeReply(run_id=config.run_id, stage=stage, round=number, run_samples=16 * number, rounds=rounds)
+    return pb.DescribeReply(
+        run_id=config.run_id, stage=stage, round=number, run_samples=16 * number, rounds=rounds,
+        counters=pb.StageCounters(forwards=num_forwards),
+    )  # fmt: skip
 
 
 async def _find(
     rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
     patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
-    committed: Mapping[int, int] | None = None,
+    committed: Mapping[int, int] | None = None, num_forwards: int = 0,
 ) -> tuple[Others, int]:  # fmt: skip
     """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
 
@@ -240,7 +245,9 @@ async def _find(
             (peer,) = chain.at(number)
             # The last one again and again.
             turns = itertools.chain(answers, itertools.repeat(answers[-1]))
-            peer.servicer._describe = partial(_describe, config, number, turns, (committed or {}).get(number, 0))
+            peer.servicer._describe = partial(
+                _describe, config, number, turns, (committed or {}).get(number, 0), num_forwards
+            )  # fmt: skip
             known.update(number, await directory.peers(number))
         directory.silent.update(silent_looks or {})
         for number in {stage, *directory.silent}:
@@ -256,6 +263,13 @@ async def _find(
 async def test_whoever_holds_the_stage_is_all_that_matters() -> None:
     others, _ = await _find({0: [7], 1: [6], 2: [7]}, patient=True)
     assert others == Others(held_at=6)
+
+
+@pytest.mark.parametrize("number", [0, STAGE])
+async def test_a_joiner_learns_whether_anybody_was_given_a_microbatch_yet(number: int) -> None:
+    for num_forwards in (0, 1):
+        others, _ = await _find({number: [0]}, num_forwards=num_forwards)
+        assert others.has_begun == bool(num_forwards)
 
 
 async def test_a_peer_that_serves_another_stage_by_now_holds_nothing_of_this_one() -> None:

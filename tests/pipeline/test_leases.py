@@ -465,10 +465,30 @@ def test_a_new_leader_skips_what_its_predecessor_may_have_granted() -> None:
     assert second == first + 1
 
 
-def test_a_leader_that_has_only_downloaded_the_state_does_not_begin_at_0_again() -> None:
+def test_what_a_trainer_gives_back_was_granted_by_a_predecessor() -> None:
     leader = _Leader(_DILOCO)
-    leader.round = 50
-    assert leader.give("a", 1)[0] > 1_000_000, "of 2^47; all that was trained on would count twice"
+    assert leader.give("a", 1, released=[3, 47])[0] > 47 + LEAST_SKIP
+
+
+def test_who_knows_of_nothing_that_was_granted_hears_its_stage_s_peers_first() -> None:
+    leader = _Leader(_DILOCO, led_seconds=0.0)
+    assert leader.give("a", 2, awaits_reports=True) == []
+    leader.highest = 40
+    assert leader.give("a", 1)[0] > 40 + LEAST_SKIP
+    alone = _Leader(_DILOCO, led_seconds=0.0)
+    assert alone.give("a", 2) == [0, 1]
+    silent = _Leader(_DILOCO, led_seconds=0.0)
+    for _ in range(int(2 * LONGEST_GATHER_SECONDS)):
+        assert silent.give("a", 2, awaits_reports=True) == []
+        silent.clock.advance(0.5)
+    assert silent.give("a", 2, awaits_reports=True) == [0, 1], "they may never tell"
+
+
+def test_a_leader_that_has_only_downloaded_the_state_does_not_begin_at_0_again() -> None:
+    for highest in (-1, 0):
+        leader = _Leader(_DILOCO)
+        leader.round, leader.highest = 50, highest
+        assert leader.give("a", 1)[0] > MOST_SKIP, "of 2^47; all that was trained on would count twice"
 
 
 def test_a_leader_that_was_away_does_not_come_to_what_another_has_granted_meanwhile() -> None:

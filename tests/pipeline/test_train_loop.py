@@ -227,6 +227,29 @@ async def test_a_trainer_that_evaluates_holds_nothing_that_others_would_wait_for
         await eventually(lambda: world.num_runs > 4, meanwhile=lambda: pass_time(world))
 
 
+async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None:
+    """It had been asked for before."""
+    async with running(SYNCHRONOUS, max_in_flight=4) as world:
+        world.num_there = 4
+        await eventually(lambda: world.num_granted == 4, meanwhile=lambda: world.clock.advance(0.02))
+        acquire = world.acquire
+
+        async def acquire_late(stage: int, count: int, **options: Any) -> Leased | None:
+            if stage:
+                return await acquire(stage, count, **options)
+            with world.loop.paused():
+                world.num_there = 6
+                leased = await acquire(stage, 2, **options)
+                world.acquire = acquire  # type: ignore[method-assign]
+                assert leased is not None
+                world.loop._take(leased, last_round=0)
+            return await acquire(stage, 0, **options)
+
+        world.acquire = acquire_late  # type: ignore[method-assign]
+        await eventually(lambda: world.released == [4, 5], meanwhile=lambda: pass_time(world))
+        assert world.num_runs == 4
+
+
 async def test_a_microbatch_that_is_run_again_has_one_loss() -> None:
     """As when the only peer that counted it has died."""
     async with running() as world:
