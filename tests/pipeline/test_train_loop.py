@@ -246,7 +246,9 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
             return await acquire(stage, 0, **options)
 
         world.acquire = acquire_late  # type: ignore[method-assign]
+        began_at = world.clock.monotonic()
         await eventually(lambda: world.released == [4, 5], meanwhile=lambda: pass_time(world))
+        assert world.clock.monotonic() - began_at < HOLD_SECONDS / 2, "not because its leases end"
         assert world.num_runs == 4
 
 
