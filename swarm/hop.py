@@ -59,6 +59,9 @@ SHORTEST_WAIT_SECONDS = 0.005
 """Until a peer is looked for again when nobody can be asked, at least."""
 PAUSE_SECONDS = 1.0
 """For how long a microbatch leaves a peer alone that failed it."""
+MOST_SENT_ON = 4
+"""Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
+slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
 
 _Answer = TypeVar("_Answer")
 
@@ -130,7 +133,7 @@ class HopReply:
     route: Mapping[int, PeerId]
     num_reroutes: int
     num_busy: int
-    """Times that a peer of this hop had no room."""
+    """Times that a peer of this hop had no room, those apart that only left it to others."""
     _call: Call = field(repr=False)
 
     async def ack(self) -> None:
@@ -161,6 +164,10 @@ class _Attempt:
     num_failures: int = 0
     num_not_ready: int = 0
     num_busy: int = 0
+    has_others: bool = False
+    """Whether the peer that is asked was told that there are others to ask."""
+    num_sent_on: int = 0
+    """Times that one thereupon was busy."""
     is_refused: bool = False
     """Whether nobody has taken it since somebody was busy."""
 
@@ -207,7 +214,7 @@ class Hop:
             self._events.write(
                 HopEvent(
                     microbatch=microbatch.index, round=microbatch.round, stage=self.stage, peer=record.peer_id,
-                    attempt=attempt.num_failures + attempt.num_busy + 1,
+                    attempt=attempt.num_failures + attempt.num_busy + attempt.num_sent_on + 1,
                 )
             )  # fmt: skip
             return await self._train_once(record, microbatch, tensors, listener, attempt)
@@ -262,8 +269,11 @@ class Hop:
                 try:
                     return await once(record)
                 except Overloaded as busy:
-                    attempt.num_busy += 1
-                    self._set_refused(attempt, True)
+                    if attempt.has_others:
+                        attempt.num_sent_on += 1
+                    else:
+                        attempt.num_busy += 1
+                        self._set_refused(attempt, True)
                     self._router.busy(peer_id, busy.retry_after_seconds)
                     attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
                 except (Retryable, WrongStage, WrongRun) as error:
@@ -327,6 +337,9 @@ class Hop:
         peer_id = PeerId(record.peer_id)
         reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
         is_new_to_it = attempt.route.get(self.stage) != peer_id
+        attempt.has_others = is_new_to_it and attempt.num_sent_on < min(
+            MOST_SENT_ON, self._router.num_peers(self.stage) - 1
+        )
         opening = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
@@ -334,6 +347,7 @@ class Hop:
             rerouted_backward=attempt.forward_passed and is_new_to_it,
             # Who worked on it before may need nothing sent.
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
+            has_others=attempt.has_others,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             if not opening.eager:

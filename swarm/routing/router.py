@@ -61,6 +61,11 @@ class Router:
         queue = self._queue_of(peer_id)
         return None if queue is None else queue.record(peer_id)
 
+    def num_peers(self, stage: int) -> int:
+        """How many peers serve a stage, banned and busy ones too."""
+        queue = self._queues.get(stage)
+        return 0 if queue is None else len(queue)
+
     def records(self, stage: int) -> list[PeerRecord]:
         """The newest announcements of all peers that serve a stage, banned and busy ones too."""
         queue = self._queues.get(stage)

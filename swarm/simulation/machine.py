@@ -12,7 +12,7 @@ from functools import partial
 
 from swarm.routing.throughput import MovingAverage
 from swarm.simulation.timeline import Timeline
-from swarm.stage.admission import Admission, credits_of
+from swarm.stage.admission import Admission
 from swarm.stage.slots import Slots
 from swarm.stage.task_queue import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -68,10 +68,9 @@ class SimulatedPeer:
         """Tasks waiting or running."""
         return len(self._queue) + self._is_running
 
-    @property
-    def num_credits(self) -> int:
+    def grants(self, *, has_others: bool = False) -> int:
         """What a reply grants."""
-        return credits_of(self._admission.num_free)
+        return self._admission.grants(has_others=has_others)
 
     def record(self) -> PeerRecord:
         """What it announces now."""
@@ -84,11 +83,11 @@ class SimulatedPeer:
 
     # -- slots -------------------------------------------------------------------------------------------------------
 
-    def admit(self, caller: str) -> None:
+    def admit(self, caller: str, *, has_others: bool = False) -> None:
         """Take a slot. Raises Overloaded."""
         seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
         idle = self._slots.lacks_work and not self.num_refused
-        self._admission.take(caller, busy_seconds=seconds, idle=idle)
+        self._admission.take(caller, busy_seconds=seconds, idle=idle, has_others=has_others)
 
     def give_back(self, caller: str) -> None:
         """Free a slot."""

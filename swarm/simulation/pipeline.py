@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from swarm.errors import Overloaded
-from swarm.hop import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits
+from swarm.hop import MOST_SENT_ON, PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits
 from swarm.routing.credits import Credits
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer
@@ -131,6 +131,8 @@ class _Hop:
         self._caller = view.name if origin is None else origin.peer_id
         self._then = then
         self._is_refused = False
+        self._has_others = False
+        self._num_sent_on = 0
         self._excluded: dict[PeerId, float] = {}
         self._attempt = 0
         """Number of the present one: what was planned for an earlier one does not happen any more."""
@@ -150,6 +152,7 @@ class _Hop:
         self._sent_at = now
         self._busy_seconds = self._downstream_seconds = 0.0
         self._is_eager = self._credits.take(peer_id)
+        self._has_others = self._num_sent_on < min(MOST_SENT_ON, self._view.chooser.num_others(self._stage))
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
             # Nobody answers there any more.
@@ -186,7 +189,7 @@ class _Hop:
 
     def _asked(self) -> None:
         try:
-            self._peer.admit(self._caller)
+            self._peer.admit(self._caller, has_others=self._has_others)
         except Overloaded as busy:
             self._after(self._one_way, partial(self._refused, busy.retry_after_seconds))
             return
@@ -220,7 +223,7 @@ class _Hop:
         self._busy_seconds += seconds
         self._peer.measured(self._busy_seconds)
         # What an answer grants is decided before its own slot is free.
-        num_credits = self._peer.num_credits
+        num_credits = self._peer.grants(has_others=self._has_others)
         self._peer.give_back(self._caller)
         self._after(self._one_way, partial(self._answered, self._peer.queue_length, num_credits))
 
@@ -229,8 +232,11 @@ class _Hop:
     def _refused(self, retry_after_seconds: float) -> None:
         peer_id = self._peer.peer_id
         self._pipeline.waits_no_more(self, peer_id)
-        self.num_busy += 1
-        self._set_refused(True)
+        if self._has_others:
+            self._num_sent_on += 1
+        else:
+            self.num_busy += 1
+            self._set_refused(True)
         self._view.chooser.busy(peer_id, retry_after_seconds)
         self._excluded[peer_id] = self._timeline.monotonic() + retry_after_seconds
         self.attempt()

@@ -2,7 +2,9 @@
 
 Used by stage/stage. Everybody may take what nobody else wants, beyond the few no faster than the peer can make use of;
 once somebody was refused, a slot is kept for him from those who hold clearly more, until he has come again or his time
-is over. So a flood of one caller leaves the others their share. Never waits: who is refused asks again.
+is over. So a flood of one caller leaves the others their share. Who has other peers to ask gets none while something
+waits here already: among many who know nothing of each other, work finds idle peers by being sent on. Never waits: who
+is refused asks again.
 """
 
 import math
@@ -19,11 +21,6 @@ SHORTEST_RETRY_SECONDS = 0.02
 LONGEST_RETRY_SECONDS = 1.0
 CLEARLY_MORE = 2
 """By so many slots. One more or less is how it falls out among equals."""
-
-
-def credits_of(num_free: int) -> int:
-    """What a reply grants: of the free slots one at most, since all who get a reply are told of the same ones."""
-    return max(0, min(1, num_free))
 
 
 class Admission:
@@ -58,7 +55,11 @@ class Admission:
         """Whether the few are taken."""
         return self.num_held >= self._slots.least
 
-    def take(self, caller: str, *, busy_seconds: float, idle: bool = False) -> None:
+    def grants(self, *, has_others: bool) -> int:
+        """What a reply grants: of the free slots one at most, since all who get a reply are told of the same ones."""
+        return 0 if has_others and self._slots.has_enough else max(0, min(1, self.num_free))
+
+    def take(self, caller: str, *, busy_seconds: float, idle: bool = False, has_others: bool = False) -> None:
         """Take a slot; `give_back` frees it.
 
         Args:
@@ -66,10 +67,15 @@ class Admission:
                 it takes twice as many as it can do in that time, and no more: many at once, as where a peer fails that
                 had them, would wait here while another peer has nothing to do.
             idle: whether the peer has nothing to do, in spite of those who have slots.
+            has_others: whether the caller knows peers that it has not asked.
 
         Raises:
             Overloaded: there is no slot for this caller now.
         """
+        retry_seconds = min(max(busy_seconds, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
+        if has_others and self._slots.has_enough:
+            # Nothing is kept for this caller: it goes elsewhere.
+            raise Overloaded("work waits here already", retry_after_seconds=retry_seconds)
         if self._num_left <= 0:
             self._slots.refused(idle=idle)
         now = self._clock.monotonic()
@@ -79,7 +85,6 @@ class Admission:
         is_beyond, gap_seconds = self._is_beyond, busy_seconds / 2
         is_burst = is_beyond and now < self._open_at + num_kept * gap_seconds
         if self._num_left <= num_kept or is_burst:
-            retry_seconds = min(max(busy_seconds, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
             self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_seconds
             reason = f"{self.num_held} microbatches are in flight"
             raise Overloaded(reason, retry_after_seconds=retry_seconds)

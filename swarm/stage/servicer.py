@@ -31,7 +31,6 @@ from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import filled
-from swarm.stage.admission import credits_of
 from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.incoming import Incoming
@@ -132,7 +131,7 @@ class StageServicer(StageServiceServicer):
         self, context: Context, incoming: Incoming, opening: pb.Open, microbatch: Microbatch
     ) -> Computation:
         """From the admission to Done; the slot is free again when the answer is sent."""
-        slot = self._stage.admit(microbatch, incoming.caller)
+        slot = self._stage.admit(microbatch, incoming.caller, has_others=opening.has_others)
         try:
             # What comes at once has to be read.
             tensors = await incoming.tensors() if opening.eager else self._stage.known_inputs(microbatch)
@@ -148,7 +147,7 @@ class StageServicer(StageServiceServicer):
             try:
                 await self._stream_news(context, computation)
                 self._stage.counters.rerouted_backwards += opening.rerouted_backward
-                await self._answer(context, computation, microbatch)
+                await self._answer(context, computation, microbatch, opening.has_others)
             except BaseException:
                 self._stage.abandon(computation, context)
                 raise
@@ -187,7 +186,9 @@ class StageServicer(StageServiceServicer):
         if computation.subscriber is not context:
             raise StaleMicrobatch("another call took this microbatch over")
 
-    async def _answer(self, context: Context, computation: Computation, microbatch: Microbatch) -> None:
+    async def _answer(
+        self, context: Context, computation: Computation, microbatch: Microbatch, has_others: bool
+    ) -> None:
         result = computation.result()
         # A replay may have joined a computation that was begun before it.
         tensors = {}
@@ -199,7 +200,7 @@ class StageServicer(StageServiceServicer):
             done = pb.Done(
                 loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
                 busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
-                credits=credits_of(self._stage.num_free), num_reroutes=result.num_reroutes,
+                credits=self._stage.grants(has_others=has_others), num_reroutes=result.num_reroutes,
             )  # fmt: skip
             reply.done.CopyFrom(done)
             await send(context, reply)

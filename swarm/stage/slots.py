@@ -40,6 +40,11 @@ class Slots:
         """Whether what is at the compute thread does not keep it busy for long."""
         return self._queue_length() <= FEW
 
+    @property
+    def has_enough(self) -> bool:
+        """Whether something waits for the compute thread: what comes now would be done sooner where nothing does."""
+        return self._queue_length() >= FEW
+
     def refused(self, *, idle: bool) -> None:
         """All are taken and somebody wanted one; `idle`: the peer has nothing to do, though it has all these."""
         if idle:

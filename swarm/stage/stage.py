@@ -136,8 +136,11 @@ class Stage:
     @property
     def num_free(self) -> int:
         """Microbatches of the current round that would be admitted now."""
-        admission = self._admissions.get(self._place(self.round))
-        return self._slots.size if admission is None else admission.num_free
+        return self._admission(self._place(self.round)).num_free
+
+    def grants(self, *, has_others: bool) -> int:
+        """What a reply grants for the current round; see Admission."""
+        return self._admission(self._place(self.round)).grants(has_others=has_others)
 
     @property
     def _is_idle(self) -> bool:
@@ -155,8 +158,8 @@ class Stage:
 
     # -- admission -------------------------------------------------------------------------------------------------
 
-    def admit(self, microbatch: Microbatch, caller: str = "") -> Slot:
-        """Take a slot for a caller's microbatch; give it back with `leave`.
+    def admit(self, microbatch: Microbatch, caller: str = "", *, has_others: bool = False) -> Slot:
+        """Take a slot for a caller's microbatch, unless it had better ask another peer; give it back with `leave`.
 
         In the synchronous setting one of the last round is taken as well, with the weights of that round: a stage that
         lost all its peers and came back from a checkpoint has that round to do again. Here it counts no more.
@@ -175,11 +178,14 @@ class Stage:
         self._admissions = {
             p: admission for p, admission in self._admissions.items() if admission.num_held or p >= place
         }
-        admission = self._admissions.setdefault(place, Admission(self._slots, self._clock))
+        admission = self._admissions[place] = self._admission(place)
         # One of the next round waits for the end of this one, however little there is to do.
         idle = microbatch.round <= self.round and self._is_idle
-        admission.take(caller, busy_seconds=self._busy_seconds(), idle=idle)
+        admission.take(caller, busy_seconds=self._busy_seconds(), idle=idle, has_others=has_others)
         return Slot(place, caller)
+
+    def _admission(self, place: int) -> Admission:
+        return self._admissions.get(place) or Admission(self._slots, self._clock)
 
     def known_inputs(self, microbatch: Microbatch) -> Mapping[str, torch.Tensor] | None:
         """What a microbatch brings, if this peer has it already."""

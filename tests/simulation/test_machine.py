@@ -51,14 +51,14 @@ def test_who_has_just_finished_does_not_count_as_waiting() -> None:
 
 def test_slots_are_limited_and_credits_say_so() -> None:
     simulated = peer(Timeline())
-    assert simulated.num_credits == 1
+    assert simulated.grants() == 1
     simulated.admit("one")
     simulated.admit("one")
-    assert simulated.num_credits == 0
+    assert simulated.grants() == 0
     with pytest.raises(Overloaded):
         simulated.admit("one")
     simulated.give_back("one")
-    assert simulated.num_credits == 1
+    assert simulated.grants() == 1
 
 
 def test_it_announces_what_it_measured() -> None:

@@ -105,7 +105,7 @@ def test_nothing_is_lost_when_any_peer_dies_at_any_moment() -> None:
     pipeline.timeline.run(400.0)
     assert len(done) == 200
     assert pipeline.num_reroutes > 5
-    assert all(peer.queue_length == 0 and peer.num_credits == 1 for peer in pipeline.peers.values()), "no slot is left"
+    assert all(peer.queue_length == 0 and peer.grants() == 1 for peer in pipeline.peers.values()), "no slot is left"
 
 
 def test_a_trainer_finds_the_swarm_s_capacity_and_shares_follow_speed() -> None:
@@ -212,3 +212,18 @@ def test_an_answer_of_a_full_peer_grants_nothing() -> None:
         pipeline.train(view, lambda _: times.append(pipeline.timeline.monotonic()))
         pipeline.timeline.run(until)
     assert times == [pytest.approx(3.0 + 4 * 0.1), pytest.approx(30.0 + 3.0 + 4 * 0.1)]
+
+
+def test_where_work_waits_it_is_left_to_others() -> None:
+    """Of two peers one has two microbatches; who comes next goes to the other one, though that was not chosen."""
+    pipeline, view = build((3.0, 3.0))
+    busy, idle = (pipeline.peers[peer_id(number)] for number in (0, 1))
+    for _ in range(2):
+        busy.both(lambda seconds: None)
+    num_busy: list[int] = []
+    for _ in range(2):
+        pipeline.train(view, num_busy.append)
+    pipeline.timeline.run(1.0)
+    assert (busy.queue_length, idle.queue_length) == (2, 2)
+    pipeline.timeline.run(30.0)
+    assert num_busy == [0, 0]

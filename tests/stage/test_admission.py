@@ -1,10 +1,12 @@
 """Slots, and who gets them."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from swarm.clock import ManualClock
 from swarm.errors import Overloaded
-from swarm.stage.admission import PATIENCE_SECONDS, SHORTEST_RETRY_SECONDS, Admission, credits_of
+from swarm.stage.admission import PATIENCE_SECONDS, SHORTEST_RETRY_SECONDS, Admission
 from swarm.stage.slots import Slots
 
 RETRY = 0.5
@@ -148,4 +150,32 @@ def test_a_flood_that_leaves_the_peer_idle_gets_no_slot_that_is_kept_for_another
 
 
 def test_a_reply_grants_one_free_slot_at_most() -> None:
-    assert [credits_of(num_free) for num_free in (-1, 0, 1, 5)] == [0, 0, 1, 1]
+    admission = Admission(_slots(2), ManualClock())
+    granted = [admission.grants(has_others=False)]
+    for _ in range(2):
+        admission.take("a", busy_seconds=0.0)
+        granted.append(admission.grants(has_others=False))
+    assert granted == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("queue_length", "taken"), [(0, True), (1, True), (2, False), (9, False)])
+def test_who_has_other_peers_to_ask_is_left_to_them_while_something_waits_here(queue_length: int, taken: bool) -> None:
+    admission = Admission(Slots(9, 9, lambda: queue_length), ManualClock())
+    assert admission.grants(has_others=True) == taken
+    with nullcontext() if taken else pytest.raises(Overloaded, match="work waits here already"):
+        admission.take("a", busy_seconds=RETRY, has_others=True)
+    assert admission.num_held == taken
+    admission.take("a", busy_seconds=RETRY)
+    assert admission.grants(has_others=False) == 1
+
+
+def test_nothing_is_kept_for_who_was_left_to_others() -> None:
+    queue_length = 2
+    slots = Slots(4, 64, lambda: queue_length)
+    admission = Admission(slots, ManualClock())
+    for _ in range(9):
+        with pytest.raises(Overloaded):
+            admission.take("b", busy_seconds=RETRY, idle=True, has_others=True)
+    queue_length = 0
+    assert [_taken(admission, "a") for _ in range(4)] == [True] * 4, "nor do slots grow by it"
+    assert slots.size == 4

@@ -17,13 +17,14 @@ from swarm import optim
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import Overloaded, RetriesExhausted, StaleMicrobatch
-from swarm.hop import HopLimits, HopListener, Microbatch
+from swarm.hop import MOST_SENT_ON, HopLimits, HopListener, Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
 from swarm.stage.incoming import Incoming
+from swarm.stage.slots import FEW
 from swarm.stage.task_queue import Priority
 from swarm.stage.weights import GradientBucket, Version
 from swarm.types import PeerId
@@ -584,6 +585,34 @@ async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
             await eventually(lambda: not chain.peers[0].hop.is_held_up)  # All of its own are taken.
         await training
         await eventually(lambda: not hop.is_held_up)
+
+
+async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(3, 1, 1)) as chain:
+        first = chain.at(0)
+        for peer in first[:2]:
+            monkeypatch.setattr(peer.stage._slots, "_queue_length", lambda: FEW)
+        for index in range(4):
+            reply = await chain.train(index)
+            assert reply.num_busy == 0, "the window is not to shrink for it"
+            await chain.ack(reply)
+        assert [peer.stage.counters.committed for peer in first] == [0, 0, 4]
+        assert sum(peer.stage.counters.busy_replies for peer in first) > 0
+        assert not chain.trainer.is_held_up
+        assert _failures(chain.router) == 0
+        chain.assert_accumulated(range(4))
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, MOST_SENT_ON + 2])
+async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
+    num_peers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
+        for peer in chain.at(0):
+            monkeypatch.setattr(peer.stage._slots, "_queue_length", lambda: FEW)
+        await chain.ack(await chain.train(0))
+        assert sum(peer.stage.counters.busy_replies for peer in chain.at(0)) == min(num_peers - 1, MOST_SENT_ON)
+        chain.assert_accumulated([0])
 
 
 async def test_busy_against_a_credit_bans_nobody() -> None:

@@ -55,6 +55,10 @@ class ByChance:
         """See Chooser."""
         return self._draw(stage, exclude)
 
+    def num_others(self, stage: int) -> int:
+        """See Chooser: nobody is told of others."""
+        return 0
+
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         """Nothing is learnt."""
 

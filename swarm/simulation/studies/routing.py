@@ -28,10 +28,10 @@ from swarm.stage.slots import LARGEST
 from swarm.types import PeerId
 
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
-    "swarm": SwarmQueue, "ours": Ours, "better_of_two": BetterOfTwo, "random": ByChance,
+    "swarm": SwarmQueue, "swarm_by_peers": SwarmQueue, "ours": Ours, "better_of_two": BetterOfTwo, "random": ByChance,
 }  # fmt: skip
 CHOSEN_BY_TRAINERS = {"swarm"}
-"""These choose the whole way; of the others every peer has one of its own."""
+"""These choose the whole way; of the others every peer has one of its own, SWARM's queue for comparison as well."""
 VIEWS_PER_STAGE = 250
 """Where a stage has more peers than this, several of them share what they have seen: memory has room for no more."""
 NUM_SAMPLES = 4
