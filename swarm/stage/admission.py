@@ -72,10 +72,9 @@ class Admission:
         Raises:
             Overloaded: there is no slot for this caller now.
         """
-        retry_seconds = min(max(busy_seconds, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
         if has_others and self._slots.has_enough:
-            # Nothing is kept for this caller: it goes elsewhere.
-            raise Overloaded("work waits here already", retry_after_seconds=retry_seconds)
+            # Nothing is kept for this caller, which goes elsewhere. By then about one task is done.
+            raise Overloaded("work waits here already", retry_after_seconds=_retry_seconds(busy_seconds / 2))
         if self._num_left <= 0:
             self._slots.refused(idle=idle)
         now = self._clock.monotonic()
@@ -85,6 +84,7 @@ class Admission:
         is_beyond, gap_seconds = self._is_beyond, busy_seconds / 2
         is_burst = is_beyond and now < self._open_at + num_kept * gap_seconds
         if self._num_left <= num_kept or is_burst:
+            retry_seconds = _retry_seconds(busy_seconds)
             self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_seconds
             reason = f"{self.num_held} microbatches are in flight"
             raise Overloaded(reason, retry_after_seconds=retry_seconds)
@@ -98,3 +98,7 @@ class Admission:
         self._held[caller] -= 1
         if not self._held[caller]:
             del self._held[caller]
+
+
+def _retry_seconds(busy_seconds: float) -> float:
+    return min(max(busy_seconds, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)
