@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ def run(options: Options) -> dict[str, Any]:
         entries[name] = {**figures_file.origin(), **_measure(name, options.dataset)}
         figures_file.write(options.out, entries)
     return {"benches": entries}
+
+
+def exit_code(figures: Mapping[str, Any]) -> int:
+    """1 if a bench in the file ended with an error; whether one got worse is for `compare` to say."""
+    return int(any("error" in entry for entry in figures["benches"].values()))
 
 
 def _wanted(options: Options) -> Sequence[str]:

@@ -215,18 +215,20 @@ def program(name: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", f"from peers.commands import {name}; {name}()", *arguments]
 
 
-def wait_for_json(path: Path, children: Supervisor) -> dict[str, Any]:
+def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = START_SECONDS) -> dict[str, Any]:
     """The object that a child writes to a file, with `write_json` or likewise.
 
     Raises:
         PeerUnavailable: some child ended meanwhile.
-        DeadlineExceeded: it took longer than START_SECONDS.
+        DeadlineExceeded: it took longer than that.
     """
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + timeout_seconds
     while not path.exists():
         fail_on_exit(children)
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"no {path.name} after {START_SECONDS:.0f} s: is the machine busy with other work?")
+            raise DeadlineExceeded(
+                f"no {path.name} after {timeout_seconds:.0f} s: is the machine busy with other work?"
+            )
         time.sleep(POLL_SECONDS)
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return values

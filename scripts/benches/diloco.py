@@ -12,15 +12,17 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from peers import cli
 from peers.supervisor import Child, Supervisor, last_line
-from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_json
+from scripts.benches import figures_file
+from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus
 from scripts.benches.diloco_arms import ARMS, run_config
+from scripts.benches.diloco_kept import Kept
 from scripts.benches.judged import MORE
 from swarm.errors import PeerUnavailable
 
@@ -56,7 +58,8 @@ class Options(BenchOptions):
     jobs: int = 2
     """Processes at once, of one thread each."""
     keep: Path | None = None
-    """Keep each arm's and seed's figures in this folder, and do not train again what is there."""
+    """Keep each arm's and seed's figures in this folder, and do not train again what is there; it has to be of the
+    same rounds and text."""
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.arms if name not in ARMS]:
@@ -70,10 +73,16 @@ def run(options: Options) -> dict[str, Any]:
     """Train all of it; gives the figures."""
     # What is wrong with an arm or the text is said before any process starts.
     for name in options.arms:
-        with_corpus(run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset))
+        config = run_config(ARMS[name], seed=0, rounds_at_200=options.rounds_at_200, dataset=options.dataset)
+        digest = with_corpus(config)[0].data.digest
+    kept = None
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        kept = Kept(folder=options.keep, rounds_at_200=options.rounds_at_200, dataset=options.dataset, digest=digest)
+    runs = _kept_runs(options, kept)
     started_at = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-diloco-") as folder, Supervisor(Path(folder)) as children:
-        runs = _train_all(options, children)
+        runs |= _train_all(options, children, kept, runs.keys())
     by_arm = {name: [runs[name, seed] for seed in range(options.seeds)] for name in options.arms}
     return {
         "arms": {name: summary(of_arm) for name, of_arm in by_arm.items()},
@@ -82,40 +91,37 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def _train_all(options: Options, children: Supervisor) -> dict[tuple[str, int], Figures]:
-    """The figures of each arm and seed; `jobs` processes at a time."""
-    runs = _kept(options)
-    waiting = deque(run for run in itertools.product(options.arms, range(options.seeds)) if run not in runs)
-    running: dict[str, tuple[Child, str, int]] = {}
+def _kept_runs(options: Options, kept: Kept | None) -> dict[tuple[str, int], Figures]:
+    """What an earlier run of the bench has left."""
+    wanted = itertools.product(options.arms, range(options.seeds))
+    found = {(arm, seed): kept.read(arm, seed) for arm, seed in wanted} if kept is not None else {}
+    return {run: figures for run, figures in found.items() if figures is not None}
+
+
+def _train_all(
+    options: Options, children: Supervisor, kept: Kept | None, there: Container[tuple[str, int]]
+) -> dict[tuple[str, int], Figures]:
+    """The figures of each arm and seed that are not there yet; `jobs` processes at a time."""
+    runs: dict[tuple[str, int], Figures] = {}
+    waiting = deque(run for run in itertools.product(options.arms, range(options.seeds)) if run not in there)
+    running: dict[str, tuple[Child, str, int, str]] = {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             arm, seed = waiting.popleft()
+            # The tree may change while an arm is trained.
+            version = figures_file.version()
             child = children.start(f"{arm}-{seed}", _command(arm, seed, options))
-            running[child.name] = child, arm, seed
+            running[child.name] = child, arm, seed, version
         for end in children.exits():
-            child, arm, seed = running.pop(end.name)
+            child, arm, seed, version = running.pop(end.name)
             if end.returncode:
                 raise PeerUnavailable(f"arm {arm}, seed {seed}, failed: {end.reason}")
             figures = runs[arm, seed] = json.loads(last_line(child.log))
-            if options.keep is not None:
-                write_json(_file(options.keep, arm, seed), figures)
+            if kept is not None:
+                kept.write(arm, seed, figures, version)
             say(f"{arm}, seed {seed}: {figures['val_loss']:.4f} after {figures['seconds']:.0f} s")
         time.sleep(POLL_SECONDS)
     return runs
-
-
-def _kept(options: Options) -> dict[tuple[str, int], Figures]:
-    """What an earlier run of the bench has left."""
-    if options.keep is None:
-        return {}
-    options.keep.mkdir(parents=True, exist_ok=True)
-    wanted = itertools.product(options.arms, range(options.seeds))
-    files = {(arm, seed): _file(options.keep, arm, seed) for arm, seed in wanted}
-    return {run: json.loads(file.read_text(encoding="utf-8")) for run, file in files.items() if file.exists()}
-
-
-def _file(folder: Path, arm: str, seed: int) -> Path:
-    return folder / f"{arm}-{seed}.json"
 
 
 def _command(arm: str, seed: int, options: Options) -> list[str]:

@@ -125,8 +125,13 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
         "skipped_faults": faulty.owed, "aborted_attempts": report.rounds_aborted, "audit": report.proven,
         "violations": list(report.violations[:10]), "digests_compared": report.digests_compared,
         "found_planted": planted,
-        "passed": max(figures.values()) < BOUND and exactly_once and complete and found,
+        "passed": max(figures.values()) < BOUND and exactly_once and complete and found and _was_put_to_test(faulty),
     }  # fmt: skip
+
+
+def _was_put_to_test(faulty: FaultySwarm) -> bool:
+    """Whether all that was to fail has: a swarm in which nothing does shows nothing."""
+    return faulty.faults.total() > 0 and faulty.owed == 0
 
 
 async def _weights(swarm: SwarmProcesses, steps: int) -> list[dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from peers.supervisor import Child
-from scripts.benches.common import POLL_SECONDS, START_SECONDS, ServingPeer, SwarmProcesses, say
+from scripts.benches.common import POLL_SECONDS, START_SECONDS, ServingPeer, SwarmProcesses, fail_on_exit, say
 from scripts.benches.lines import Lines, serve
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
@@ -44,8 +44,8 @@ class FaultySwarm:
         """Have a trainer train so many steps; in every second one, do `fault`, which says whether it could.
 
         Raises:
-            PeerUnavailable: the trainer, or a peer that nobody killed, ended.
-            DeadlineExceeded: no step for a very long time.
+            PeerUnavailable: the trainer, or a peer that nobody killed, ended; one that was joining, too.
+            DeadlineExceeded: no step for a very long time, or a peer did not come to serve.
         """
         trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
         self._stepped_at = time.monotonic()
@@ -55,7 +55,8 @@ class FaultySwarm:
             if (taken := len(self.swarm.steps("trainer"))) > num_steps:
                 seconds, self._stepped_at = (now - self._stepped_at) / (taken - num_steps), now
                 num_steps = taken
-                while num_steps >= planned:
+                # After the last step there is nothing that could fail.
+                while planned <= num_steps and planned < steps:
                     planned += EVERY
                     self.owed += 1
                     due_at = now + self.rng.uniform(0.0, seconds)
@@ -71,17 +72,26 @@ class FaultySwarm:
             time.sleep(POLL_SECONDS)
         for _, undo in self._timeline:
             undo()
+        self._until_all_serve()
+
+    def _until_all_serve(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        while self._joining and time.monotonic() < deadline:
+        while True:
+            fail_on_exit(self.swarm.children)
             self._take_in()
+            if not self._joining:
+                return
+            if time.monotonic() > deadline:
+                name = self._joining[0][0].name
+                raise DeadlineExceeded(f"{name} does not serve {START_SECONDS:.0f} s after the last step")
             time.sleep(POLL_SECONDS)
 
     def _has_ended(self, trainer: Child) -> bool:
-        for end in self.swarm.children.exits():
+        ends = self.swarm.children.exits()
+        for end in ends:
             if end.name != trainer.name or end.returncode != 0:
                 raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
-            return True
-        return False
+        return bool(ends)
 
     def _take_in(self) -> None:
         """Whoever has joined is a peer like any other."""

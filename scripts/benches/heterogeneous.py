@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,11 +119,6 @@ def run(options: Options) -> dict[str, Any]:
             for policy, runs in measured.items()
         },
     }
-
-
-def exit_code(figures: Mapping[str, Any]) -> int:
-    """1 if the queue missed its goals."""
-    return int(figures["passed"] is False)
 
 
 def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:

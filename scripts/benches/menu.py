@@ -1,8 +1,9 @@
 """The command line of a program with many things to run: PROG NAME [--json] [options].
 
 Used by scripts/bench and scripts/simulate. Progress goes to stderr; with --json the last line of stdout is one JSON
-object, else a table follows. What is run is a module with a class `Options`, a function `run(options) -> figures`, and
-`exit_code(figures)` if that is not always 0. Never measures anything.
+object, else a table follows. What is run is a module with a class `Options` and a function `run(options) -> figures`.
+The exit code is 1 where the figures say that it has not `passed`, unless the module has an `exit_code(figures)` of its
+own. Never measures anything.
 """
 
 import json
@@ -38,8 +39,13 @@ def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callabl
         print(json.dumps(figures))
     else:
         Console().print(_table(name, figures))
-    exit_code: Callable[[dict[str, Any]], int] = getattr(module, "exit_code", lambda figures: 0)
+    exit_code: Callable[[dict[str, Any]], int] = getattr(module, "exit_code", _exit_code)
     return exit_code(figures)
+
+
+def _exit_code(figures: Mapping[str, Any]) -> int:
+    # What was not judged has None, or no such figure.
+    return int(figures.get("passed") is False)
 
 
 def _table(name: str, figures: Mapping[str, Any]) -> Table:

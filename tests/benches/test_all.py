@@ -1,11 +1,13 @@
 """The bench `all`: the command lines of the others, and what is run again."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peers import cli
+from scripts.benches import __main__ as command
 from scripts.benches import all as all_benches
 from scripts.benches import figures_file
 from scripts.benches.all import Options, arguments_of
@@ -50,6 +52,16 @@ def test_figures_are_kept_with_their_version_and_errors_tried_again(
     assert found["hop"] == before["hop"]
     assert found["wire"] == {**found["wire"], **FIGURES, "version": figures_file.version()}
     assert "hop is kept, OF ANOTHER VERSION (old;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("outcome", "code"), [(FIGURES, 0), ({"error": "exit code 1"}, 1)])
+def test_a_bench_that_fails_is_exit_code_1_and_in_the_file(
+    outcome: dict[str, Any], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_benches, "_measure", lambda name, dataset: outcome)
+    monkeypatch.setattr(sys, "argv", ["bench", "all", "--json", "--out", str(tmp_path / "all.json"), "--only", "hop"])
+    assert command.main() == code
+    assert outcome.items() <= figures_file.read(tmp_path / "all.json")["hop"].items()
 
 
 def test_a_bench_of_one_text_waits_for_its_name(tmp_path: Path, measured: list[str]) -> None:

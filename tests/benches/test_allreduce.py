@@ -1,16 +1,33 @@
 """The parts of the allreduce bench that could flatter or wrong a side unnoticed: values, distances, formula, orders."""
 
+import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from peers.supervisor import Supervisor
-from scripts.benches.allreduce import Options, formula_bytes, held
+from scripts.benches.allreduce import (
+    ARMS,
+    JUDGED,
+    Arm,
+    Group,
+    Options,
+    Round,
+    _figures,
+    _round,
+    formula_bytes,
+    held,
+    loopback_bytes,
+    until_sent,
+)
 from scripts.benches.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
 from scripts.benches.common import wait_for_json, write_json
 from scripts.benches.swarm_averager import averaging_config
 from swarm.averaging.completion import Completion
+from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 
 NUM_PARAMETERS = 1000
 
@@ -49,6 +66,51 @@ def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: i
     # One of the survivors has not heard yet that it is to learn more.
     assert not is_complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
     assert is_complete(0, (), (num_peers - 1) * num_peers)
+
+
+class _Answering(Group):
+    """A group whose members have averaged already, and say so in these words."""
+
+    def __init__(self, folder: Path, children: Supervisor, finished: list[dict[str, Any]]) -> None:
+        super().__init__("hivemind", "", Options(parameters=NUM_PARAMETERS), children, folder)
+        self.members = {number: children.start(f"idle-{number}", ["sleep", "60"]) for number in range(len(finished))}
+        self._answers = {"finish": finished, "compare": [{"distances": {"all": 0.0}} for _ in finished]}
+
+    def order(self, name: str, **arguments: Any) -> int:
+        return 0
+
+    def ask(self, name: str, **arguments: Any) -> list[dict[str, Any]]:
+        return self._answers.get(name, [])
+
+
+def test_a_member_whose_step_failed_is_told_in_the_error(tmp_path: Path) -> None:
+    finished = [
+        {"num_members": 2, "seconds": 1.0, "error": ""},
+        {"seconds": 60.0, "error": "TimeoutError: no group"},
+    ]
+    with Supervisor(tmp_path) as children, pytest.raises(IntegrityError, match=r"not averaged.*TimeoutError: no group"):
+        _round(_Answering(tmp_path, children, finished), Arm("hivemind", "fp16"))
+
+
+def test_nobody_waits_for_bytes_that_the_dead_do_not_send(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        with pytest.raises(DeadlineExceeded, match="bytes are missing after 0 s"):
+            until_sent(loopback_bytes() + (1 << 50), children, timeout_seconds=0.0)
+        children.start("short", [sys.executable, "-c", "print('no luck')"])
+        with pytest.raises(PeerUnavailable, match="short ended early: no luck"):
+            until_sent(loopback_bytes() + (1 << 50), children)
+
+
+def test_only_speedups_of_whole_rounds_are_judged() -> None:
+    def measured(**seconds: float) -> Round:
+        reply = {"bytes_sent": 1, "bytes_received": 1, **seconds}
+        return Round(finished=[reply, reply], compared=[{"distances": {"all": 0.1}}], loopback_bytes=1)
+
+    ours, theirs = measured(seconds=2.0, exchange_seconds=1.0), measured(seconds=3.0, matchmaking_seconds=1.0)
+    figures = _figures(Options(), {arm: [ours if arm.side == "ours" else theirs] for arm in ARMS})
+    assert (figures["round_speedup_int8"], figures["speedup_int8"]) == (2.0, 3.0)
+    assert not any(fnmatchcase("speedup_int8", pattern) for pattern in JUDGED)
+    assert any(fnmatchcase("round_speedup_int8", pattern) for pattern in JUDGED)
 
 
 def test_orders_come_in_turn_and_are_answered(tmp_path: Path) -> None:

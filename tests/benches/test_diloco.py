@@ -1,15 +1,19 @@
 """The diloco bench: that all arms see the same tokens, what its figures mean, and that its swarm is the swarm's own."""
 
 import asyncio
+import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts.benches import diloco, figures_file
 from scripts.benches.common import with_corpus
-from scripts.benches.diloco import goals, summary
+from scripts.benches.diloco import Options, goals, summary
 from scripts.benches.diloco_arms import ARMS, Arm, num_rounds, run_config, total_samples
+from scripts.benches.diloco_kept import Kept
 from scripts.benches.diloco_swarm import DrivenSwarm
 from scripts.benches.reference import Reference
 from swarm.config import RunConfig
@@ -60,6 +64,50 @@ def test_sparse_is_compared_with_int8_in_bytes_as_well() -> None:
     found = goals({"sparse-h10": [_figures(2.03, 10)], "int8-h10": [_figures(2.0, 310)]})
     assert found["sparse_bytes_ratio"] == 31.0
     assert found["reached"] == {"sparse_vs_int8": False, "sparse_bytes_ratio": True}
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """A folder with the figures of one arm and seed."""
+    monkeypatch.setattr(figures_file, "version", lambda: "new")
+    kept = Kept(folder=tmp_path, rounds_at_200=20, dataset="stdlib", digest="aaaa")
+    kept.write("int8", 1, _figures(2.0), "new")
+    return kept
+
+
+def test_figures_of_the_same_rounds_and_text_are_kept(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
+    assert kept.read("int8", 1) == _figures(2.0)
+    assert kept.read("int8", 0) is None
+    assert not capsys.readouterr().err
+    kept.write("int8", 1, _figures(2.0), "old")
+    assert kept.read("int8", 1) == _figures(2.0)
+    assert capsys.readouterr().err == "int8, seed 1, is kept, OF ANOTHER VERSION (old; this is new)\n"
+
+
+@pytest.mark.parametrize("changes", [{"rounds_at_200": 10}, {"dataset": "text.txt", "digest": "bbbb"}])
+def test_figures_of_other_rounds_or_another_text_are_refused(kept: Kept, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"of 20 rounds at H = 200 of stdlib \(aaaa\), and not of"):
+        dataclasses.replace(kept, **changes).read("int8", 1)
+
+
+@pytest.mark.parametrize("text", ['{"val_loss": 2.0}', "[]", "no JSON"])
+def test_figures_of_nobody_knows_what_are_refused(kept: Kept, text: str) -> None:
+    (kept.folder / "int8-1.json").write_text(text)
+    with pytest.raises(ValueError, match="does not say what its figures are of"):
+        kept.read("int8", 1)
+
+
+def test_the_bench_keeps_what_it_has_trained_and_asks_before_it_trains(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = f"import json; print(json.dumps({_figures(2.0) | {'seconds': 1.0}!r}))"
+    monkeypatch.setattr(diloco, "_command", lambda arm, seed, options: [sys.executable, "-c", program])
+    options = Options(arms=("int8",), seeds=1, rounds_at_200=1, dataset=text, keep=tmp_path / "kept")
+    assert diloco.run(options)["arms"]["int8"]["val_loss"] == 2.0
+    monkeypatch.setattr(diloco, "_command", lambda arm, seed, options: ["false"])
+    assert diloco.run(options)["arms"]["int8"]["val_loss"] == 2.0
+    with pytest.raises(ValueError, match="and not of 2 of"):
+        diloco.run(dataclasses.replace(options, rounds_at_200=2))
 
 
 def test_a_summary_is_over_the_seeds() -> None:

@@ -1,14 +1,19 @@
 """The parts of the bench `exactly-once` that judge: what it plants, and whom it may kill."""
 
+import os
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.supervisor import Child, Supervisor
+from scripts.benches import faults
 from scripts.benches.common import SwarmProcesses
-from scripts.benches.exactly_once import FAULTS, Options, _config, _held, _plant
+from scripts.benches.exactly_once import FAULTS, Options, _config, _held, _plant, _was_put_to_test
 from scripts.benches.faults import FaultySwarm
+from swarm.errors import DeadlineExceeded, PeerUnavailable
 from tests.audit.honest import HonestRun
 
 
@@ -38,6 +43,59 @@ def test_nobody_is_killed_whom_nobody_can_replace(tmp_path: Path) -> None:
         assert not FAULTS["kills"](faulty)
         assert not FAULTS["pairs"](faulty)
         assert not faulty.faults
+
+
+class _OneStep(SwarmProcesses):
+    """A swarm without peers, whose trainer takes its only step at once and ends after 0.5 s."""
+
+    def launch_trainer(self, *arguments: Any, **options: Any) -> Child:
+        return self.children.start("trainer", ["sleep", "0.5"])
+
+    def steps(self, name: str) -> list[dict[str, Any]]:
+        return [{}]
+
+
+@pytest.mark.parametrize(
+    ("joiner", "error", "line"),
+    [
+        ("sleep 1; echo no luck; exit 1", PeerUnavailable, "joiner ended early: no luck"),
+        ("sleep 60", DeadlineExceeded, "joiner does not serve 2 s after the last step"),
+    ],
+)
+def test_a_joiner_that_fails_after_the_last_step_fails_the_bench(
+    joiner: str, error: type[Exception], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(faulty: FaultySwarm) -> bool:
+        faulty._joining.append((faulty.swarm.children.start("joiner", ["sh", "-c", joiner]), 0))
+        return True
+
+    monkeypatch.setattr(faults, "START_SECONDS", 2.0)
+    with Supervisor(tmp_path) as children:
+        faulty = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
+        with pytest.raises(error, match=line):
+            faulty.train(2, join)
+        assert faulty.owed == 0
+
+
+def test_a_joiner_that_ends_together_with_the_trainer_is_noticed(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        faulty = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
+        trainer = children.start("trainer", ["true"])
+        for child in (trainer, children.start("joiner", ["false"])):
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(PeerUnavailable, match="joiner ended early"):
+            faulty._has_ended(trainer)
+
+
+def test_a_swarm_in_which_nothing_fails_or_too_little_has_not_been_put_to_test(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        swarm = SwarmProcesses(_config(Options()), children, tmp_path)
+        assert not _was_put_to_test(FaultySwarm(swarm, random.Random(0)))
+        assert not _was_put_to_test(FaultySwarm(swarm, random.Random(0), Counter(kill=3), owed=1))
+        assert _was_put_to_test(FaultySwarm(swarm, random.Random(0), Counter(kill=3)))
+        after_the_last = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
+        after_the_last.train(1, lambda faulty: False)
+        assert after_the_last.owed == 0
 
 
 def test_rounds_are_of_so_many_microbatches() -> None:
