@@ -110,6 +110,7 @@ class StageServicer(StageServiceServicer):
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
+        self._stage.num_unacknowledged += 1
         try:
             now = asyncio.get_running_loop().time
             patience_seconds = TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS
@@ -125,6 +126,7 @@ class StageServicer(StageServiceServicer):
             self._check_owner(context, computation)
             self._stage.acknowledge(computation)
         finally:
+            self._stage.num_unacknowledged -= 1
             # Does nothing after an ack, or when another call has taken over.
             self._stage.abandon(computation, context)
 
