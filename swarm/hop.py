@@ -53,7 +53,13 @@ TRAINER_ACK_SECONDS = 7.0
 """A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
 network may have held it back until another trainer was given the microbatch."""
 ACK_SECONDS = 120.0
-"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good."""
+"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good. So much at least:
+see `ack_seconds`."""
+WAY_BACK = 6.0
+"""The stages before take up to so many times longer for the way back than they took for the way there: a backward is
+two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
+LONGEST_ACK_SECONDS = 3600.0
+"""However long the way was: it may have been waiting for a stage without peers."""
 
 SHORTEST_WAIT_SECONDS = 0.005
 """Until a peer is looked for again when nobody can be asked, at least."""
@@ -94,6 +100,13 @@ class Microbatch:
     accumulate_only_at: int | None = None
     spare: bool = False
     """A replay of what a peer that does not answer may still have: its gradient is kept apart."""
+    since: float | None = None
+    """When stage 0 was asked for it, by the event loop's clock; None at a trainer."""
+
+    @property
+    def way_seconds(self) -> float:
+        """How long it has been on its way through the stages."""
+        return 0.0 if self.since is None else asyncio.get_running_loop().time() - self.since
 
     @property
     def is_replay(self) -> bool:
@@ -334,6 +347,7 @@ class Hop:
             rerouted_backward=attempt.forward_passed and is_new_to_it,
             # Who worked on it before may need nothing sent.
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
+            way_seconds=microbatch.way_seconds,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             if not opening.eager:
@@ -512,6 +526,20 @@ async def _status(call: Call) -> SwarmError:
         await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
     )
     return translate(error)
+
+
+def ack_seconds(stage: int, way_seconds: float) -> float:
+    """How long a peer of a stage waits for the acknowledgement of its answer.
+
+    Nothing is heard of its caller until then. The stages before do their backward first, each after the other: the
+    deeper the stage, and the slower they are, the longer that takes.
+
+    Args:
+        way_seconds: the microbatch's on its way here, as its caller says.
+    """
+    if stage == 0:
+        return TRAINER_ACK_SECONDS
+    return max(ACK_SECONDS, min(LONGEST_ACK_SECONDS, WAY_BACK * way_seconds))
 
 
 def route_entries(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:
