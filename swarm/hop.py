@@ -63,6 +63,10 @@ LONGEST_ACK_SECONDS = 3600.0
 
 SHORTEST_WAIT_SECONDS = 0.005
 """Until a peer is looked for again when nobody can be asked, at least."""
+STALL_FACTOR = 4.0
+"""A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
+MOST_DOUBLINGS = 3
+"""Of that time, in a microbatch that has stalled as often."""
 PAUSE_SECONDS = 1.0
 """For how long a microbatch leaves a peer alone that failed it."""
 
@@ -82,7 +86,7 @@ class HopLimits:
     silence_seconds: float = 15.0
     """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
     stall_seconds: float = 120.0
-    """Longest time that the next peer may itself be what is waited for."""
+    """Longest time that the next peer may itself be what is waited for, if it is not known to need longer."""
     retry_seconds: float = 0.25
     """Longest wait before asking again when no peer can be asked."""
     max_failures: int = 12
@@ -172,6 +176,7 @@ class _Attempt:
     route: dict[int, PeerId] = field(default_factory=dict)
     forward_passed: bool = False
     num_failures: int = 0
+    num_stalls: int = 0
     num_not_ready: int = 0
     num_busy: int = 0
     is_refused: bool = False
@@ -317,8 +322,9 @@ class Hop:
             self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
-        pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else PAUSE_SECONDS
-        attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
+        now = self._clock.monotonic()
+        is_slow = isinstance(error, DeadlineExceeded) and self._has_other(peer_id, attempt, now + PAUSE_SECONDS)
+        attempt.excluded[peer_id] = now + (self._limits.stall_seconds if is_slow else PAUSE_SECONDS)
         attempt.route.pop(self.stage, None)
         # Who joins, moves, leaves or lacks a round's weights says nothing about the others.
         attempt.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
@@ -331,6 +337,18 @@ class Hop:
             raise RetriesExhausted(
                 f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"
             )
+
+    def _has_other(self, peer_id: PeerId, attempt: _Attempt, before: float) -> bool:
+        """Whether another peer can be asked soon."""
+        return any(attempt.excluded.get(other, before) <= before for other in self._router.others(peer_id))
+
+    def _stall_seconds(self, peer_id: PeerId, microbatch: Microbatch, attempt: _Attempt) -> float:
+        """How long a peer may itself be what is waited for: a slow one with a full queue is not stalled.
+
+        After a stall of the microbatch twice as long: of a peer that has not answered yet nothing may be known.
+        """
+        expected = self._router.expected_seconds(peer_id, microbatch.num_samples) or 0.0
+        return max(self._limits.stall_seconds, STALL_FACTOR * expected) * 2.0 ** min(attempt.num_stalls, MOST_DOUBLINGS)
 
     # -- one attempt -----------------------------------------------------------------------------------------------
 
@@ -378,8 +396,11 @@ class Hop:
                     progress = reply.progress
                     if progress.stage != self.stage:
                         stalled_since = self._clock.monotonic()
-                    elif self._clock.monotonic() - stalled_since > self._limits.stall_seconds:
-                        raise DeadlineExceeded(f"no result after {self._limits.stall_seconds:.0f} s")
+                    elif (seconds := self._clock.monotonic() - stalled_since) > self._limits.stall_seconds and (
+                        seconds > self._stall_seconds(peer_id, microbatch, attempt)
+                    ):
+                        attempt.num_stalls += 1
+                        raise DeadlineExceeded(f"no result after {seconds:.0f} s")
                     downstream = {entry.stage: PeerId(entry.peer_id) for entry in progress.route}
                     attempt.forward_passed |= progress.stage != self.stage or bool(downstream)
                     listener.progress(progress.stage, no_peer=progress.no_peer)
