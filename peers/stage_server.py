@@ -72,6 +72,8 @@ MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 ANNOUNCE_SECONDS = 5.0
 RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
+SETTLE_SECONDS = 5.0
+"""For how long, at most, a peer that ends waits until acknowledgements are passed on: each of them takes no longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +211,17 @@ class StageServer:
                 for task in (averaging, *background):
                     task.cancel()
         finally:
+            self._stage.end()
             await server.stop(grace=1.0)
+            await self._settle()
             await self._channels.close()
             self._runtime.stop(timeout_seconds=2.0)
+
+    async def _settle(self) -> None:
+        """Let what was acknowledged to this peer be acknowledged to those behind it, or they would roll it back."""
+        deadline = self._clock.monotonic() + SETTLE_SECONDS
+        while self._stage.num_settling and self._clock.monotonic() < deadline:
+            await self._clock.sleep(0.02)
 
     async def _watch_connections(self) -> None:
         """The peers of the next stage, if there is one."""
@@ -272,7 +282,7 @@ class StageServer:
             # What comes between the close and the commit is the next round's, and would go with this peer.
             self._stage.serving = not closed
             now = self._clock.monotonic()
-            if closed or self._stage.num_admitted or self._averager.misses_member():
+            if closed or self._is_busy() or self._averager.misses_member():
                 # A round that waits for a silent member is quiet, and goes on all the same.
                 busy_at = now
             quiet = min(now - busy_at, self._averager.view().quiet_seconds)
@@ -281,7 +291,7 @@ class StageServer:
             await self._clock.sleep(0.05)
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more microbatches, and finish those in flight.
+        """Take no more microbatches, and finish those in flight: up to the acknowledgement, and until it is passed on.
 
         Returns:
             Whether that was done in so many seconds.
@@ -312,7 +322,7 @@ class StageServer:
             logger.debug("not withdrawn: %s", error)
 
     def _is_busy(self) -> bool:
-        return self._stage.num_admitted > 0 or self._stage.num_settling > 0
+        return self._stage.is_busy
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

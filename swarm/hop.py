@@ -53,10 +53,20 @@ TRAINER_ACK_SECONDS = 7.0
 """A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
 network may have held it back until another trainer was given the microbatch."""
 ACK_SECONDS = 120.0
-"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good."""
+"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good. So much at least:
+see `ack_seconds`."""
+WAY_BACK = 6.0
+"""The stages before take up to so many times longer for the way back than they took for the way there: a backward is
+two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
+LONGEST_ACK_SECONDS = 3600.0
+"""However long the way was: it may have been waiting for a stage without peers."""
 
 SHORTEST_WAIT_SECONDS = 0.005
 """Until a peer is looked for again when nobody can be asked, at least."""
+STALL_FACTOR = 4.0
+"""A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
+MOST_DOUBLINGS = 3
+"""Of that time, in a microbatch that has stalled as often."""
 PAUSE_SECONDS = 1.0
 """For how long a microbatch leaves a peer alone that failed it."""
 MOST_SENT_ON = 4
@@ -79,7 +89,7 @@ class HopLimits:
     silence_seconds: float = 15.0
     """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
     stall_seconds: float = 120.0
-    """Longest time that the next peer may itself be what is waited for."""
+    """Longest time that the next peer may itself be what is waited for, if it is not known to need longer."""
     retry_seconds: float = 0.25
     """Longest wait before asking again when no peer can be asked."""
     max_failures: int = 12
@@ -97,6 +107,13 @@ class Microbatch:
     accumulate_only_at: int | None = None
     spare: bool = False
     """A replay of what a peer that does not answer may still have: its gradient is kept apart."""
+    since: float | None = None
+    """When stage 0 was asked for it, by the event loop's clock; None at a trainer."""
+
+    @property
+    def way_seconds(self) -> float:
+        """How long it has been on its way through the stages."""
+        return 0.0 if self.since is None else asyncio.get_running_loop().time() - self.since
 
     @property
     def is_replay(self) -> bool:
@@ -162,6 +179,7 @@ class _Attempt:
     route: dict[int, PeerId] = field(default_factory=dict)
     forward_passed: bool = False
     num_failures: int = 0
+    num_stalls: int = 0
     num_not_ready: int = 0
     num_busy: int = 0
     has_others: bool = False
@@ -314,8 +332,9 @@ class Hop:
             self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
-        pause_seconds = self._limits.stall_seconds if isinstance(error, DeadlineExceeded) else PAUSE_SECONDS
-        attempt.excluded[peer_id] = self._clock.monotonic() + pause_seconds
+        now = self._clock.monotonic()
+        is_slow = isinstance(error, DeadlineExceeded) and self._has_other(peer_id, attempt, now + PAUSE_SECONDS)
+        attempt.excluded[peer_id] = now + (self._limits.stall_seconds if is_slow else PAUSE_SECONDS)
         attempt.route.pop(self.stage, None)
         # Who joins, moves, leaves or lacks a round's weights says nothing about the others.
         attempt.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
@@ -328,6 +347,18 @@ class Hop:
             raise RetriesExhausted(
                 f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"
             )
+
+    def _has_other(self, peer_id: PeerId, attempt: _Attempt, before: float) -> bool:
+        """Whether another peer can be asked soon."""
+        return any(attempt.excluded.get(other, before) <= before for other in self._router.others(peer_id))
+
+    def _stall_seconds(self, peer_id: PeerId, microbatch: Microbatch, attempt: _Attempt) -> float:
+        """How long a peer may itself be what is waited for: a slow one with a full queue is not stalled.
+
+        After a stall of the microbatch twice as long: of a peer that has not answered yet nothing may be known.
+        """
+        expected = self._router.expected_seconds(peer_id, microbatch.num_samples) or 0.0
+        return max(self._limits.stall_seconds, STALL_FACTOR * expected) * 2.0 ** min(attempt.num_stalls, MOST_DOUBLINGS)
 
     # -- one attempt -----------------------------------------------------------------------------------------------
 
@@ -348,6 +379,7 @@ class Hop:
             # Who worked on it before may need nothing sent.
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
             has_others=attempt.has_others,
+            way_seconds=microbatch.way_seconds,
         )  # fmt: skip
         async with self._stream(record, "Train") as call:
             if not opening.eager:
@@ -378,8 +410,11 @@ class Hop:
                     progress = reply.progress
                     if progress.stage != self.stage:
                         stalled_since = self._clock.monotonic()
-                    elif self._clock.monotonic() - stalled_since > self._limits.stall_seconds:
-                        raise DeadlineExceeded(f"no result after {self._limits.stall_seconds:.0f} s")
+                    elif (seconds := self._clock.monotonic() - stalled_since) > self._limits.stall_seconds and (
+                        seconds > self._stall_seconds(peer_id, microbatch, attempt)
+                    ):
+                        attempt.num_stalls += 1
+                        raise DeadlineExceeded(f"no result after {seconds:.0f} s")
                     downstream = {entry.stage: PeerId(entry.peer_id) for entry in progress.route}
                     attempt.forward_passed |= progress.stage != self.stage or bool(downstream)
                     listener.progress(progress.stage, no_peer=progress.no_peer)
@@ -526,6 +561,20 @@ async def _status(call: Call) -> SwarmError:
         await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
     )
     return translate(error)
+
+
+def ack_seconds(stage: int, way_seconds: float) -> float:
+    """How long a peer of a stage waits for the acknowledgement of its answer.
+
+    Nothing is heard of its caller until then. The stages before do their backward first, each after the other: the
+    deeper the stage, and the slower they are, the longer that takes.
+
+    Args:
+        way_seconds: the microbatch's on its way here, as its caller says.
+    """
+    if stage == 0:
+        return TRAINER_ACK_SECONDS
+    return max(ACK_SECONDS, min(LONGEST_ACK_SECONDS, WAY_BACK * way_seconds))
 
 
 def route_entries(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:

@@ -99,6 +99,12 @@ class PeerQueue:
         member = self._members.get(peer_id)
         return None if member is None else member.record
 
+    def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
+        """How long a member probably takes for so many samples; None if nothing is known of anybody."""
+        if self._typical is None or (member := self._members.get(peer_id)) is None:
+            return None
+        return num_samples * self._expected(member)
+
     def records(self) -> list[PeerRecord]:
         """The newest announcements of all members. O(peers)."""
         return [member.record for member in self._members.values()]

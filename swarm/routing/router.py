@@ -66,6 +66,23 @@ class Router:
         queue = self._queues.get(stage)
         return 0 if queue is None else len(queue)
 
+    def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
+        """How long a serving peer probably takes for so many samples, with its queue and the link to it.
+
+        As of its last replies, or of its announcement, within reason of what is typical of its stage; None if nothing
+        is known.
+        """
+        queue = self._queue_of(peer_id)
+        return None if queue is None else queue.expected_seconds(peer_id, num_samples)
+
+    def others(self, peer_id: PeerId) -> list[PeerId]:
+        """The serving peers of the same stage that are not banned."""
+        queue = self._queue_of(peer_id)
+        if queue is None:
+            return []
+        readings = queue.statistics(self._clock.monotonic())
+        return [reading.peer_id for reading in readings if reading.peer_id != peer_id and not reading.banned]
+
     def records(self, stage: int) -> list[PeerRecord]:
         """The newest announcements of all peers that serve a stage, banned and busy ones too."""
         queue = self._queues.get(stage)

@@ -24,7 +24,7 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop import ACK_SECONDS, TRAINER_ACK_SECONDS, Hop, HopListener, Microbatch, route_entries
+from swarm.hop import Hop, HopListener, Microbatch, ack_seconds, route_entries
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
@@ -109,9 +109,10 @@ class StageServicer(StageServiceServicer):
         self._check_address(opening.address)
         microbatch = self._microbatch(opening)
         computation = await self._compute(context, incoming, opening, microbatch)
+        self._stage.num_unacknowledged += 1
         try:
             now = asyncio.get_running_loop().time
-            patience_seconds = TRAINER_ACK_SECONDS if self._stage.number == 0 else ACK_SECONDS
+            patience_seconds = ack_seconds(self._stage.number, opening.way_seconds)
             deadline = now() + patience_seconds
             acknowledged = await incoming.read(patience_seconds)
             if acknowledged is None:
@@ -124,6 +125,7 @@ class StageServicer(StageServiceServicer):
             self._check_owner(context, computation)
             self._stage.acknowledge(computation)
         finally:
+            self._stage.num_unacknowledged -= 1
             # Does nothing after an ack, or when another call has taken over.
             self._stage.abandon(computation, context)
 
@@ -218,6 +220,7 @@ class StageServicer(StageServiceServicer):
         return Microbatch(
             index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at,
             spare=opening.spare and only_at is not None and self._config.rounds.synchronous,
+            since=asyncio.get_running_loop().time() - opening.way_seconds,
         )  # fmt: skip
 
     # -- evaluation --------------------------------------------------------------------------------------------------

@@ -106,12 +106,17 @@ class Stage:
         """Consequences of acknowledgements that are still under way."""
         self.num_answering = 0
         """Answers that are being written: the line takes no more."""
+        self.num_unacknowledged = 0
+        """Calls that have their answer, and whose acknowledgement is waited for."""
         self._slots = Slots(limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length)
         self._admissions: dict[int, Admission] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._new_round = asyncio.Event()
         self._seconds_per_sample = MovingAverage(0.1)
         self._undoing: set[asyncio.Task[None]] = set()
+        self._has_ended = False
+        self._waiting: set[asyncio.Task[None]] = set()
+        """For retries, one task for each answer that may get one."""
 
     @property
     def number(self) -> int:
@@ -132,6 +137,11 @@ class Stage:
     def num_admitted(self) -> int:
         """Microbatches admitted and not finished."""
         return sum(admission.num_held for admission in self._admissions.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is under way that would be lost with this peer, until its acknowledgement is passed on."""
+        return self.num_admitted > 0 or self.num_unacknowledged > 0 or self.num_settling > 0
 
     @property
     def num_free(self) -> int:
@@ -392,14 +402,24 @@ class Stage:
             return
         self._tasks.create_task(self._expire(computation, computation.orphan()))
 
+    def end(self) -> None:
+        """Nothing is admitted any more: no retry will come, and none is waited for."""
+        self.serving, self._has_ended = False, True
+        for waiting in self._waiting:
+            waiting.cancel()
+
     async def _expire(self, computation: Computation, orphan: object) -> None:
         # A trainer retries elsewhere; and with DiLoCo a retry brings other activations: it has no use for what is under
         # way here, only for what behind this peer is done.
         may_be_joined = self.config.rounds.synchronous and self.number > 0
-        if not computation.failed and (computation.done or may_be_joined):
+        if not self._has_ended and not computation.failed and (computation.done or may_be_joined):
             # Whoever takes the dead neighbour's place has its own computation to do before it asks.
             own_seconds = (self._seconds_per_sample.value or 0.0) * computation.microbatch.num_samples
-            await self._clock.sleep(max(self._limits.orphan_seconds, 3 * own_seconds))
+            seconds = max(self._limits.orphan_seconds, 3 * own_seconds)
+            waiting = self._tasks.create_task(self._clock.sleep(seconds))
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+            await asyncio.wait([waiting])
         if computation.subscriber is orphan:
             self._discard(computation)
             if computation.adopts is not None and computation.adopts.subscriber is computation:

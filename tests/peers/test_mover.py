@@ -1,10 +1,11 @@
 """A peer that moves: with real servers and real weights, in one process."""
 
 import asyncio
+import dataclasses
 import gc
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
 from swarm.errors import Fatal, NotReady
 from swarm.events import Install, Join, Leave, Move
-from swarm.hop import Hop, HopListener, Microbatch
+from swarm.hop import Hop, HopListener, HopReply, Microbatch
 from swarm.model.stages import build_stage
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -338,8 +339,11 @@ async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(
         assert await peer.record(1) is None
 
 
-async def _train(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Sequence[int]) -> None:
-    """As a trainer does, through one of these peers each."""
+@asynccontextmanager
+async def _trainer(
+    config: RunConfig, peers: Sequence[LocalPeer]
+) -> AsyncIterator[Callable[[int], Coroutine[None, None, HopReply]]]:
+    """Hands a microbatch to one of these peers; gives the answer, not acknowledged yet."""
     clock = SystemClock()
     router = Router(clock, random.Random(0))
     router.update(0, [record for peer in peers if (record := await peer.record(0)) is not None])
@@ -347,14 +351,23 @@ async def _train(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Se
     hop = Hop(run_id=config.run_id, stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
     tokens_BT1 = torch.zeros(config.data.microbatch_size, config.data.sequence_length + 1, dtype=torch.int32)
 
-    async def train(index: int) -> None:
+    async def train(index: int) -> HopReply:
         microbatch = Microbatch(index=index, round=ROUND, num_samples=config.data.microbatch_size)
-        reply = await hop.train(microbatch, {TOKENS: tokens_BT1}, HopListener(), {})
-        await reply.ack()
+        return await hop.train(microbatch, {TOKENS: tokens_BT1}, HopListener(), {})
 
     async with asyncio.timeout(30.0):
-        await asyncio.gather(*map(train, microbatches))
+        yield train
     await channels.close()
+
+
+async def _train(config: RunConfig, peers: Sequence[LocalPeer], microbatches: Sequence[int]) -> None:
+    """As a trainer does, through one of these peers each."""
+    async with _trainer(config, peers) as train:
+
+        async def one(index: int) -> None:
+            await (await train(index)).ack()
+
+        await asyncio.gather(*map(one, microbatches))
 
 
 @pytest.fixture
@@ -406,6 +419,76 @@ async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_s
     await _train(config, mates, range(first + 1, first + config.microbatches_per_round))
     await peer.has_left()
     assert server._stage.round == ROUND + 1
+
+
+@pytest.fixture
+async def last_peer(config: RunConfig, store: MemoryStore, trained: Path) -> AsyncIterator[LocalPeer]:
+    """The only one of the last stage."""
+    async with LocalPeer(config, store, resume=trained).running(1) as peer:
+        yield peer
+
+
+async def test_a_peer_that_drains_waits_for_the_acknowledgement_of_what_it_has_answered(
+    config: RunConfig, store: MemoryStore, trained: Path, last_peer: LocalPeer
+) -> None:
+    async with LocalPeer(config, store, resume=trained).running(0) as peer:
+        server, last = peer.server, last_peer.server
+        assert server is not None
+        assert last is not None
+        async with _trainer(config, [peer]) as train:
+            reply = await train(ROUND * config.microbatches_per_round)
+            await eventually(lambda: server._stage.num_admitted == last._stage.num_admitted == 0)
+            draining = [asyncio.create_task(one.drain(10.0)) for one in (server, last)]
+            await asyncio.sleep(0.3)
+            assert not any(drain.done() for drain in draining)
+            await reply.ack()
+            assert await asyncio.gather(*draining) == [True, True]
+        assert server._stage.counters.committed == last._stage.counters.committed == 1
+
+
+async def test_a_peer_that_ends_passes_on_what_was_acknowledged_to_it(
+    config: RunConfig, store: MemoryStore, trained: Path, last_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "LAST_DRAIN_SECONDS", 0.0)
+    last = last_peer.server
+    assert last is not None
+    async with LocalPeer(config, store, resume=trained).running(0) as peer:
+        server = peer.server
+        assert server is not None
+        async with _trainer(config, [peer]) as train:
+            reply = await train(ROUND * config.microbatches_per_round)
+            passing_on = HopReply.ack
+
+            async def late(reply: HopReply) -> None:
+                await peer.has_left()
+                await asyncio.sleep(0.5)
+                await passing_on(reply)
+
+            monkeypatch.setattr(HopReply, "ack", late)
+            await passing_on(reply)
+            await eventually(lambda: server._stage.num_settling > 0)
+            peer.stop.set()
+            await eventually(lambda: last._stage.num_unacknowledged == 0)
+    assert last._stage.counters.committed == 1
+
+
+async def test_a_peer_that_ends_waits_for_no_retry(
+    config: RunConfig, store: MemoryStore, trained: Path, last_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can ask it any more."""
+    monkeypatch.setattr(mover, "LAST_DRAIN_SECONDS", 0.0)
+    async with asyncio.timeout(15.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
+        server = peer.server
+        assert server is not None
+        server._stage._limits = dataclasses.replace(server._stage._limits, orphan_seconds=60.0)
+        async with _trainer(config, [peer]) as train:
+            first = ROUND * config.microbatches_per_round
+            gone, _ = await train(first), await train(first + 1)
+            gone.close()
+            await eventually(lambda: server._stage.num_unacknowledged == 1)
+            peer.stop.set()
+            await peer.has_left()
+    assert not patience.expired()
 
 
 @pytest.fixture

@@ -163,3 +163,22 @@ def test_outcomes_of_peers_that_have_vanished_are_ignored() -> None:
     assert router.statistics() == ()
     router.update(0, [record_of(1)])
     assert router.next_available_seconds(0) == 0.0
+
+
+def test_what_a_peer_is_expected_to_take_counts_its_queue() -> None:
+    router, _ = _router(record_of(1), record_of(2, samples_per_second=2.0))
+    assert router.expected_seconds(id_of(2), 4) == pytest.approx(2.0)
+    for _ in range(50):
+        router.succeeded(id_of(1), num_samples=4, busy_seconds=4.0, link_seconds=0.0, queue_length=9)
+    assert router.expected_seconds(id_of(1), 4) == pytest.approx(40.0, rel=0.01)
+    assert router.expected_seconds(id_of(3), 4) is None
+
+
+def test_the_others_are_those_of_the_stage_that_are_not_banned() -> None:
+    router, clock = _router(record_of(1), record_of(2), record_of(3))
+    router.update(1, [record_of(4, stage=1)])
+    router.failed(id_of(2))
+    assert router.others(id_of(1)) == [id_of(3)]
+    clock.advance(5.0)
+    assert router.others(id_of(1)) == [id_of(2), id_of(3)]
+    assert router.others(id_of(5)) == []

@@ -2,18 +2,18 @@
 
 import asyncio
 import dataclasses
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
 import torch
 
+from swarm import hop
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable, StaleMicrobatch
 from swarm.hop import Hop
 from swarm.rounds import Contribution
-from swarm.stage import servicer
 from swarm.stage.backend import StageBackend
 from swarm.stage.ledger import EntryState
 from swarm.stage.member import StageMember
@@ -281,7 +281,7 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the time it arrives, another trainer may have been given the microbatch, and had it counted elsewhere."""
-    monkeypatch.setattr(servicer, "TRAINER_ACK_SECONDS", 1.0)
+    monkeypatch.setattr(hop, "TRAINER_ACK_SECONDS", 1.0)
     clock = ManualClock()
     async with running_chain(config, clock=clock) as chain:
         first = chain.peers[0]
@@ -297,6 +297,48 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
         await eventually(lambda: _is_idle(chain))
         assert _states(chain, 0) == [None] * 3
         chain.assert_accumulated([])
+
+
+async def _trained_with_a_late_backward(chain: Chain) -> None:
+    """One microbatch, of which the last stage hears nothing for half a second after it has answered."""
+    first, last = chain.peers[0], chain.peers[2]
+    async with AsyncExitStack() as held_back:
+        async with last.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(last.stage.ledger) == 1)
+            await held_back.enter_async_context(first.held())
+        await eventually(lambda: last.stage.num_unacknowledged == 1)
+        await asyncio.sleep(0.5)
+    await chain.ack(await training)
+    await eventually(lambda: last.stage.num_unacknowledged == 0)
+
+
+async def test_a_deep_stage_waits_for_an_ack_as_long_as_the_way_back_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is heard of it while the stages before do their backward."""
+    monkeypatch.setattr(hop, "ACK_SECONDS", 0.2)
+    monkeypatch.setattr(hop, "WAY_BACK", 1e9)
+    async with running_chain(SYNCHRONOUS) as chain:
+        await _trained_with_a_late_backward(chain)
+        chain.assert_accumulated([0])
+        assert _states(chain, 0) == [EntryState.COMMITTED] * 3
+
+
+async def test_a_caller_that_says_nothing_for_long_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be frozen for good."""
+    monkeypatch.setattr(hop, "ACK_SECONDS", 0.2)
+    monkeypatch.setattr(hop, "LONGEST_ACK_SECONDS", 0.2)
+    clock = ManualClock()
+    async with running_chain(SYNCHRONOUS, clock=clock) as chain:
+        await _trained_with_a_late_backward(chain)
+        await eventually(lambda: _states(chain, 0)[2] is None, meanwhile=lambda: clock.advance(1.0))
+
+
+@pytest.mark.parametrize(
+    ("stage", "way_seconds", "seconds"),
+    [(0, 1000.0, 7.0), (1, 0.0, 120.0), (1, -1e300, 120.0), (15, 50.0, 300.0), (15, 1e300, 3600.0)],
+)
+def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, seconds: float) -> None:
+    assert hop.ack_seconds(stage, way_seconds) == seconds
 
 
 # -- peers that die ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import itertools
+import random
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,10 +17,11 @@ import torch
 from swarm import optim
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig, WireConfig
-from swarm.errors import Overloaded, RetriesExhausted, StaleMicrobatch
-from swarm.hop import MOST_SENT_ON, HopLimits, HopListener, Microbatch
+from swarm.errors import DeadlineExceeded, Overloaded, RetriesExhausted, StaleMicrobatch
+from swarm.hop import MOST_SENT_ON, PAUSE_SECONDS, Hop, HopLimits, HopListener, Microbatch, _Attempt
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
@@ -27,7 +29,7 @@ from swarm.stage.incoming import Incoming
 from swarm.stage.slots import FEW
 from swarm.stage.task_queue import Priority
 from swarm.stage.weights import GradientBucket, Version
-from swarm.types import PeerId
+from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.chain import (
     DILOCO,
     INT8,
@@ -629,6 +631,71 @@ async def test_busy_against_a_credit_bans_nobody() -> None:
             await ours
         chain.assert_accumulated([0, 1, 2])
         assert _failures(chain.router) == 0
+
+
+@pytest.fixture
+def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life come all the time."""
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("talkative")
+async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
+    clock = ManualClock()
+    async with running_chain(DILOCO, hop_clock=clock) as chain:
+        first = chain.peers[0]
+        chain.router.succeeded(first.peer_id, num_samples=2, busy_seconds=10.0, link_seconds=None, queue_length=17)
+        async with first.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(first.stage.ledger) == 1)
+            clock.advance(18 * 10.0)
+            await asyncio.sleep(0.2)
+        reply = await training
+        assert reply.num_reroutes == 0
+        await chain.ack(reply)
+
+
+@pytest.mark.usefixtures("talkative")
+async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
+    """It has answered nobody yet: it may be no faster than that."""
+    clock = ManualClock()
+    async with running_chain(DILOCO, hop_clock=clock) as chain:
+        first = chain.peers[0]
+        async with first.held():
+            training = asyncio.create_task(chain.train(0))
+            await eventually(lambda: len(first.stage.ledger) == 1)
+            clock.advance(121.0)
+            await eventually(lambda: first.stage.num_admitted == 0)
+            await eventually(lambda: first.stage.num_admitted == 1, meanwhile=lambda: clock.advance(0.01))
+            clock.advance(200.0)
+            await asyncio.sleep(0.2)
+        reply = await training
+        assert reply.num_reroutes == 1
+        await chain.ack(reply)
+
+
+async def test_who_stalls_is_left_alone_for_long_only_if_another_peer_can_be_asked() -> None:
+    clock = ManualClock()
+    router, channels = Router(clock, random.Random(0)), ChannelPool(insecure=True)
+    hop = Hop(run_id="run", stage=0, reply_specs={}, router=router, channels=channels, clock=clock)
+    alone, other = (
+        PeerRecord(peer_id=f"{n:040x}", stage=0, endpoint="", announced_at=0.0, state=PeerState.SERVING) for n in (0, 1)
+    )
+
+    def pause_seconds(excluded: dict[PeerId, float]) -> float:
+        attempt = _Attempt(excluded=excluded)
+        hop._failed(PeerId(alone.peer_id), "", DeadlineExceeded("no result"), attempt)
+        return attempt.excluded[PeerId(alone.peer_id)]
+
+    router.update(0, [alone])
+    assert pause_seconds({}) == PAUSE_SECONDS
+    router.update(0, [alone, other])
+    assert pause_seconds({}) == HopLimits().stall_seconds
+    assert pause_seconds({PeerId(other.peer_id): 0.5}) == HopLimits().stall_seconds
+    assert pause_seconds({PeerId(other.peer_id): 100.0}) == PAUSE_SECONDS
+    router.failed(PeerId(other.peer_id))
+    assert pause_seconds({}) == PAUSE_SECONDS
+    await channels.close()
 
 
 async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:

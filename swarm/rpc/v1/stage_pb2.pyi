@@ -154,6 +154,7 @@ class Open(_message.Message):
     EAGER_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
     HAS_OTHERS_FIELD_NUMBER: _builtins.int
+    WAY_SECONDS_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
     """Index of the microbatch in the run's deterministic data order."""
     round: _builtins.int
@@ -171,6 +172,10 @@ class Open(_message.Message):
     """A replay of what a peer that does not answer may still have: the stage that lacks it keeps its gradient apart."""
     has_others: _builtins.bool
     """The caller knows other peers that it has not asked: Busy is a better answer than a place behind others."""
+    way_seconds: _builtins.float
+    """Since stage 0 was asked for the microbatch: the Ack, which comes after the stages before have done their backward,
+    is waited for accordingly.
+    """
     @_builtins.property
     def address(self) -> Global___Address: ...
     @_builtins.property
@@ -192,10 +197,11 @@ class Open(_message.Message):
         eager: _builtins.bool = ...,
         spare: _builtins.bool = ...,
         has_others: _builtins.bool = ...,
+        way_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "spare", b"spare"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "spare", b"spare", "way_seconds", b"way_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015
