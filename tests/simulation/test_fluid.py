@@ -1,5 +1,7 @@
 """A swarm of which only the stages' sums are simulated."""
 
+from functools import partial
+
 import pytest
 
 from swarm.simulation.fluid import FluidSwarm
@@ -53,9 +55,9 @@ def test_a_newcomer_serves_after_its_download_and_not_if_it_dies_before(swarm: F
 
 
 def test_newcomers_that_take_their_time_count_from_when_they_could_serve(swarm: FluidSwarm) -> None:
-    swarm.come(4)
-    swarm.come(5)
-    swarm.timeline.at(7.0, lambda: [swarm.join(peer, peer % 2) for peer in (4, 5)])
+    for peer in (4, 5):
+        swarm.come(peer)
+        swarm.timeline.at(7.0, partial(swarm.join, peer, peer % 2))
     swarm.timeline.run(20.0)
     kept = swarm.kept()
     assert (kept.done, kept.best) == (17 * 2 + 3 * 3, 10 * 2 + 10 * 3)
