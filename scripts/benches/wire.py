@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from peers import cli
-from scripts.benches.common import BenchOptions, require_multiple, say, with_corpus
+from scripts.benches.common import BenchOptions, compute_like_peers, require_multiple, say, with_corpus
 from scripts.benches.judged import MORE
 from scripts.benches.wire_chain import WireChain
 from swarm import config as configs
@@ -85,7 +85,7 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Train all arms, time the codecs; gives the figures."""
-    torch.set_num_threads(1)
+    compute_like_peers()
     by_arm: dict[str, list[Figures]] = {name: [] for name in ("fp32", *(arm for arm in options.arms if arm != "fp32"))}
     for seed in range(options.seeds):
         for name, runs in by_arm.items():

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from scripts.benches import memory, memory_stage
 from scripts.benches import memory_sizes as sizes
 from scripts.benches.common import write_config
 from scripts.benches.memory import SETTINGS, Options, expected_bytes, run_config, summary
+from scripts.benches.paired import Ratio
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import GRADIENT, GraphBudget, StageBackend, reply_specs
@@ -123,9 +125,25 @@ def test_a_case_is_compared_with_arithmetic() -> None:
     assert found["ratio"] == {"usual": {"state": 1.5}, "returning": {"state": 1.1}}
 
 
-def test_computing_again_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "TURNS", 1)
-    assert memory.recompute_ratio(_config()).median > 0
+def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that counts forwards, in a process that keeps what is freed, as a peer does."""
+    num_forwards, prepared = 0, []
+
+    def build(config: RunConfig, stage: int, *, device: str) -> torch.nn.Module:
+        def count(*_: object) -> None:
+            nonlocal num_forwards
+            num_forwards += 1
+
+        module = build_stage(config, stage, device=device)
+        module.register_forward_hook(count)
+        return module
+
+    monkeypatch.setattr(memory, "build_stage", build)
+    monkeypatch.setattr(memory, "time", SimpleNamespace(process_time=lambda: float(num_forwards)))
+    # Of the real one this process would keep what it frees, and other tests look for that.
+    monkeypatch.setattr(memory, "compute_like_peers", lambda: prepared.append(num_forwards))
+    assert memory.recompute_ratio(_config()) == Ratio(median=2.0, extremes=(2.0, 2.0))
+    assert prepared == [0]
 
 
 @pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}])
