@@ -27,6 +27,7 @@ import torch
 from peers import cli
 from peers.supervisor import Supervisor
 from peers.token_option import VARIABLE
+from scripts.benches import proc
 from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
 from scripts.benches.judged import MORE
 from swarm.certificates import Role
@@ -146,23 +147,13 @@ def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
     child = children.start(name, [sys.executable, "-m", "scripts.benches.intruder", kind, str(file), str(tally)])
     # Its imports are no part of the measurement.
     time.sleep(4.0)
-    began = _processor_seconds(child.pid)
+    began = proc.cpu_seconds(child.pid)
     try:
-        yield Beside(tally, lambda: _processor_seconds(child.pid) - began)
-        if _fields(child.pid)[0] == "Z":
+        yield Beside(tally, lambda: proc.cpu_seconds(child.pid) - began)
+        if proc.is_zombie(child.pid):
             raise RuntimeError(f"the {kind} process ended by itself; see {child.log}")
     finally:
         children.kill9(child)
-
-
-def _fields(pid: int) -> list[str]:
-    """What the system says of a process, its state first; see proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = _fields(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(eq=False)
