@@ -30,6 +30,7 @@ from scripts.benches import paired
 from scripts.benches.averaging_peer import READY_FILE
 from scripts.benches.common import OutputOptions, fail_on_exit, say, wait_for_json, write_json
 from scripts.benches.judged import LESS, MORE
+from scripts.benches.proc import loopback_bytes
 from scripts.benches.swarm_averager import averaging_config
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import DeadlineExceeded, IntegrityError
@@ -297,9 +298,3 @@ def formula_bytes(codec: str, options: Options) -> int:
     config = averaging_config(codec, options.peers).averaging
     one_way = (c.num_bytes(options.parameters) for c in (contribution_codec(config), result_codec(config)))
     return (options.peers - 1) * sum(one_way)
-
-
-def loopback_bytes() -> int:
-    """What this machine has ever sent to itself."""
-    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.lstrip().startswith("lo:"))
-    return int(line.split()[1])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peers import cli
 from scripts.benches import paired
-from scripts.benches.common import BenchOptions, say, with_corpus
+from scripts.benches.common import BenchOptions, compute_like_peers, say, with_corpus
 from scripts.benches.judged import LESS, MORE
 from scripts.benches.reference import Reference
 from swarm.compression import layout
@@ -79,7 +79,7 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Measure all of it; gives the figures."""
-    torch.set_num_threads(1)
+    compute_like_peers()
     tensors = [_compare(name, parts) for name, parts in _tensors(options)]
     vector_N = torch.randn(options.num_elements, generator=torch.Generator().manual_seed(0))
     speeds = _speed_ratios(vector_N, options.repetitions)

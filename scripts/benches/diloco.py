@@ -19,7 +19,7 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Child, Supervisor, last_line
-from scripts.benches import figures_file
+from scripts.benches import figures_file, paired
 from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus
 from scripts.benches.diloco_arms import ARMS, run_config
 from scripts.benches.diloco_kept import Kept
@@ -136,7 +136,7 @@ def summary(runs: Sequence[Figures]) -> dict[str, Any]:
     counted = runs[0].keys() - {"val_loss", "curve"}
     return {
         "val_loss": statistics.mean(losses),
-        "val_loss_std": _spread(losses),
+        "val_loss_std": paired.spread(losses),
         "curve": [[points[0][0], statistics.mean(loss for _, loss in points)] for points in curves],
         **{name: statistics.mean(figures[name] for figures in runs) for name in sorted(counted)},
     }
@@ -152,7 +152,7 @@ def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
     for name, (ours, theirs, bound) in COMPARISONS.items():
         if {ours, theirs} <= by_arm.keys():
             relative = [our / their - 1.0 for our, their in zip(losses[ours], losses[theirs], strict=True)]
-            found[name], found["spread"][name] = statistics.mean(relative), _spread(relative)
+            found[name], found["spread"][name] = statistics.mean(relative), paired.spread(relative)
             found["reached"][name] = found[name] < bound
     if set(H_CURVE) <= by_arm.keys():
         found["h_curve"] = {name: statistics.mean(losses[name]) for name in H_CURVE}
@@ -164,7 +164,3 @@ def goals(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
         found["sparse_bytes_ratio"] = sum(int8) / sum(sparse)
         found["reached"]["sparse_bytes_ratio"] = found["sparse_bytes_ratio"] >= FEWER_BYTES
     return found
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0

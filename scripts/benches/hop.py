@@ -31,7 +31,7 @@ from torch import Tensor
 from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches import paired
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus
+from scripts.benches.common import BenchOptions, SwarmProcesses, compute_like_peers, say, wait_for_json, with_corpus
 from scripts.benches.identity_stage import VOCABULARY, Identity
 from scripts.benches.judged import MORE
 from scripts.benches.moe_server import EXPERT
@@ -85,7 +85,7 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Measure both; gives the figures."""
-    torch.set_num_threads(1)
+    compute_like_peers()
     configs = {size: with_corpus(_config(options, shape))[0] for size, shape in SHAPES.items()}
     with tempfile.TemporaryDirectory(prefix="bench-hop-") as name, Supervisor(Path(name) / "logs") as children:
         say("hivemind.moe's servers and our peers start")

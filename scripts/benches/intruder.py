@@ -1,21 +1,25 @@
 """An intruder of the bench `intruders`: a process that misuses a peer as fast as it can, or computes in peace.
 
-    python -m scripts.benches.intruder KIND FILE
+    python -m scripts.benches.intruder KIND FILE TALLY
 
-FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. Runs until it is killed.
+FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. An intruder writes to TALLY, JSON as well,
+how many calls it has begun and how those came out that have ended. Runs until it is killed.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from scripts.benches.common import write_json
 from swarm.identity import generate
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS
@@ -26,6 +30,8 @@ from swarm.token import Token
 from swarm.types import PROTOCOL_VERSION
 
 AT_ONCE = 64
+TALLY_SECONDS = 0.25
+"""How often the tally is written."""
 TRAIN, BEGIN = "/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.AveragingService/Begin"
 FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
@@ -33,14 +39,13 @@ FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 class Intruder:
     """One connection, and what is sent over it."""
 
-    def __init__(self, target: dict[str, Any]) -> None:
-        identity = Token.parse(target["token"]).admit(generate())
-        credentials = tls.pinned_credentials(target["certificate_pem"], identity)
-        options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
-        self._channel = grpc.aio.secure_channel(target["endpoint"], credentials, options=options)
+    def __init__(self, channel: grpc.aio.Channel, target: dict[str, Any]) -> None:
+        self._channel = channel
         self._random = random.Random(0)
         self._address = pb.Address(run_id=target["run_id"], protocol_version=PROTOCOL_VERSION, stage=1)
         self._samples = target["num_samples"]
+        self._num_calls = 0
+        self._outcomes: Counter[str] = Counter()
 
     async def malformed(self) -> None:
         """Bytes that are no message, or one of nonsense."""
@@ -63,9 +68,13 @@ class Intruder:
         """A tensor of which a byte comes now and then."""
         call = await self._open()
         header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
-        while not call.done():
-            await call.write(pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString())
-            await asyncio.sleep(1.0)
+        # Read meanwhile: once a write has failed, gRPC no longer tells what the peer said.
+        answer = asyncio.create_task(call.read())
+        with contextlib.suppress(*FAULTS):
+            while not call.done():
+                await call.write(pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString())
+                await asyncio.sleep(1.0)
+        await answer
 
     async def _open(self) -> Any:
         opening = pb.Open(
@@ -75,19 +84,26 @@ class Intruder:
         await call.write(pb.TrainRequest(open=opening).SerializeToString())
         return call
 
-    async def run(self, kind: str) -> None:
+    async def run(self, kind: str, tally: Path) -> None:
         """Do it again and again, many at a time."""
 
         async def again() -> None:
             while True:
+                self._num_calls += 1
+                outcome = "OK"
                 try:
                     await getattr(self, kind)()
-                except (*FAULTS, TimeoutError):
+                except (*FAULTS, TimeoutError) as error:
+                    outcome = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
                     await asyncio.sleep(0)
+                self._outcomes[outcome] += 1
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE):
                 tasks.create_task(again())
+            while True:
+                await asyncio.sleep(TALLY_SECONDS)
+                write_json(tally, {"at": time.monotonic(), "calls": self._num_calls, "outcomes": self._outcomes})
 
 
 def compute(share: float) -> None:
@@ -100,17 +116,21 @@ def compute(share: float) -> None:
 
 
 def main() -> None:
-    kind, file = sys.argv[1:]
+    kind, file, tally = sys.argv[1:]
     target = json.loads(Path(file).read_text(encoding="utf-8"))
     if kind == "harmless":
         compute(target["share"])
     else:
-        asyncio.run(intrude(target, kind))
+        asyncio.run(intrude(target, kind, Path(tally)))
 
 
-async def intrude(target: dict[str, Any], kind: str) -> None:
+async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
     """A channel belongs to the loop that it was made in."""
-    await Intruder(target).run(kind)
+    identity = Token.parse(target["token"]).admit(generate())
+    credentials = tls.pinned_credentials(target["certificate_pem"], identity)
+    options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
+    channel = grpc.aio.secure_channel(target["endpoint"], credentials, options=options)
+    await Intruder(channel, target).run(kind, tally)
 
 
 if __name__ == "__main__":

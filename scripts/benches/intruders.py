@@ -2,7 +2,8 @@
 
 A swarm-peer of a locked run serves the last of two stages. This process, as the stage before, hands it microbatches,
 several at a time. Beside it runs a process with a token of its own that misuses the peer as fast as it can; then, for
-as long, one that only computes, for the same share of a core as the intruder was seen to take. Both take turns.
+as long, one that only computes, for the same share of a core as the intruder was seen to take. Both take turns. An
+intruder whom the peer turns away at the door would prove nothing, and is an error.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +27,13 @@ import torch
 from peers import cli
 from peers.supervisor import Supervisor
 from peers.token_option import VARIABLE
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus, write_json
+from scripts.benches import proc
+from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
 from scripts.benches.judged import MORE
 from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import IntegrityError
 from swarm.hop import Hop, HopListener, Microbatch
 from swarm.identity import generate
 from swarm.routing.router import Router
@@ -40,6 +44,10 @@ from swarm.token import Token, new_owner
 KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3
 JUDGED = {"worst_ratio": MORE}
+REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
+"""What a peer says to whose token does not hold, to who calls what there is not, and gRPC to who has no connection."""
+OWN_FAULTS = {"UsageError", "InvalidStateError"}
+"""Of a call that has ended already, and whose end says nothing more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +86,25 @@ def run(options: Options) -> dict[str, Any]:
             honest = runner.run(_connect(config, swarm, tokens[0]))
             for kind in KINDS:
                 say(f"beside an intruder: {kind}")
-                ratios, shares = [], []
+                ratios, shares, rates = [], [], []
+                outcomes: Counter[str] = Counter()
                 for _ in range(options.repetitions):
                     write_json(file, target)
-                    with _beside(children, kind, file) as used:
+                    with _beside(children, kind, file) as intruder:
+                        before = wait_for_json(intruder.tally, children)
                         rate = runner.run(honest.rate(options.seconds))
-                        shares.append(min(1.0, used() / (options.seconds + honest.warm_up_seconds)))
+                        shares.append(min(1.0, intruder.used() / (options.seconds + honest.warm_up_seconds)))
+                        after = wait_for_json(intruder.tally, children)
+                    rates.append((after["calls"] - before["calls"]) / (after["at"] - before["at"]))
+                    outcomes.update(after["outcomes"])
+                    require_let_in(kind, after["calls"], after["outcomes"])
                     write_json(file, {**target, "share": shares[-1]})
                     with _beside(children, "harmless", file):
                         ratios.append(rate / runner.run(honest.rate(options.seconds)))
-                figures[kind] = {"honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares)}
+                figures[kind] = {
+                    "honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares),
+                    "calls_per_second": statistics.mean(rates), "outcomes": dict(outcomes),
+                }  # fmt: skip
             runner.run(honest.channels.close())
         swarm.stop()
     return {"worst_ratio": min(figure["honest_rate_ratio"] for figure in figures.values()), **figures}
@@ -105,31 +122,38 @@ def _config(options: Options, owner: str) -> RunConfig:
     return dataclasses.replace(config, owner=owner)
 
 
+def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> None:
+    """Raise IntegrityError if an intruder has done no harm: it has called nobody, or every call was turned away."""
+    ends = outcomes.keys() - OWN_FAULTS
+    if num_calls == 0 or (ends and ends <= REFUSALS):
+        raise IntegrityError(f"the {kind} intruder does no harm: of its {num_calls} calls ended {dict(outcomes)}")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The other process."""
+
+    tally: Path
+    """Where an intruder counts its calls."""
+    used: Callable[[], float]
+    """Gives the processor seconds that it has taken."""
+
+
 @contextmanager
-def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Any]:
-    """Run the other process; gives a function for the processor seconds that it has taken."""
-    child = children.start(
-        f"{kind}-{time.monotonic_ns()}", [sys.executable, "-m", "scripts.benches.intruder", kind, str(file)]
-    )
+def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
+    """Run the other process."""
+    name = f"{kind}-{time.monotonic_ns()}"
+    tally = file.with_name(f"{name}.json")
+    child = children.start(name, [sys.executable, "-m", "scripts.benches.intruder", kind, str(file), str(tally)])
     # Its imports are no part of the measurement.
     time.sleep(4.0)
-    began = _processor_seconds(child.pid)
+    began = proc.cpu_seconds(child.pid)
     try:
-        yield lambda: _processor_seconds(child.pid) - began
-        if _fields(child.pid)[0] == "Z":
+        yield Beside(tally, lambda: proc.cpu_seconds(child.pid) - began)
+        if proc.is_zombie(child.pid):
             raise RuntimeError(f"the {kind} process ended by itself; see {child.log}")
     finally:
         children.kill9(child)
-
-
-def _fields(pid: int) -> list[str]:
-    """What the system says of a process, its state first; see proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-
-
-def _processor_seconds(pid: int) -> float:
-    fields = _fields(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(eq=False)

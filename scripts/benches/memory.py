@@ -5,8 +5,9 @@ synchronous setting and with DiLoCo, with graphs kept and with forwards computed
 above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
 round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
 
-The C library keeps what was freed, for whoever wants it next. So every case is run twice: as it is (`usual`), and with
-memory given back to the system at once (`returning`), which is slower and shows what is really held.
+A peer has the C library keep what was freed, for whoever wants it next. So every case is run twice: as peers are
+(`usual`), and with memory given back to the system at once (`returning`), which is slower and shows what is really
+held.
 """
 
 import sys
@@ -18,13 +19,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from peers import cli
 from peers.supervisor import Supervisor
 from scripts.benches import memory_sizes as sizes
 from scripts.benches import paired
-from scripts.benches.common import OutputOptions, require_multiple, say, wait_for_json, write_config
+from scripts.benches.common import (
+    OutputOptions,
+    compute_like_peers,
+    require_multiple,
+    say,
+    wait_for_json,
+    write_config,
+)
 from scripts.benches.judged import LESS
 from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
@@ -42,7 +48,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """One thread, as in swarm-peer."""
 
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
-"""The C library's settings; see mallopt(3)."""
+"""The C library's settings, beside those that peers make where there are none; see mallopt(3)."""
 
 JUDGED = {"recompute_seconds_ratio": LESS, "cases.*.ratio.returning.*": LESS}
 
@@ -149,7 +155,7 @@ def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> d
 
 def recompute_ratio(config: RunConfig) -> paired.Ratio:
     """CPU seconds of a microbatch whose forward is computed again, over those of one whose graph is kept; in turns."""
-    torch.set_num_threads(1)
+    compute_like_peers()
     module = build_stage(config, STAGE, device="cpu")
     backend = StageBackend(
         config=config, stage=STAGE, module=module, weights=StageWeights(config, module, lineage=""),

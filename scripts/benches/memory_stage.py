@@ -24,6 +24,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from peers import process
 from scripts.benches.common import write_json
 from scripts.benches.diloco_swarm import TIMING
+from scripts.benches.proc import forget_peak, peak_bytes, resident_bytes
 from swarm import config as configs
 from swarm.averaging.averager import Averager
 from swarm.averaging.reduction import Payload
@@ -54,27 +55,6 @@ WAVES = 3
 POLL_SECONDS = 0.001
 SETTLE_SECONDS = 1.0
 """After a round: its calls end a little later than the round does."""
-
-
-def resident_bytes(pid: int | str = "self") -> int:
-    """What a process has in memory now, without what is there of its programs' files."""
-    return _status_bytes("RssAnon", pid)
-
-
-def peak_bytes() -> int:
-    """The most it ever had, or had since `forget_peak`."""
-    return _status_bytes("VmHWM") - _status_bytes("RssFile")
-
-
-def forget_peak() -> None:
-    """Let `peak_bytes` begin again."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _status_bytes(name: str, pid: int | str = "self") -> int:
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) << 10
 
 
 class Answer(HopReply):

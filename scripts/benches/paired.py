@@ -67,6 +67,11 @@ def medians(turns: Turns) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in turns.items()}
 
 
+def spread(values: Sequence[float]) -> float:
+    """Their standard deviation; none of a single one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 def figures(ratios: Mapping[str, Ratio | Mapping[str, Ratio]]) -> dict[str, Any]:
     """Ratios as a bench gives them: each by its name, and the extremes of all under `ratio_range`."""
     return {

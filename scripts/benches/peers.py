@@ -7,8 +7,9 @@ turns. A turn is one round of 40 microbatches, one optimizer step:
     moe       two servers of hivemind.moe, driven through RemoteExpert (moe_stage.py, moe_trainer.py)
     static    torch.distributed.pipelining, 1F1B over gloo (static_stage.py), which tolerates nothing
 
-Start-up, a first turn of each side, whose memory is all new, and the first step of each trainer of the swarm are not
-measured. Ratios are of the turns of one repetition.
+A server of hivemind.moe runs the forward again for a backward (ModuleBackend.backward), a third more computing; the
+other two sides keep graphs. Start-up, a first turn of each side, whose memory is all new, and the first step of each
+trainer of the swarm are not measured. Ratios are of the turns of one repetition.
 """
 
 import socket

@@ -17,17 +17,14 @@ import statistics
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import swarm
 from peers.network import REFRESH_SECONDS, KnownPeers
 from peers.stage_peer import republish
 from peers.stage_server import ANNOUNCE_SECONDS, RECORD_SECONDS
-from scripts.benches.allreduce import loopback_bytes
+from scripts.benches import proc
 from scripts.benches.common import say
-from scripts.benches.memory_stage import resident_bytes
-from scripts.benches.startup import children_of, cpu_seconds_of
 from swarm import identity
 from swarm.clock import SystemClock
 from swarm.config import RunConfig, StagesConfig
@@ -159,8 +156,8 @@ def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_byt
                 entrance = entrance or node.addresses()
                 peers.append(Peer(node, config, len(peers) % num_stages, rng))
             used[size] = asyncio.run(_observe(peers, seconds))
-            process_bytes.append(resident_bytes())
-            p2pd_bytes[str(size)] = statistics.mean(map(resident_bytes, _p2pds()))
+            process_bytes.append(proc.resident_bytes())
+            p2pd_bytes[str(size)] = statistics.mean(map(proc.resident_bytes, _p2pds()))
             say(f"a DHT of {size} nodes has been observed")
     return {
         **traffic(used, record_bytes=record_bytes),
@@ -190,10 +187,10 @@ def _count(peers: Sequence[Peer]) -> Counters:
     p2pds = _p2pds()
     return Counters(
         seconds=time.monotonic(),
-        loopback_bytes=loopback_bytes(),
+        loopback_bytes=proc.loopback_bytes(),
         process_cpu_seconds=time.process_time(),
-        p2pd_cpu_seconds=sum(map(cpu_seconds_of, p2pds)),
-        passed_bytes=tuple(map(_written_bytes, p2pds)),
+        p2pd_cpu_seconds=sum(map(proc.cpu_seconds_of_all, p2pds)),
+        passed_bytes=tuple(map(proc.written_bytes, p2pds)),
         num_readings=sum(peer.num_readings for peer in peers),
     )
 
@@ -260,10 +257,4 @@ def _check_cpu_seconds() -> float:
 
 def _p2pds() -> list[int]:
     """Process ids."""
-    return sorted(pid for pid in children_of(os.getpid()) if Path(f"/proc/{pid}/comm").read_text() == "p2pd\n")
-
-
-def _written_bytes(pid: int) -> int:
-    """What a process has ever written, to sockets and to files."""
-    (line,) = (line for line in Path(f"/proc/{pid}/io").read_text().splitlines() if line.startswith("wchar:"))
-    return int(line.split()[1])
+    return sorted(pid for pid, name in proc.children(os.getpid()).items() if name == "p2pd")

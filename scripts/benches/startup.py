@@ -7,7 +7,6 @@ processes until then, p2pd included. Importing a command's program is what it co
 machine is another's, so `cpu_over_import` gives CPU seconds over those of importing what a command cannot do without.
 """
 
-import os
 import resource
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches import paired
+from scripts.benches import paired, proc
 from scripts.benches.common import (
     POLL_SECONDS,
     BenchOptions,
@@ -124,7 +123,7 @@ def _serves(swarm: SwarmProcesses, stage: int, name: str) -> dict[str, float]:
     began_at = time.time()
     child = swarm.launch_peer(stage)
     peer = swarm.until_ready(child, stage)
-    cpu_seconds = cpu_seconds_of(child.pid)
+    cpu_seconds = proc.cpu_seconds_of_all(child.pid)
     swarm.peers.append(peer)
     # The peer itself writes down when it serves.
     seconds = peer.record.announced_at - began_at
@@ -141,7 +140,7 @@ def _first_step(swarm: SwarmProcesses) -> dict[str, float]:
     while not swarm.steps("trainer"):
         fail_on_exit(swarm.children)
         time.sleep(POLL_SECONDS)
-    seconds, cpu_seconds = time.monotonic() - began_at, cpu_seconds_of(child.pid)
+    seconds, cpu_seconds = time.monotonic() - began_at, proc.cpu_seconds_of_all(child.pid)
     while not (ended := swarm.children.exits()):
         time.sleep(POLL_SECONDS)
     failed = [end for end in ended if end.name != child.name or end.returncode != 0]
@@ -159,17 +158,3 @@ def _to_the_end(command: Sequence[str]) -> tuple[float, float]:
         raise PeerUnavailable(f"{command[-1]}: {result.stderr.strip() or result.returncode}")
     cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return cpu_seconds, time.monotonic() - began_at
-
-
-def cpu_seconds_of(pid: int) -> float:
-    """What a process has used so far, with its children, those that have ended included."""
-    # After the name, which may hold anything: user and system time are fields 14 and 15, those of the dead 16 and 17.
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(map(cpu_seconds_of, children_of(pid)))
-
-
-def children_of(pid: int) -> list[int]:
-    """Process ids of what a process has started and what still runs."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

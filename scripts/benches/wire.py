@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from peers import cli
-from scripts.benches.common import BenchOptions, require_multiple, say, with_corpus
+from scripts.benches import paired
+from scripts.benches.common import BenchOptions, compute_like_peers, require_multiple, say, with_corpus
 from scripts.benches.judged import MORE
 from scripts.benches.wire_chain import WireChain
 from swarm import config as configs
@@ -85,7 +86,7 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Train all arms, time the codecs; gives the figures."""
-    torch.set_num_threads(1)
+    compute_like_peers()
     by_arm: dict[str, list[Figures]] = {name: [] for name in ("fp32", *(arm for arm in options.arms if arm != "fp32"))}
     for seed in range(options.seeds):
         for name, runs in by_arm.items():
@@ -148,9 +149,9 @@ def summary(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
         differences = [loss / other["val_loss"] - 1.0 for loss, other in zip(losses, baseline, strict=True)]
         found[name] = {
             "val_loss": statistics.mean(losses),
-            "val_loss_std": _spread(losses),
+            "val_loss_std": paired.spread(losses),
             "loss_difference": statistics.mean(differences),
-            "loss_difference_std": _spread(differences),
+            "loss_difference_std": paired.spread(differences),
             "reached": statistics.mean(differences) < BOUND if name in ("bf16", "int8") else None,
             "bytes_ratio": _bytes(baseline[0]) / _bytes(runs[0]),
             "bytes_ratio_with_tokens": _bytes(baseline[0], "token_bytes") / _bytes(runs[0], "token_bytes"),
@@ -162,10 +163,6 @@ def summary(by_arm: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
 
 def _bytes(figures: Figures, *others: str) -> int:
     return sum(int(figures[name]) for name in ("hidden_bytes", "gradient_bytes", *others))
-
-
-def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def codec_times() -> dict[str, Any]:

@@ -20,11 +20,11 @@ from scripts.benches.allreduce import (
     _round,
     formula_bytes,
     held,
-    loopback_bytes,
     until_sent,
 )
 from scripts.benches.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
 from scripts.benches.common import wait_for_json, write_json
+from scripts.benches.proc import loopback_bytes
 from scripts.benches.swarm_averager import averaging_config
 from swarm.averaging.completion import Completion
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable

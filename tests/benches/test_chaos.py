@@ -16,8 +16,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from peers.supervisor import Supervisor
+from scripts.benches import proc
 from scripts.benches.chaos import figures
-from scripts.benches.chaos.cast import Cast, Role, Usage, children_of
+from scripts.benches.chaos.cast import Cast, Role, Usage
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.program import read_clock, set_clock, wind
 from scripts.benches.throttle import Throttle
@@ -173,7 +174,7 @@ sys.exit(-children[0].wait())
 
 def _children(role: Role) -> list[str]:
     assert role.child is not None
-    return list(children_of(role.child.pid).values())
+    return list(proc.children(role.child.pid).values())
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")

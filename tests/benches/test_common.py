@@ -9,6 +9,7 @@ import torch
 
 from peers.supervisor import Supervisor
 from scripts.benches import __main__ as command
+from scripts.benches.catalogue import module_of
 from scripts.benches.common import wait_for_json, with_corpus, write_config, write_json
 from scripts.benches.parity import Options, _config
 from scripts.benches.reference import Reference
@@ -44,6 +45,19 @@ def test_the_reference_steps_on_the_mean_gradient_of_the_microbatches_that_count
     for name, weight in once.weights.items():
         torch.testing.assert_close(twice.weights[name], weight)
     assert any(not torch.allclose(plain.weights[name], weight) for name, weight in once.weights.items())
+
+
+@pytest.mark.parametrize("name", ["codecs", "hop", "wire"])
+def test_what_is_timed_in_the_bench_s_own_process_has_a_peer_s_settings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare() -> None:
+        raise InterruptedError("nothing was measured before this")
+
+    bench = module_of(name)
+    monkeypatch.setattr(bench, "compute_like_peers", prepare)
+    with pytest.raises(InterruptedError):
+        bench.run(bench.Options())
 
 
 def test_a_child_that_ends_is_noticed_by_who_waits_for_its_file(tmp_path: Path) -> None:

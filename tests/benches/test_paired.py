@@ -1,6 +1,6 @@
 """Sides that take turns: who comes first, and what their ratio is."""
 
-from scripts.benches.paired import Ratio, figures, in_turns, medians, ratio
+from scripts.benches.paired import Ratio, figures, in_turns, medians, ratio, spread
 
 
 def test_every_second_repetition_is_the_other_way_round() -> None:
@@ -19,6 +19,11 @@ def test_a_slow_minute_that_hits_both_sides_changes_nothing() -> None:
     ours, theirs = [10.0, 2.0, 10.0, 12.0], [5.0, 1.0, 5.0, 4.0]
     assert ratio(ours, theirs) == Ratio(median=2.0, extremes=(2.0, 3.0))
     assert medians({"ours": ours, "theirs": theirs}) == {"ours": 10.0, "theirs": 4.5}
+
+
+def test_of_one_value_there_is_no_spread() -> None:
+    assert spread([2.0]) == 0.0
+    assert spread([2.0, 4.0]) == 2**0.5
 
 
 def test_ratios_are_named_with_their_extremes() -> None:

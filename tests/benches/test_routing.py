@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import routing_dht
+from scripts.benches import proc, routing_dht
 from scripts.benches.routing import Options
 from scripts.benches.routing_dht import Counters, measure, traffic
-from scripts.benches.startup import children_of
 
 RECORD_BYTES = 1000
 
@@ -56,9 +55,9 @@ def test_real_nodes_are_counted_and_gone_afterwards(monkeypatch: pytest.MonkeyPa
     for name, seconds in (("ANNOUNCE_SECONDS", 0.5), ("REFRESH_SECONDS", 0.2), ("SETTLE_SECONDS", 3.0)):
         monkeypatch.setattr(routing_dht, name, seconds)
     monkeypatch.setattr(routing_dht, "REPLICAS", 0)
-    before = children_of(os.getpid())
+    before = proc.children(os.getpid())
     figures = measure((1, 2), num_stages=2, seconds=1.0, record_bytes=RECORD_BYTES, seed=0)
-    assert children_of(os.getpid()) == before
+    assert proc.children(os.getpid()) == before
     assert figures["dht_bytes_per_second"]["2"] > RECORD_BYTES
     assert figures["dht_busiest_bytes_per_second"]["2"] > RECORD_BYTES
     assert figures["dht_p2pd_bytes"]["2"] > 1 << 20

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.supervisor import Child, Exit, Supervisor
+from scripts.benches import proc
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.common import POLL_SECONDS, START_SECONDS, program, say
 from scripts.benches.throttle import Link, Throttle
@@ -171,7 +172,7 @@ class Cast:
         if now - self._looked_at > USAGE_SECONDS:
             self._looked_at = now
             self.usage += [used for role in self.roles if role.alive and (used := _usage(role, now))]
-            self.cores.append((now, *_idle_and_all()))
+            self.cores.append((now, *proc.idle_and_all_ticks()))
         self.capacity.append((now, min(shares)))
         self.alive_share.append((now, sum(shares) / len(shares)))
 
@@ -257,36 +258,15 @@ class Cast:
         return [other.address for other in self.peers() if other is not role and other.address]
 
 
-def children_of(pid: int) -> dict[int, str]:
-    """The names of a process's children, whichever of its threads forked them."""
-    found: dict[int, str] = {}
-    # Threads and children may end while they are read.
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                for number in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-                    with suppress(OSError):
-                        found[int(number)] = Path(f"/proc/{number}/comm").read_text().strip()
-    return found
-
-
-def _idle_and_all() -> tuple[float, float]:
-    # user, nice, system, idle, iowait, irq, softirq, steal
-    ticks = [float(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return ticks[3] + ticks[4], sum(ticks)
-
-
 def _usage(role: Role, now: float) -> Usage | None:
     """None if it has just died, or just begun."""
     assert role.child is not None
-    process = Path("/proc") / str(role.child.pid)
     try:
-        lines = (process / "status").read_text().splitlines()
-        num_descriptors = len(os.listdir(process / "fd"))
+        status = proc.status(role.child.pid)
+        num_descriptors = proc.num_descriptors(role.child.pid)
         num_tasks = int((role.folder / TASKS_FILE).read_text() or 0)
     except OSError:
         return None
-    status = {key: value for key, _, value in (line.partition(":") for line in lines)}
     if "VmRSS" not in status:
         return None
     return Usage(

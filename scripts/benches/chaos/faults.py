@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
-from scripts.benches.chaos.cast import Cast, Role, children_of
+from scripts.benches import proc
+from scripts.benches.chaos.cast import Cast, Role
 from scripts.benches.chaos.program import set_clock
 
 DOWN_SECONDS = (1.0, 5.0)
@@ -74,7 +75,7 @@ def _kill_p2pd(role: Role) -> bool:
     """False where there is none: it has just died, say, and is not back yet."""
     assert role.child is not None
     killed = False
-    for pid, name in children_of(role.child.pid).items():
+    for pid, name in proc.children(role.child.pid).items():
         if name == "p2pd":
             # It may have ended by itself since.
             with suppress(ProcessLookupError):

@@ -1,0 +1,72 @@
+"""The bench `intruders`: that its intruders count what comes of their calls, and that a harmless one fails it."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from scripts.benches.intruder import BEGIN, Intruder
+from scripts.benches.intruders import KINDS, require_let_in
+from swarm.errors import IntegrityError
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "outcomes"),
+    [
+        (0, {}),
+        (9, {"UNAUTHENTICATED": 5}),
+        (9, {"UNIMPLEMENTED": 5, "UNAVAILABLE": 1, "UsageError": 1}),
+        (9, {"PERMISSION_DENIED": 5}),
+    ],
+)
+def test_an_intruder_that_is_turned_away_is_one_line(num_calls: int, outcomes: dict[str, int]) -> None:
+    with pytest.raises(IntegrityError, match="the opens intruder does no harm: of its"):
+        require_let_in("opens", num_calls, outcomes)
+
+
+@pytest.mark.parametrize(
+    "outcomes", [{}, {"OK": 5}, {"INVALID_ARGUMENT": 90, "PERMISSION_DENIED": 1}, {"RESOURCE_EXHAUSTED": 5}]
+)
+def test_an_intruder_that_is_heard_is_one(outcomes: dict[str, int]) -> None:
+    """Streams of which none has ended do harm as well."""
+    require_let_in("idle", 64, outcomes)
+
+
+async def _tally(kind: str, tally: Path, *handlers: grpc.GenericRpcHandler) -> dict[str, Any]:
+    """What an intruder writes down about a server with these services, within 2 s."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        intruder = Intruder(channel, {"run_id": "run", "num_samples": 1})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await intruder.run(kind, tally)
+    await server.stop(0)
+    text = await asyncio.to_thread(tally.read_text)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_methods_that_are_not_there_are_told(kind: str, tmp_path: Path) -> None:
+    found = await _tally(kind, tmp_path / "tally.json")
+    assert found["calls"] > 0
+    with pytest.raises(IntegrityError, match="UNIMPLEMENTED"):
+        require_let_in(kind, found["calls"], found["outcomes"])
+
+
+async def test_calls_and_their_outcomes_are_counted(tmp_path: Path) -> None:
+    async def refuse(request: bytes, context: Any) -> None:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no message")
+
+    _, service, method = BEGIN.split("/")
+    handlers = grpc.method_handlers_generic_handler(service, {method: grpc.unary_unary_rpc_method_handler(refuse)})
+    found = await _tally("malformed", tmp_path / "tally.json", handlers)
+    assert found["outcomes"].keys() == {"INVALID_ARGUMENT"}
+    assert 0 < found["outcomes"]["INVALID_ARGUMENT"] <= found["calls"]
