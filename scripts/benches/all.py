@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.benches import figures_file
 from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.common import BenchOptions, say
@@ -60,14 +62,16 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def _wanted(options: Options) -> Sequence[str]:
-    """The benches to run: those that make sense with one text alone wait for its name."""
-    names = options.only or tuple(MEASURING)
-    if options.dataset != BenchOptions.dataset:
-        return names
-    left_out = [name for name in names if _dataset_is_required(name)]
-    for name in left_out:
-        say(f"{name} is left out: its figures mean something for its own text only, which --dataset is to name")
-    return [name for name in names if name not in left_out]
+    """The benches to run: what makes sense with one text alone waits for its name, and for a GPU what measures one."""
+    wanted = []
+    for name in options.only or tuple(MEASURING):
+        if options.dataset == BenchOptions.dataset and _dataset_is_required(name):
+            say(f"{name} is left out: its figures mean something for its own text only, which --dataset is to name")
+        elif name == "cuda" and not torch.cuda.is_available():
+            say(f"{name} is left out: there is no GPU that torch can use")
+        else:
+            wanted.append(name)
+    return wanted
 
 
 def _origin(entry: dict[str, Any]) -> str:

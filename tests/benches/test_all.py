@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peers import cli
 from scripts.benches import __main__ as command
@@ -64,9 +65,14 @@ def test_a_bench_that_fails_is_exit_code_1_and_in_the_file(
     assert outcome.items() <= figures_file.read(tmp_path / "all.json")["hop"].items()
 
 
-def test_a_bench_of_one_text_waits_for_its_name(tmp_path: Path, measured: list[str]) -> None:
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_bench_of_one_text_waits_for_its_name_and_one_of_a_gpu_for_that(
+    has_gpu: bool, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    left_out = {"nanogpt"} if has_gpu else {"nanogpt", "cuda"}
     all_benches.run(Options(out=tmp_path / "all.json"))
-    assert measured == [name for name in MEASURING if name != "nanogpt"]
+    assert measured == [name for name in MEASURING if name not in left_out]
     all_benches.run(Options(out=tmp_path / "all.json", dataset="shakespeare.txt"))
     assert measured[-1] == "nanogpt"
 
