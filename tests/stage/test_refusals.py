@@ -415,10 +415,10 @@ async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
         (first, *_) = chain.peers
         first.stage.serving, refuse, num_refused = False, first.stage.admit, 0
 
-        def admit(*arguments: Any) -> Any:
+        def admit(*arguments: Any, **options: Any) -> Any:
             nonlocal num_refused
             num_refused += not first.stage.serving
-            return refuse(*arguments)
+            return refuse(*arguments, **options)
 
         first.stage.admit = admit  # type: ignore[assignment,method-assign]  # counts
         training = asyncio.create_task(chain.train_all([0]))
