@@ -72,6 +72,8 @@ PAUSE_SECONDS = 1.0
 MOST_SENT_ON = 4
 """Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
 slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
+PEERS_TO_SEND_ON = 4
+"""One for so many peers of the stage: of a few every sender hears often enough to know better."""
 
 _Answer = TypeVar("_Answer")
 
@@ -368,9 +370,7 @@ class Hop:
         peer_id = PeerId(record.peer_id)
         reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
         is_new_to_it = attempt.route.get(self.stage) != peer_id
-        attempt.has_others = is_new_to_it and attempt.num_sent_on < min(
-            MOST_SENT_ON, self._router.num_peers(self.stage) - 1
-        )
+        attempt.has_others = is_new_to_it and attempt.num_sent_on < most_sent_on(self._router.num_peers(self.stage))
         opening = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
             num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
@@ -575,6 +575,11 @@ def ack_seconds(stage: int, way_seconds: float) -> float:
     if stage == 0:
         return TRAINER_ACK_SECONDS
     return max(ACK_SECONDS, min(LONGEST_ACK_SECONDS, WAY_BACK * way_seconds))
+
+
+def most_sent_on(num_peers: int) -> int:
+    """How many peers of a stage may leave a microbatch to the others."""
+    return min(MOST_SENT_ON, num_peers // PEERS_TO_SEND_ON)
 
 
 def route_entries(route: Mapping[int, PeerId]) -> list[pb.RouteEntry]:

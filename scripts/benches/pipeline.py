@@ -7,8 +7,9 @@ Three sides train the same model with the same rounds, microbatches and optimize
     single    one process with two threads
 
 Only one side works at a time: a whole-model process is stopped by signal while it waits, and two peers that no trainer
-feeds take less than 2 % of a core, which the other sides lack. Start-up, every trainer's first step and its evaluation are not measured, nor the
-first rounds of the swarm, in which its peers' memory still grows. Ratios are of the turns of one repetition.
+feeds take less than 2 % of a core, which the other sides lack. Start-up, every trainer's first step and its evaluation
+are not measured, nor the first rounds of the swarm, in which its peers' memory still grows. Ratios are of the turns of
+one repetition.
 """
 
 import sys

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from swarm.errors import Overloaded
-from swarm.hop import MOST_SENT_ON, PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits
+from swarm.hop import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
 from swarm.routing.credits import Credits
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer
@@ -152,7 +152,7 @@ class _Hop:
         self._sent_at = now
         self._busy_seconds = self._downstream_seconds = 0.0
         self._is_eager = self._credits.take(peer_id)
-        self._has_others = self._num_sent_on < min(MOST_SENT_ON, self._view.chooser.num_others(self._stage))
+        self._has_others = self._num_sent_on < most_sent_on(self._view.chooser.num_asked_around(self._stage))
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
             # Nobody answers there any more.

@@ -215,15 +215,15 @@ def test_an_answer_of_a_full_peer_grants_nothing() -> None:
 
 
 def test_where_work_waits_it_is_left_to_others() -> None:
-    """Of two peers one has two microbatches; who comes next goes to the other one, though that was not chosen."""
-    pipeline, view = build((3.0, 3.0))
-    busy, idle = (pipeline.peers[peer_id(number)] for number in (0, 1))
-    for _ in range(2):
-        busy.both(lambda seconds: None)
+    """Three of four peers have two tasks; who comes next goes to the fourth or, sent on once, to one of them."""
+    pipeline, view = build((3.0, 3.0, 3.0, 3.0))
+    *busy, idle = (pipeline.peers[peer_id(number)] for number in range(4))
+    for peer in busy:
+        for _ in range(2):
+            peer.both(lambda seconds: None)
     num_busy: list[int] = []
-    for _ in range(2):
-        pipeline.train(view, num_busy.append)
+    pipeline.train(view, num_busy.append)
     pipeline.timeline.run(1.0)
-    assert (busy.queue_length, idle.queue_length) == (2, 2)
+    assert sum(peer.queue_length for peer in (*busy, idle)) == 7
     pipeline.timeline.run(30.0)
-    assert num_busy == [0, 0]
+    assert num_busy == [0]

@@ -18,7 +18,7 @@ from swarm import optim
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import DeadlineExceeded, Overloaded, RetriesExhausted, StaleMicrobatch
-from swarm.hop import MOST_SENT_ON, PAUSE_SECONDS, Hop, HopLimits, HopListener, Microbatch, _Attempt
+from swarm.hop import PAUSE_SECONDS, Hop, HopLimits, HopListener, Microbatch, _Attempt, most_sent_on
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -590,31 +590,36 @@ async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
 
 
 async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_chain(SYNCHRONOUS, num_peers=(3, 1, 1)) as chain:
-        first = chain.at(0)
-        for peer in first[:2]:
-            monkeypatch.setattr(peer.stage._slots, "_queue_length", lambda: FEW)
-        for index in range(4):
+    async with running_chain(SYNCHRONOUS, num_peers=(4, 1, 1)) as chain:
+        busy, *others = chain.at(0)
+        monkeypatch.setattr(busy.stage._slots, "_queue_length", lambda: FEW)
+        for index in range(6):
             reply = await chain.train(index)
             assert reply.num_busy == 0, "the window is not to shrink for it"
             await chain.ack(reply)
-        assert [peer.stage.counters.committed for peer in first] == [0, 0, 4]
-        assert sum(peer.stage.counters.busy_replies for peer in first) > 0
+        assert busy.stage.counters.committed == 0
+        assert busy.stage.counters.busy_replies > 0
+        assert sum(peer.stage.counters.committed for peer in others) == 6
         assert not chain.trainer.is_held_up
         assert _failures(chain.router) == 0
-        chain.assert_accumulated(range(4))
+        chain.assert_accumulated(range(6))
 
 
-@pytest.mark.parametrize("num_peers", [1, 2, MOST_SENT_ON + 2])
+@pytest.mark.parametrize(("num_peers", "num_sent_on"), [(1, 0), (3, 0), (4, 1), (9, 2)])
 async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
-    num_peers: int, monkeypatch: pytest.MonkeyPatch
+    num_peers: int, num_sent_on: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a few peers every sender knows enough: the first one does."""
     async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
         for peer in chain.at(0):
             monkeypatch.setattr(peer.stage._slots, "_queue_length", lambda: FEW)
         await chain.ack(await chain.train(0))
-        assert sum(peer.stage.counters.busy_replies for peer in chain.at(0)) == min(num_peers - 1, MOST_SENT_ON)
+        assert sum(peer.stage.counters.busy_replies for peer in chain.at(0)) == num_sent_on
         chain.assert_accumulated([0])
+
+
+def test_it_is_sent_on_four_times_at_most() -> None:
+    assert [most_sent_on(num_peers) for num_peers in (0, 3, 4, 15, 16, 10_000)] == [0, 0, 1, 3, 4, 4]
 
 
 async def test_busy_against_a_credit_bans_nobody() -> None:

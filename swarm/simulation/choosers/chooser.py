@@ -36,8 +36,8 @@ class Chooser(Protocol):
         """Who computes next; None if nobody can be asked now."""
         ...
 
-    def num_others(self, stage: int) -> int:
-        """Peers that can be asked beside the one that was chosen, which is told so; 0: it is to take what it can."""
+    def num_asked_around(self, stage: int) -> int:
+        """Peers among whom a microbatch may be sent on; 0: who is chosen is to take what it can."""
         ...
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
@@ -76,9 +76,9 @@ class Ours:
         record = self._router.choose(stage, num_samples, exclude=exclude)
         return None if record is None else PeerId(record.peer_id)
 
-    def num_others(self, stage: int) -> int:
+    def num_asked_around(self, stage: int) -> int:
         """As swarm.hop counts them."""
-        return self._router.num_peers(stage) - 1
+        return self._router.num_peers(stage)
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:
         """See Router."""

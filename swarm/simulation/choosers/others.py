@@ -55,7 +55,7 @@ class ByChance:
         """See Chooser."""
         return self._draw(stage, exclude)
 
-    def num_others(self, stage: int) -> int:
+    def num_asked_around(self, stage: int) -> int:
         """See Chooser: nobody is told of others."""
         return 0
 
