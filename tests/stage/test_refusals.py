@@ -420,7 +420,7 @@ async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
             num_refused += not first.stage.serving
             return refuse(*arguments, **options)
 
-        first.stage.admit = admit  # type: ignore[assignment,method-assign]  # counts
+        first.stage.admit = admit  # type: ignore[method-assign]  # counts
         training = asyncio.create_task(chain.train_all([0]))
         await eventually(lambda: num_refused == 2)
         first.stage.serving = True
