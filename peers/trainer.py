@@ -54,6 +54,7 @@ from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
+from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import TRAINER_STAGE, TrainerRecord
@@ -89,7 +90,7 @@ class TrainerOptions:
     """Held-out samples in an evaluation."""
     sample_tokens: int = 0
     """Tokens of text that the trained swarm writes at the end."""
-    max_in_flight: int = 256
+    max_in_flight: int = MOST_IN_FLIGHT
     """Largest number of microbatches under way at once; the trainer finds how many are worth while."""
     wandb: str | None = None
     """Report to this Weights & Biases project, into local files."""

@@ -23,6 +23,7 @@ from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.metrics import log as metrics_log
+from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.types import PeerRecord, PeerState
 
 START_SECONDS = 600.0
@@ -153,7 +154,9 @@ class SwarmProcesses:
         seconds: float = sum(row["train/step_time"] for row in rows)
         return tokens / seconds
 
-    def launch_trainer(self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = 256) -> Child:
+    def launch_trainer(
+        self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = MOST_IN_FLIGHT
+    ) -> Child:
         """Start a trainer and do not wait."""
         arguments = [
             "--steps", str(steps), "--output", str(self.folder / name), "--name", name, "--evaluate-every", "0",

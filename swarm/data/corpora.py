@@ -115,7 +115,8 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"
     elif config.dataset.startswith(_HUGGING_FACE):
         advice = (
-            "the dataset has changed: delete ~/.cache/swarm/corpora, which is made again, on the machine that is behind"
+            "the dataset has changed: on the machine that is behind delete ~/.cache/swarm/corpora, or swarm/corpora in "
+            "XDG_CACHE_HOME, which is made again"
         )
     else:
         advice = "copy the files and the tokenizer from a machine of the run"

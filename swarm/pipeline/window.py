@@ -4,6 +4,8 @@ Grows while the swarm takes everything at once, shrinks when peers answer Busy: 
 trainer needs no knowledge of the swarm's size or of the links. Pure.
 """
 
+MOST_IN_FLIGHT = 256
+"""Of a trainer that is told nothing else."""
 _LEAST_GROWTH = 1.0
 """In the round trip after a Busy; twice as much in each one without: another trainer may have left."""
 _DECREASE = 0.93

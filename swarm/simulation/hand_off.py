@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.simulation.reductions import FORWARD
 from swarm.simulation.timeline import Timeline
 from swarm.stage.slots import LARGEST
@@ -25,8 +26,6 @@ TRAINER = -1
 """The trainer's place in the pipeline."""
 SLACK = 2.0
 """Microbatches in flight, over the fewest that could keep the busiest machine or link busy."""
-MOST_OF_A_TRAINER = 256
-"""swarm-trainer's --max-in-flight, unless it is told otherwise."""
 WARM_ROUNDS, MEASURED_ROUNDS = 4, 20
 """How often each place in flight is used before machines are watched, and while they are, or nearly so."""
 
@@ -85,7 +84,7 @@ def play(pipeline: Pipeline, way: Way) -> Outcome:
     steps = list(journey(pipeline, way))
     num_in_flight = _enough(pipeline, steps)
     if way is Way.DIRECT:
-        num_in_flight = min(num_in_flight, MOST_OF_A_TRAINER, pipeline.peers_per_stage * LARGEST)
+        num_in_flight = min(num_in_flight, MOST_IN_FLIGHT, pipeline.peers_per_stage * LARGEST)
     timeline = Timeline()
     numbers = itertools.count()
     stations: dict[tuple[str, int, int], Station] = {}

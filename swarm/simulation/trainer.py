@@ -3,7 +3,7 @@
 Used by `validate`. The window is the real one (swarm.pipeline.window). Never chooses a peer: the pipeline does.
 """
 
-from swarm.pipeline.window import Window
+from swarm.pipeline.window import MOST_IN_FLIGHT, Window
 from swarm.simulation.pipeline import SimulatedPipeline, View
 
 
@@ -14,7 +14,7 @@ class SimulatedTrainer:
         num_done: microbatches that came back.
     """
 
-    def __init__(self, pipeline: SimulatedPipeline, view: View, *, max_in_flight: int = 256) -> None:
+    def __init__(self, pipeline: SimulatedPipeline, view: View, *, max_in_flight: int = MOST_IN_FLIGHT) -> None:
         self.num_done = 0
         self._pipeline = pipeline
         self._view = view

@@ -143,11 +143,6 @@ class Stage:
         """Whether anything is under way that would be lost with this peer, until its acknowledgement is passed on."""
         return self.num_admitted > 0 or self.num_unacknowledged > 0 or self.num_settling > 0
 
-    @property
-    def num_free(self) -> int:
-        """Microbatches of the current round that would be admitted now."""
-        return self._admission(self._place(self.round)).num_free
-
     def grants(self, *, has_others: bool) -> int:
         """What a reply grants for the current round; see Admission."""
         return self._admission(self._place(self.round)).grants(has_others=has_others)

@@ -132,7 +132,8 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
 
         async with asyncio.TaskGroup() as tasks:
             dripping = [tasks.create_task(drip(number)) for number in range(3)]
-            await eventually(lambda: host.server._stage.num_free == 0)
+            stage = host.server._stage
+            await eventually(lambda: stage._admission(stage._place(stage.round)).num_free == 0)
             # Every slot is taken: honest work waits for one, and gets the first that is given up.
             assert await host.train() > 0
         cut_off = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL}

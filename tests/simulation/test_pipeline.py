@@ -215,15 +215,21 @@ def test_an_answer_of_a_full_peer_grants_nothing() -> None:
 
 
 def test_where_work_waits_it_is_left_to_others() -> None:
-    """Three of four peers have two tasks; who comes next goes to the fourth or, sent on once, to one of them."""
+    """The first choice has two tasks, and leaves what comes next to the second one."""
+
+    class InOrder(Ours):
+        def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
+            return next(peer_id(number) for number in range(4) if peer_id(number) not in exclude)
+
     pipeline, view = build((3.0, 3.0, 3.0, 3.0))
-    *busy, idle = (pipeline.peers[peer_id(number)] for number in range(4))
-    for peer in busy:
-        for _ in range(2):
-            peer.both(lambda seconds: None)
+    view.chooser = InOrder(pipeline.timeline, random.Random(1))
+    pipeline.announce([view])
+    peers = [pipeline.peers[peer_id(number)] for number in range(4)]
+    for _ in range(2):
+        peers[0].both(lambda seconds: None)
     num_busy: list[int] = []
     pipeline.train(view, num_busy.append)
     pipeline.timeline.run(1.0)
-    assert sum(peer.queue_length for peer in (*busy, idle)) == 7
+    assert [peer.queue_length for peer in peers] == [2, 1, 0, 0]
     pipeline.timeline.run(30.0)
     assert num_busy == [0]

@@ -32,6 +32,7 @@ from scripts.benches.paced_stage import PACE
 from scripts.benches.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
 from scripts.benches.throttle import Throttle
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.simulation.choosers.chooser import Answer, Ours
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
@@ -56,7 +57,7 @@ class Setting:
 
     paces: tuple[tuple[float, ...], ...]
     """By stage and peer, seconds of computing for a sample, forward and backward."""
-    max_in_flight: int = 256
+    max_in_flight: int = MOST_IN_FLIGHT
     """Of the trainer."""
     round_trip_seconds: float = 0.0
     """What the length of the lines adds to a call and its answer, between any two processes."""

@@ -73,19 +73,19 @@ def run(options: Options) -> dict[str, Any]:
         name: [_one(options, make, trace, seed) for seed, trace in traces.items()]
         for name, make in _rules(options).items()
     }  # fmt: skip
-    percent = {name: statistics.fmean(one.whole.percent for one in rows) for name, rows in outcomes.items()}
-    percent_of_present = {
-        name: statistics.fmean(one.whole.percent_of_present for one in rows) for name, rows in outcomes.items()
-    }
+
+    def means(figure: Callable[[_Outcome], float]) -> dict[str, float]:
+        return {name: statistics.fmean(map(figure, rows)) for name, rows in outcomes.items()}
+
+    percent = means(lambda one: one.whole.percent)
+    percent_of_present = means(lambda one: one.whole.percent_of_present)
     return {
         "percent_of_optimal": percent,
         "percent_of_present": percent_of_present,
         "lowest_trace": {name: min(one.whole.percent for one in rows) for name, rows in outcomes.items()},
-        "first_hour": {
-            name: statistics.fmean(one.first_hour.percent for one in rows) for name, rows in outcomes.items()
-        },
-        "last_hour": {name: statistics.fmean(one.last_hour.percent for one in rows) for name, rows in outcomes.items()},
-        "num_moves": {name: statistics.fmean(one.num_moves for one in rows) for name, rows in outcomes.items()},
+        "first_hour": means(lambda one: one.first_hour.percent),
+        "last_hour": means(lambda one: one.last_hour.percent),
+        "num_moves": means(lambda one: one.num_moves),
         "closed_of_what_swarm_60_leaves": _closed(percent),
         "closed_of_present": _closed(percent_of_present),
         "num_visits": statistics.fmean(len(trace) for trace in traces.values()),
