@@ -130,8 +130,11 @@ class SwarmQueue(ByChance):
         known.queue = [entry for entry in known.queue if entry[2] in present]
         heapq.heapify(known.queue)
         head = known.queue[0][0] if known.queue else 0.0
-        for peer_id in present - {entry[2] for entry in known.queue}:
-            heapq.heappush(known.queue, (head, self._rng.random(), peer_id))
+        queued = {entry[2] for entry in known.queue}
+        # In the order of the directory: that of a set would make every process draw otherwise.
+        for peer_id in known.peers:
+            if peer_id not in queued:
+                heapq.heappush(known.queue, (head, self._rng.random(), peer_id))
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
         """See Chooser."""
