@@ -78,7 +78,7 @@ class _Work:
     microbatch: Microbatch
     granted_by: int
     answered: bool = False
-    """An ack may be under way: it may count, and nobody else is to run it."""
+    """An ack may be under way: it may count, and nobody else is to run it; but the next one need not wait for that."""
 
 
 class TrainLoop(HopListener):
@@ -119,8 +119,8 @@ class TrainLoop(HopListener):
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches under way."""
-        return len(self._in_flight)
+        """Microbatches under way, those apart that only their ack still is: over a long line it is for long."""
+        return sum(not work.answered for work, _ in self._in_flight.values())
 
     async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:
         """Train until the swarm has committed rounds `first` to `first + count - 1`; `on_step` hears of each.
@@ -219,7 +219,8 @@ class TrainLoop(HopListener):
 
         Those of a later round do not count: they may be waiting for just this one.
         """
-        return sum(work.microbatch.round <= round_number for work, _ in self._in_flight.values()) < self._window.size
+        under_way = (work for work, _ in self._in_flight.values() if not work.answered)
+        return sum(work.microbatch.round <= round_number for work in under_way) < self._window.size
 
     async def _train(self, work: _Work) -> None:
         index = work.microbatch.index
@@ -232,8 +233,12 @@ class TrainLoop(HopListener):
                 reply.close()
                 self._release(work)
                 return
+            # All before the ack: the round cannot commit, and its step be reported, without this microbatch, and
+            # somebody else can have its place.
+            self._window.finished(num_busy=reply.num_busy, in_flight=self.num_in_flight)
+            self._num_failures = 0
             work.answered = True
-            # Before the ack: the round cannot commit, and its step be reported, without this microbatch.
+            self._arrived.set()
             self._answered(work.microbatch, reply)
             if self._config.rounds.synchronous:
                 self._routes[index] = reply.route
@@ -245,9 +250,6 @@ class TrainLoop(HopListener):
             self._note_acknowledged(work.microbatch)  # By whoever ran it.
         except Fatal as error:
             self._failed(work, error)
-        else:
-            self._num_failures = 0
-            self._window.finished(num_busy=reply.num_busy, in_flight=len(self._in_flight))
 
     def _note_acknowledged(self, microbatch: Microbatch) -> None:
         # With DiLoCo nobody asks: each microbatch is granted once.
@@ -330,14 +332,14 @@ class TrainLoop(HopListener):
         if self._paused:
             return 0
         newest = math.inf if self._stage_0 is None else self._stage_0.round
-        num_held = sum(work.microbatch.round <= newest for work in self._work())
+        num_held = sum(work.microbatch.round <= newest for work in self._work() if not work.answered)
         return max(0, self._window.size + math.ceil(self._window.size / 2) - num_held)
 
     async def _replay_lost(self, stage: int, last_round: int) -> None:
         """Synchronous: run again what a later stage has lost with a peer that died, while the round goes on."""
         while True:
             if self._stage_0 is not None:
-                num_held = sum(work.granted_by == stage for work in self._work())
+                num_held = sum(work.granted_by == stage for work in self._work() if not work.answered)
                 room = 0 if self._paused else max(0, self._window.size - num_held)
                 lost = await self._ask(stage, room, wait_seconds=GRANT_WAIT_SECONDS, stage_0=self._stage_0)
                 if lost is not None:

@@ -28,8 +28,11 @@ class Reply:
     def __init__(self) -> None:
         self.route = {0: PeerId("a"), 1: PeerId("b"), 2: PeerId("c")}
         self.acked = self.closed = False
+        self.ack_arrives = asyncio.Event()
+        self.ack_arrives.set()
 
     async def ack(self) -> None:
+        await self.ack_arrives.wait()
         self.acked = True
 
     def close(self) -> None:
@@ -168,6 +171,18 @@ async def test_what_a_trainer_leases_ahead_is_half_of_what_it_has_under_way() ->
         await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
         assert world.num_runs == 4
         assert world.num_granted == 4 + 2
+
+
+async def test_nobody_waits_for_an_ack_that_is_under_way() -> None:
+    """Over a long line that would be a round trip for every microbatch."""
+    async with running(max_in_flight=2) as world:
+        world.num_there = 100
+        await eventually(lambda: world.num_runs == 2, meanwhile=lambda: world.clock.advance(0.02))
+        world.reply.ack_arrives.clear()
+        world.answer.set()
+        await eventually(lambda: world.num_runs >= 10, meanwhile=lambda: world.clock.advance(0.02))
+        assert not world.reply.acked
+        assert not world.released
 
 
 async def test_a_full_window_is_counted_once_for_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
