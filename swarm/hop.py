@@ -8,12 +8,11 @@ the peers that worked on it before are asked first. Never looks into the tensors
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import grpc
 import torch
 
 from swarm.clock import Clock
@@ -35,10 +34,12 @@ from swarm.errors import (
 )
 from swarm.events import Events, NoEvents
 from swarm.events import Hop as HopEvent
+from swarm.microbatch import Microbatch
 from swarm.routing.credits import Credits
 from swarm.routing.router import Router
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.channels import ChannelPool, translate
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
@@ -48,18 +49,6 @@ logger = logging.getLogger(__name__)
 
 _NOBODY_SECONDS = 1.0
 """A stage whose every peer is banned for longer than this is reported as empty."""
-
-TRAINER_ACK_SECONDS = 7.0
-"""A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
-network may have held it back until another trainer was given the microbatch."""
-ACK_SECONDS = 120.0
-"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good. So much at least:
-see `ack_seconds`."""
-WAY_BACK = 6.0
-"""The stages before take up to so many times longer for the way back than they took for the way there: a backward is
-two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
-LONGEST_ACK_SECONDS = 3600.0
-"""However long the way was: it may have been waiting for a stage without peers."""
 
 SHORTEST_WAIT_SECONDS = 0.005
 """Until a peer is looked for again when nobody can be asked, at least."""
@@ -78,8 +67,6 @@ PEERS_TO_SEND_ON = 4
 _Answer = TypeVar("_Answer")
 
 Tensors = Mapping[str, torch.Tensor]
-Call = Any
-"""grpc.aio.StreamStreamCall; its type arguments differ between Train and Evaluate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,39 +84,6 @@ class HopLimits:
     max_failures: int = 12
     """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count, nor who joins,
     moves, leaves, or lacks a round's weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """What a hop is told about the microbatch it carries."""
-
-    index: int
-    round: int
-    num_samples: int
-    accumulate_only_at: int | None = None
-    spare: bool = False
-    """A replay of what a peer that does not answer may still have: its gradient is kept apart."""
-    since: float | None = None
-    """When stage 0 was asked for it, by the event loop's clock; None at a trainer."""
-
-    @property
-    def way_seconds(self) -> float:
-        """How long it has been on its way through the stages."""
-        return 0.0 if self.since is None else asyncio.get_running_loop().time() - self.since
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether all stages but one have it."""
-        return self.accumulate_only_at is not None
-
-    def known_by(self, route: Mapping[int, PeerId]) -> dict[int, PeerId]:
-        """Of those who worked on it before, whoever knows it: of a replay, nobody at the stage that lost it."""
-        return {stage: peer for stage, peer in route.items() if stage != self.accumulate_only_at}
-
-    def answers_gradient(self, stage: int) -> bool:
-        """Whether the answer of a stage has the gradient of its input: of a replay only those after the stage that
-        lacks it."""
-        return self.accumulate_only_at is None or self.accumulate_only_at < stage
 
 
 class HopListener:
@@ -152,17 +106,14 @@ class HopReply:
     route: Mapping[int, PeerId]
     num_reroutes: int
     num_busy: int
-    """Times that a peer of this hop had no room, those apart that only left it to others."""
-    _call: Call = field(repr=False)
+    """How often a peer of this hop had no room; one that merely left it to others is not counted."""
+    _call: Stream = field(repr=False)
 
     async def ack(self) -> None:
         """Tell the peer that its answer counts. A lost ack ends in "missing" at that peer, never in "double"."""
         try:
-            async with asyncio.timeout(5.0):
-                await self._call.write(pb.TrainRequest(ack=pb.Ack()))
-                await self._call.done_writing()
-                await self._call.code()
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError) as error:
+            await self._call.finish(pb.TrainRequest(ack=pb.Ack()), 5.0)
+        except PeerUnavailable as error:
             logger.debug("an ack was lost: %s", error)
         finally:
             self._call.cancel()
@@ -173,8 +124,8 @@ class HopReply:
 
 
 @dataclass(eq=False)
-class _Attempt:
-    """What is remembered between the attempts of one microbatch."""
+class _Retries:
+    """What is remembered of one microbatch from attempt to attempt."""
 
     excluded: dict[PeerId, float] = field(default_factory=dict)
     """Peers not to ask before a time."""
@@ -228,18 +179,18 @@ class Hop:
             Fatal: a peer refused the request itself, or too many peers failed.
         Cancellation closes the stream, which makes the peer roll back.
         """
-        attempt = _Attempt(route=dict(hints))
+        retries = _Retries(route=dict(hints))
 
         async def once(record: PeerRecord) -> HopReply:
             self._events.write(
                 HopEvent(
                     microbatch=microbatch.index, round=microbatch.round, stage=self.stage, peer=record.peer_id,
-                    attempt=attempt.num_failures + attempt.num_busy + attempt.num_sent_on + 1,
+                    attempt=retries.num_failures + retries.num_busy + retries.num_sent_on + 1,
                 )
             )  # fmt: skip
-            return await self._train_once(record, microbatch, tensors, listener, attempt)
+            return await self._train_once(record, microbatch, tensors, listener, retries)
 
-        return await self._until_answered(once, microbatch.num_samples, listener, attempt)
+        return await self._until_answered(once, microbatch.num_samples, listener, retries)
 
     async def evaluate(
         self, tensors: Tensors, *, round_number: int, logits: TensorSpec | None = None,
@@ -264,7 +215,7 @@ class Hop:
                     raise StaleMicrobatch(f"round {round_number} is not kept any more: {error}") from None
                 raise
 
-        return await self._until_answered(once, tensors["tokens"].shape[0], heard_by, _Attempt())
+        return await self._until_answered(once, tensors["tokens"].shape[0], heard_by, _Retries())
 
     # -- choosing and retrying -----------------------------------------------------------------------------------
 
@@ -273,7 +224,7 @@ class Hop:
         once: Callable[[PeerRecord], Awaitable[_Answer]],
         num_samples: int,
         listener: HopListener,
-        attempt: _Attempt,
+        retries: _Retries,
     ) -> _Answer:
         num_cancels = _num_cancels()
         try:
@@ -281,124 +232,124 @@ class Hop:
                 if _num_cancels() > num_cancels:
                     # gRPC may answer a cancellation that comes as a connection breaks with why it broke.
                     raise asyncio.CancelledError
-                record = self._choose(num_samples, attempt)
+                record = self._choose(num_samples, retries)
                 if record is None:
-                    await self._wait_for_somebody(listener, attempt)
+                    await self._wait_for_somebody(listener, retries)
                     continue
                 peer_id = PeerId(record.peer_id)
                 try:
                     return await once(record)
                 except Overloaded as busy:
-                    if attempt.has_others:
-                        attempt.num_sent_on += 1
+                    if retries.has_others:
+                        retries.num_sent_on += 1
                     else:
-                        attempt.num_busy += 1
-                        self._set_refused(attempt, True)
+                        retries.num_busy += 1
+                        self._set_refused(retries, True)
                     self._router.busy(peer_id, busy.retry_after_seconds)
-                    attempt.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
+                    retries.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
                 except (Retryable, WrongStage, WrongRun) as error:
                     # Of the wrong stage is a peer that has moved since it was announced; another run may have its port.
-                    self._failed(peer_id, record.name, error, attempt)
+                    self._failed(peer_id, record.name, error, retries)
                 except (NotAllowed, IncompatibleVersion) as error:
                     # Its clock may be wrong, so that it takes a token for an expired one; another release, of another
                     # run, may have its port.
-                    self._failed(peer_id, record.name, PeerUnavailable(str(error)), attempt)
+                    self._failed(peer_id, record.name, PeerUnavailable(str(error)), retries)
         finally:
-            self._set_refused(attempt, False)
+            self._set_refused(retries, False)
 
-    def _set_refused(self, attempt: _Attempt, is_refused: bool) -> None:
-        self._num_refused += is_refused - attempt.is_refused
-        attempt.is_refused = is_refused
+    def _set_refused(self, retries: _Retries, is_refused: bool) -> None:
+        self._num_refused += is_refused - retries.is_refused
+        retries.is_refused = is_refused
 
-    async def _wait_for_somebody(self, listener: HopListener, attempt: _Attempt) -> None:
+    async def _wait_for_somebody(self, listener: HopListener, retries: _Retries) -> None:
         """Wait until a peer can be asked, or for a moment: new ones may come at any time."""
         available_seconds = self._router.next_available_seconds(self.stage)
         no_peer = available_seconds is None or available_seconds > _NOBODY_SECONDS
         listener.progress(self.stage, no_peer=no_peer)
         seconds = self._limits.retry_seconds
-        if attempt.excluded:
-            first = min(attempt.excluded.values()) - self._clock.monotonic()
+        if retries.excluded:
+            first = min(retries.excluded.values()) - self._clock.monotonic()
             seconds = min(seconds, max(first, SHORTEST_WAIT_SECONDS))
         await self._clock.sleep(seconds)
 
-    def _choose(self, num_samples: int, attempt: _Attempt) -> PeerRecord | None:
+    def _choose(self, num_samples: int, retries: _Retries) -> PeerRecord | None:
         now = self._clock.monotonic()
-        attempt.excluded = {peer: until for peer, until in attempt.excluded.items() if until > now}
-        hinted = attempt.route.get(self.stage)
+        retries.excluded = {peer: until for peer, until in retries.excluded.items() if until > now}
+        hinted = retries.route.get(self.stage)
         prefer = [] if hinted is None else [hinted]
-        return self._router.choose(self.stage, num_samples, exclude=attempt.excluded.keys(), prefer=prefer)
+        return self._router.choose(self.stage, num_samples, exclude=retries.excluded.keys(), prefer=prefer)
 
-    def _failed(self, peer_id: PeerId, name: str, error: SwarmError, attempt: _Attempt) -> None:
+    def _failed(self, peer_id: PeerId, name: str, error: SwarmError, retries: _Retries) -> None:
         logger.info("stage %d: %s failed: %s", self.stage, name or peer_id[:8], error)
         if isinstance(error, PeerUnavailable):
             self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
         now = self._clock.monotonic()
-        is_slow = isinstance(error, DeadlineExceeded) and self._has_other(peer_id, attempt, now + PAUSE_SECONDS)
-        attempt.excluded[peer_id] = now + (self._limits.stall_seconds if is_slow else PAUSE_SECONDS)
-        attempt.route.pop(self.stage, None)
+        is_slow = isinstance(error, DeadlineExceeded) and self._has_other(peer_id, retries, now + PAUSE_SECONDS)
+        retries.excluded[peer_id] = now + (self._limits.stall_seconds if is_slow else PAUSE_SECONDS)
+        retries.route.pop(self.stage, None)
         # Who joins, moves, leaves or lacks a round's weights says nothing about the others.
-        attempt.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
+        retries.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
         if isinstance(error, NotReady):
-            attempt.num_not_ready += 1
-            if attempt.num_not_ready == self._limits.max_failures:
+            retries.num_not_ready += 1
+            if retries.num_not_ready == self._limits.max_failures:
                 # It may be that nobody ever can: whoever looks into the log is to find why.
                 logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self.stage, error)
-        if attempt.num_failures >= self._limits.max_failures:
+        if retries.num_failures >= self._limits.max_failures:
             raise RetriesExhausted(
-                f"stage {self.stage}: {attempt.num_failures} peers failed in a row; the last: {error}"
+                f"stage {self.stage}: {retries.num_failures} peers failed in a row; the last: {error}"
             )
 
-    def _has_other(self, peer_id: PeerId, attempt: _Attempt, before: float) -> bool:
+    def _has_other(self, peer_id: PeerId, retries: _Retries, before: float) -> bool:
         """Whether another peer can be asked soon."""
-        return any(attempt.excluded.get(other, before) <= before for other in self._router.others(peer_id))
+        return any(retries.excluded.get(other, before) <= before for other in self._router.others(peer_id))
 
-    def _stall_seconds(self, peer_id: PeerId, microbatch: Microbatch, attempt: _Attempt) -> float:
+    def _stall_seconds(self, peer_id: PeerId, microbatch: Microbatch, retries: _Retries) -> float:
         """How long a peer may itself be what is waited for: a slow one with a full queue is not stalled.
 
         After a stall of the microbatch twice as long: of a peer that has not answered yet nothing may be known.
         """
         expected = self._router.expected_seconds(peer_id, microbatch.num_samples) or 0.0
-        return max(self._limits.stall_seconds, STALL_FACTOR * expected) * 2.0 ** min(attempt.num_stalls, MOST_DOUBLINGS)
+        return max(self._limits.stall_seconds, STALL_FACTOR * expected) * 2.0 ** min(retries.num_stalls, MOST_DOUBLINGS)
 
     # -- one attempt -----------------------------------------------------------------------------------------------
 
     async def _train_once(
-        self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, attempt: _Attempt
+        self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, retries: _Retries
     ) -> HopReply:
         peer_id = PeerId(record.peer_id)
         reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self.stage) else {})
-        is_new_to_it = attempt.route.get(self.stage) != peer_id
-        attempt.has_others = is_new_to_it and attempt.num_sent_on < most_sent_on(self._router.num_peers(self.stage))
+        is_new_to_it = retries.route.get(self.stage) != peer_id
+        retries.has_others = is_new_to_it and retries.num_sent_on < most_sent_on(self._router.num_peers(self.stage))
         opening = pb.Open(
             address=self._address(), microbatch=microbatch.index, round=microbatch.round,
-            num_samples=microbatch.num_samples, hints=route_entries(attempt.route),
+            num_samples=microbatch.num_samples, hints=route_entries(retries.route),
             accumulate_only_at=microbatch.accumulate_only_at,
-            rerouted_backward=attempt.forward_passed and is_new_to_it,
+            rerouted_backward=retries.forward_passed and is_new_to_it,
             # Who worked on it before may need nothing sent.
             eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
-            has_others=attempt.has_others,
+            has_others=retries.has_others,
             way_seconds=microbatch.way_seconds,
         )  # fmt: skip
-        async with self._stream(record, "Train") as call:
+        async with Stream(self._stub(record).Train()) as call:
             if not opening.eager:
-                await self._write(call, pb.TrainRequest(open=opening), self._limits.open_seconds)
-                accepted = self._admitted(await self._read(call, self._limits.open_seconds))
+                await call.write(pb.TrainRequest(open=opening), self._limits.open_seconds)
+                accepted = self._admitted(await call.read(self._limits.open_seconds))
                 tensors = {} if accepted.has_tensors else tensors
-                self._set_refused(attempt, False)
+                self._set_refused(retries, False)
             sending_at, arrived_at = self._clock.monotonic(), math.inf
             if tensors:
                 await self._send(call, pb.TrainRequest(open=opening if opening.eager else None), tensors)
             if opening.eager:
-                self._admitted(await self._read(call, self._limits.silence_seconds))
+                self._admitted(await call.read(self._limits.silence_seconds))
                 arrived_at = self._clock.monotonic()
-                self._set_refused(attempt, False)
-            attempt.route = {**attempt.route, self.stage: peer_id}
-            listener.routed(attempt.route)
+                self._set_refused(retries, False)
+            retries.route = {**retries.route, self.stage: peer_id}
+            listener.routed(retries.route)
             stalled_since = self._clock.monotonic()
             while True:
-                reply = await self._read(call, self._limits.silence_seconds)
+                reply = await call.read(self._limits.silence_seconds)
                 # The peer says something as soon as it has all tensors, before it computes. When they were written
                 # tells less: buffers take megabytes.
                 arrived_at = min(arrived_at, self._clock.monotonic())
@@ -411,15 +362,15 @@ class Hop:
                     if progress.stage != self.stage:
                         stalled_since = self._clock.monotonic()
                     elif (seconds := self._clock.monotonic() - stalled_since) > self._limits.stall_seconds and (
-                        seconds > self._stall_seconds(peer_id, microbatch, attempt)
+                        seconds > self._stall_seconds(peer_id, microbatch, retries)
                     ):
-                        attempt.num_stalls += 1
+                        retries.num_stalls += 1
                         raise DeadlineExceeded(f"no result after {seconds:.0f} s")
                     downstream = {entry.stage: PeerId(entry.peer_id) for entry in progress.route}
-                    attempt.forward_passed |= progress.stage != self.stage or bool(downstream)
+                    retries.forward_passed |= progress.stage != self.stage or bool(downstream)
                     listener.progress(progress.stage, no_peer=progress.no_peer)
-                    if downstream and attempt.route != (route := {**downstream, self.stage: peer_id}):
-                        attempt.route = route
+                    if downstream and retries.route != (route := {**downstream, self.stage: peer_id}):
+                        retries.route = route
                         listener.routed(route)
                 elif not reply.chunks:
                     self._admitted(reply)
@@ -440,8 +391,8 @@ class Hop:
             route = {entry.stage: PeerId(entry.peer_id) for entry in done.route}
             return HopReply(
                 loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
-                route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + attempt.num_failures,
-                num_busy=attempt.num_busy,  _call=call,
+                route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + retries.num_failures,
+                num_busy=retries.num_busy,  _call=call,
             )  # fmt: skip
 
     async def _evaluate_once(
@@ -454,11 +405,11 @@ class Hop:
             num_samples=num_samples, sequence_length=num_tokens - 1,
         )  # fmt: skip
         reader = TensorReader({} if logits is None else {"logits": logits})
-        async with self._stream(record, "Evaluate") as call:
+        async with Stream(self._stub(record).Evaluate()) as call:
             await self._send(call, pb.EvaluateRequest(open=request), tensors)
             await call.done_writing()
             while True:
-                reply = await self._read(call, self._limits.silence_seconds)
+                reply = await call.read(self._limits.silence_seconds)
                 for chunk in reply.chunks:
                     self._feed(reader, chunk)
                 if reply.HasField("progress"):
@@ -474,50 +425,20 @@ class Hop:
 
     # -- plumbing ----------------------------------------------------------------------------------------------------
 
+    def _stub(self, record: PeerRecord) -> Any:  # The generated type wants all requests when a call begins.
+        return StageServiceStub(self._channels.channel(record))
+
     def _address(self) -> pb.Address:
         return pb.Address(run_id=self._run_id, protocol_version=PROTOCOL_VERSION, stage=self.stage)
 
-    @asynccontextmanager
-    async def _stream(self, record: PeerRecord, method: str) -> AsyncIterator[Call]:
-        """A call that is cancelled unless the block returns normally; its errors become ours."""
-        call = getattr(StageServiceStub(self._channels.channel(record)), method)()
-        try:
-            yield call
-        except (grpc.aio.UsageError, asyncio.InvalidStateError):
-            # The stream ended while we wrote to it; its status says why.
-            raise await _status(call) from None
-        except grpc.aio.AioRpcError as error:
-            call.cancel()
-            raise translate(error) from None
-        except BaseException:
-            call.cancel()
-            raise
-
-    async def _send(self, call: Call, request: Any, tensors: Tensors) -> None:
+    async def _send(self, call: Stream, request: Any, tensors: Tensors) -> None:
         """Write tensors, the first of them with what else `request` says; it is filled, so nobody is to keep it."""
         self._num_sending += 1
         try:
             for message in filled(request, tensors):
-                await self._write(call, message, self._limits.silence_seconds)
+                await call.write(message, self._limits.silence_seconds)
         finally:
             self._num_sending -= 1
-
-    async def _write(self, call: Call, message: Any, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await call.write(message)
-        except TimeoutError:
-            raise PeerUnavailable(f"took nothing for {seconds:.0f} s", is_unreachable=True) from None
-
-    async def _read(self, call: Call, seconds: float) -> Any:
-        try:
-            async with asyncio.timeout(seconds):
-                reply = await call.read()
-        except TimeoutError:
-            raise PeerUnavailable(f"no sign of life for {seconds:.0f} s", is_unreachable=True) from None
-        if reply is grpc.aio.EOF:
-            raise await _status(call)
-        return reply
 
     def _admitted(self, reply: pb.TrainReply) -> pb.Accepted:
         if reply.HasField("busy"):
@@ -551,30 +472,6 @@ def _num_cancels() -> int:
     """How often this task was cancelled and not taken back: a task group that failed before leaves one behind."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
-
-
-async def _status(call: Call) -> SwarmError:
-    """Why a stream ended."""
-    if await call.code() is grpc.StatusCode.OK:
-        return PeerUnavailable("the peer ended the stream early")
-    error = grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), details=await call.details()
-    )
-    return translate(error)
-
-
-def ack_seconds(stage: int, way_seconds: float) -> float:
-    """How long a peer of a stage waits for the acknowledgement of its answer.
-
-    Nothing is heard of its caller until then. The stages before do their backward first, each after the other: the
-    deeper the stage, and the slower they are, the longer that takes.
-
-    Args:
-        way_seconds: the microbatch's on its way here, as its caller says.
-    """
-    if stage == 0:
-        return TRAINER_ACK_SECONDS
-    return max(ACK_SECONDS, min(LONGEST_ACK_SECONDS, WAY_BACK * way_seconds))
 
 
 def most_sent_on(num_peers: int) -> int:

@@ -19,7 +19,7 @@ from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
-from swarm.hop import Microbatch
+from swarm.microbatch import Microbatch
 from swarm.model.stages import build_stage
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import TOKENS, GraphBudget, StageBackend

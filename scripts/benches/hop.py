@@ -38,7 +38,8 @@ from scripts.benches.moe_server import EXPERT
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
-from swarm.hop import Hop, HopListener, Microbatch
+from swarm.hop import Hop, HopListener
+from swarm.microbatch import Microbatch
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, reply_specs

@@ -34,8 +34,9 @@ from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import IntegrityError
-from swarm.hop import Hop, HopListener, Microbatch
+from swarm.hop import Hop, HopListener
 from swarm.identity import generate
+from swarm.microbatch import Microbatch
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.backend import HIDDEN, TOKENS, reply_specs

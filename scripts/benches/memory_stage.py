@@ -33,11 +33,13 @@ from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
 from swarm.clock import SystemClock
 from swarm.compression.codec import Buffer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.hop import Hop, HopListener, HopReply, Microbatch, Tensors
+from swarm.hop import Hop, HopListener, HopReply, Tensors
 from swarm.identity import generate
+from swarm.microbatch import Microbatch
 from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, GraphBudget, StageBackend, request_specs
@@ -93,8 +95,9 @@ class NextStage(Hop):
             self.num_waiting -= 1
         gradient_BTD = 1e-3 * torch.randn_like(tensors[HIDDEN])
         return Answer(
-            loss=0.0, num_tokens=0, tensors={GRADIENT: gradient_BTD}, route={}, num_reroutes=0, num_busy=0, _call=None
-        )
+            loss=0.0, num_tokens=0, tensors={GRADIENT: gradient_BTD}, route={}, num_reroutes=0, num_busy=0,
+            _call=Stream(None),
+        )  # fmt: skip
 
 
 class HeldTransport(GrpcTransport):

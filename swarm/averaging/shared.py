@@ -158,11 +158,6 @@ class SharedBlocks:
             del self._averages[stale]
 
 
-def holder_of(stage: int, digest: str, contact: pb.Contact) -> pb.Partner:
-    """A peer that has a stage's average."""
-    return pb.Partner(stage=stage, digest=digest, contact=contact)
-
-
 def _codec(config: RunConfig) -> Codec:
     """The average of a sparse codec is not sparse any more."""
     codec = contribution_codec(config.averaging)

@@ -21,7 +21,8 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents
-from swarm.hop import Hop, HopListener, HopReply, Microbatch
+from swarm.hop import Hop, HopListener, HopReply
+from swarm.microbatch import Microbatch
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
@@ -78,7 +79,7 @@ class _Work:
     microbatch: Microbatch
     granted_by: int
     answered: bool = False
-    """An ack may be under way: it may count, and nobody else is to run it; but the next one need not wait for that."""
+    """Its ack may be under way: nobody else may run it, since it may count, but its place in the window is free."""
 
 
 class TrainLoop(HopListener):
@@ -119,7 +120,10 @@ class TrainLoop(HopListener):
 
     @property
     def num_in_flight(self) -> int:
-        """Microbatches under way, those apart that only their ack still is: over a long line it is for long."""
+        """Microbatches that wait for an answer.
+
+        One that is answered, and only its ack under way, is not counted: over a long line that is a whole round trip.
+        """
         return sum(not work.answered for work, _ in self._in_flight.values())
 
     async def run(self, first: int, count: int, on_step: Callable[[Step], Awaitable[None]]) -> None:

@@ -258,7 +258,7 @@ class StageBackend:
     def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
         staying = [source for source in bucket.sources if source not in leaving]
         num_leaving, num_staying = (sum(source.num_samples for source in some) for some in (leaving, staying))
-        # With DiLoCo one knows of those alone that have not been acknowledged.
+        # With DiLoCo `sources` is empty: what stays is not known, and nothing is summed anew unless all leaves.
         if len(staying) < len(leaving) and num_leaving + num_staying == bucket.num_samples:
             bucket.clear(num_samples=num_staying)
             for source in staying:

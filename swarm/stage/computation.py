@@ -4,6 +4,12 @@
 
 It belongs to the stage, not to the call that asked for it: a call that dies leaves it running, so that a
 retry can join. Created by stage/stage, watched by stage/servicer.
+
+How one ends that is not acknowledged:
+
+    its call ends         Stage.abandon -> orphan; if no retry subscribes for a while, it is discarded
+    it is not wanted      Stage._discard: forgotten in the ledger at once, stopped here and downstream, then undone
+    undone                on the compute thread: give_up hands its gradient over, StageBackend.roll_back takes it out
 """
 
 import asyncio
@@ -15,7 +21,8 @@ from typing import TypeVar
 import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
-from swarm.hop import Hop, HopListener, HopReply, Microbatch
+from swarm.hop import Hop, HopListener, HopReply
+from swarm.microbatch import Microbatch
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download

@@ -70,7 +70,7 @@ class StageMember:
         if self._stage.config.rounds.synchronous:
             # What arrives from now on must not be accumulated behind our back.
             self._weights.seal()
-            await self._stage.settle_round(round_number, dropped)
+            await self._stage.discard_uncommitted(round_number, dropped)
         committed = self._committed()
         closing = await self._stage.runtime.control(lambda: self._close(committed))
         contribution = Contribution(
@@ -103,14 +103,13 @@ class StageMember:
 
     async def apply(self, result: RoundResult) -> str:
         """Take the outer step of a committed round. Gives the BLAKE3 of anchor and outer state."""
-        synchronous = self._stage.config.rounds.synchronous
         start = time.perf_counter()
         self._closed = None
-        if synchronous:
+        if self._stage.config.rounds.synchronous:
             # As in `close`, after which the round may have been reopened: what would arrive behind our back counts in
             # this round, and would be added to the next one's sum.
             self._weights.seal()
-            await self._stage.settle_round(self._stage.round, frozenset())
+            await self._stage.discard_uncommitted(self._stage.round, frozenset())
 
         def commit() -> float:
             parent = self._weights.round.lineage
@@ -132,23 +131,25 @@ class StageMember:
             return rate
 
         rate = await self._stage.runtime.control(commit)
-        squared_norm = result.total_squared_norm if synchronous else result.squared_norm
-        self.reports.append(
-            pb.RoundReport(
-                round=result.round, run_samples=self.run_samples, num_members=len(result.members),
-                num_alive=self._num_alive(), gradient_norm=squared_norm**0.5, learning_rate=rate,
-                aggregate_seconds=result.seconds + time.perf_counter() - start, bytes_sent=result.bytes_sent,
-                bytes_received=result.bytes_received, compression_ratio=result.compression_ratio,
-                attempts=result.attempts, num_samples=result.num_samples, state_digest=self.state_digest,
-                averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
-                contribution_norm=result.contribution_norm, exchange_seconds=result.exchange_seconds,
-                wait_seconds=max(0.0, result.seconds - result.exchange_seconds),
-                residual_bytes=result.residual_bytes,
-            )
-        )  # fmt: skip
+        self.reports.append(self._report(result, rate, time.perf_counter() - start))
         self._stage.round_began()
         self._on_commit()
         return self.state_digest
+
+    def _report(self, result: RoundResult, learning_rate: float, seconds: float) -> pb.RoundReport:
+        """What trainers and status are told of a round that was committed, which took this peer so long."""
+        synchronous = self._stage.config.rounds.synchronous
+        squared_norm = result.total_squared_norm if synchronous else result.squared_norm
+        return pb.RoundReport(
+            round=result.round, run_samples=self.run_samples, num_members=len(result.members),
+            num_alive=self._num_alive(), gradient_norm=squared_norm**0.5, learning_rate=learning_rate,
+            aggregate_seconds=result.seconds + seconds, bytes_sent=result.bytes_sent,
+            bytes_received=result.bytes_received, compression_ratio=result.compression_ratio,
+            attempts=result.attempts, num_samples=result.num_samples, state_digest=self.state_digest,
+            averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
+            contribution_norm=result.contribution_norm, exchange_seconds=result.exchange_seconds,
+            wait_seconds=max(0.0, result.seconds - result.exchange_seconds), residual_bytes=result.residual_bytes,
+        )  # fmt: skip
 
     async def snapshot(self) -> Snapshot:
         """The state at the last committed round; nobody writes to its tensors."""

@@ -24,7 +24,8 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop import Hop, HopListener, Microbatch, ack_seconds, route_entries
+from swarm.hop import Hop, HopListener, route_entries
+from swarm.microbatch import Microbatch
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
@@ -47,6 +48,17 @@ UNCHANGED = 3
 millisecond or so, for each microbatch in flight."""
 MAX_WAIT_SECONDS = 5.0
 """Longest wait for the next round."""
+TRAINER_ACK_SECONDS = 7.0
+"""A trainer acknowledges an answer as soon as it has it, and stage 0 takes no acknowledgement later than this: the
+network may have held it back until another trainer was given the microbatch."""
+ACK_SECONDS = 120.0
+"""Other stages' upstream waits for its own acknowledgement first; but it may also be frozen for good. So much at least:
+see `ack_seconds`."""
+WAY_BACK = 6.0
+"""The stages before take up to so many times longer for the way back than they took for the way there: a backward is
+two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
+LONGEST_ACK_SECONDS = 3600.0
+"""However long the way was: it may have been waiting for a stage without peers."""
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
 _Reply = TypeVar("_Reply", pb.TrainReply, pb.EvaluateReply)
@@ -337,3 +349,17 @@ async def _refuse(context: Context, error: Exception) -> None:
         logger.exception("a call failed", exc_info=error)
         error = PeerUnavailable(f"internal error: {type(error).__name__}")
     await abort(context, error)
+
+
+def ack_seconds(stage: int, way_seconds: float) -> float:
+    """How long a peer of a stage waits for the acknowledgement of its answer.
+
+    Nothing is heard of its caller until then. The stages before do their backward first, each after the other: the
+    deeper the stage, and the slower they are, the longer that takes.
+
+    Args:
+        way_seconds: the microbatch's on its way here, as its caller says.
+    """
+    if stage == 0:
+        return TRAINER_ACK_SECONDS
+    return max(ACK_SECONDS, min(LONGEST_ACK_SECONDS, WAY_BACK * way_seconds))

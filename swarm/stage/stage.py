@@ -19,7 +19,8 @@ from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import NotReady, Overloaded, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents, Repeat
-from swarm.hop import Hop, Microbatch
+from swarm.hop import Hop
+from swarm.microbatch import Microbatch
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.admission import Admission
 from swarm.stage.backend import StageBackend
@@ -231,7 +232,7 @@ class Stage:
         if self.number == 0 and microbatch.round > self.round:
             raise Overloaded(f"round {self.round} has not committed yet", retry_after_seconds=0.05)
         # What another stage lacks has to come through here, though this one has all: that stage cannot commit without.
-        counts_here = microbatch.accumulate_only_at in (None, self.number)
+        counts_here = microbatch.counts_at(self.number)
         if self.number == 0 and counts_here and self.backend.weights.round.closed:
             raise Overloaded(f"round {self.round} is being averaged", retry_after_seconds=0.05)
 
@@ -289,7 +290,7 @@ class Stage:
             self._start, tensors=tensors, hints=hints, subscriber=subscriber, answers_gradient=answers_gradient
         )
         is_past = self.config.rounds.synchronous and microbatch.round < self.round
-        contributes = microbatch.accumulate_only_at in (None, self.number) and not is_past
+        contributes = microbatch.counts_at(self.number) and not is_past
         if not contributes:
             known = self._known(microbatch)
             return start(microbatch, accumulate=False, earlier=known if known is not None and known.done else None)
@@ -450,7 +451,7 @@ class Stage:
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
-    async def settle_round(self, round_number: int, drop: frozenset[int]) -> None:
+    async def discard_uncommitted(self, round_number: int, drop: frozenset[int]) -> None:
         """Before a synchronous round closes: undo what was never acknowledged, and what another member counts."""
         doubles = [entry for entry in map(self.ledger.find, drop) if entry is not None]
         await self._discard_all([*self.ledger.uncommitted(round_number), *doubles])

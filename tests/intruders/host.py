@@ -19,8 +19,9 @@ from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.dht.directory import Directory, MemoryStore
 from swarm.events import NoEvents
-from swarm.hop import Hop, HopListener, Microbatch
+from swarm.hop import Hop, HopListener
 from swarm.identity import Identity
+from swarm.microbatch import Microbatch
 from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS, ChannelPool

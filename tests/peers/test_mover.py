@@ -19,7 +19,8 @@ from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
 from swarm.errors import Fatal, NotReady
 from swarm.events import Install, Join, Leave, Move
-from swarm.hop import Hop, HopListener, HopReply, Microbatch
+from swarm.hop import Hop, HopListener, HopReply
+from swarm.microbatch import Microbatch
 from swarm.model.stages import build_stage
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool

@@ -11,7 +11,8 @@ import pytest
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.hop import Hop, HopListener, Microbatch
+from swarm.hop import Hop, HopListener
+from swarm.microbatch import Microbatch
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm.errors import NotReady
-from swarm.hop import Microbatch
+from swarm.microbatch import Microbatch
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.runtime import Runtime

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarm import hop
 from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable, StaleMicrobatch
-from swarm.hop import Hop
 from swarm.rounds import Contribution
+from swarm.rpc.stream import Stream
+from swarm.stage import servicer
 from swarm.stage.backend import StageBackend
 from swarm.stage.ledger import EntryState
 from swarm.stage.member import StageMember
@@ -210,7 +210,7 @@ async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gRPC answers so if the connection breaks at that very moment."""
-    read = Hop._read
+    read = Stream.read
 
     async def read_what_broke(*args: Any) -> Any:
         try:
@@ -218,7 +218,7 @@ async def test_a_cancellation_that_is_answered_with_a_broken_connection_is_still
         except asyncio.CancelledError:
             raise PeerUnavailable("Stream removed") from None
 
-    monkeypatch.setattr(Hop, "_read", read_what_broke)
+    monkeypatch.setattr(Stream, "read", read_what_broke)
     clock = ManualClock()
     async with running_chain(config, num_peers=(1, 2, 1), clock=clock) as chain:
         last = chain.at(2)[0]
@@ -281,7 +281,7 @@ async def test_an_ack_that_the_network_held_back_for_long_does_not_count(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the time it arrives, another trainer may have been given the microbatch, and had it counted elsewhere."""
-    monkeypatch.setattr(hop, "TRAINER_ACK_SECONDS", 1.0)
+    monkeypatch.setattr(servicer, "TRAINER_ACK_SECONDS", 1.0)
     clock = ManualClock()
     async with running_chain(config, clock=clock) as chain:
         first = chain.peers[0]
@@ -315,8 +315,8 @@ async def _trained_with_a_late_backward(chain: Chain) -> None:
 
 async def test_a_deep_stage_waits_for_an_ack_as_long_as_the_way_back_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is heard of it while the stages before do their backward."""
-    monkeypatch.setattr(hop, "ACK_SECONDS", 0.2)
-    monkeypatch.setattr(hop, "WAY_BACK", 1e9)
+    monkeypatch.setattr(servicer, "ACK_SECONDS", 0.2)
+    monkeypatch.setattr(servicer, "WAY_BACK", 1e9)
     async with running_chain(SYNCHRONOUS) as chain:
         await _trained_with_a_late_backward(chain)
         chain.assert_accumulated([0])
@@ -325,8 +325,8 @@ async def test_a_deep_stage_waits_for_an_ack_as_long_as_the_way_back_may_take(mo
 
 async def test_a_caller_that_says_nothing_for_long_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be frozen for good."""
-    monkeypatch.setattr(hop, "ACK_SECONDS", 0.2)
-    monkeypatch.setattr(hop, "LONGEST_ACK_SECONDS", 0.2)
+    monkeypatch.setattr(servicer, "ACK_SECONDS", 0.2)
+    monkeypatch.setattr(servicer, "LONGEST_ACK_SECONDS", 0.2)
     clock = ManualClock()
     async with running_chain(SYNCHRONOUS, clock=clock) as chain:
         await _trained_with_a_late_backward(chain)
@@ -338,7 +338,7 @@ async def test_a_caller_that_says_nothing_for_long_is_noticed(monkeypatch: pytes
     [(0, 1000.0, 7.0), (1, 0.0, 120.0), (1, -1e300, 120.0), (15, 50.0, 300.0), (15, 1e300, 3600.0)],
 )
 def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, seconds: float) -> None:
-    assert hop.ack_seconds(stage, way_seconds) == seconds
+    assert servicer.ack_seconds(stage, way_seconds) == seconds
 
 
 # -- peers that die ----------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         await chain.train_all([0, 1])
         reply = await chain.train(2)
         await middle.runtime.control(middle.weights.close)
-        await middle.stage.settle_round(0, frozenset([1]))
+        await middle.stage.discard_uncommitted(0, frozenset([1]))
         assert middle.stage.ledger.committed(0) == {0}
         assert (middle.weights.open_bucket.num_samples, middle.num_idle) == (2, (0, 0, 0, 0))
         await chain.ack(reply)
@@ -440,7 +440,7 @@ async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() ->
         assert entry is not None
         assert entry.computation is not None
         middle.stage._discard(entry.computation)
-        await middle.stage.settle_round(0, frozenset())
+        await middle.stage.discard_uncommitted(0, frozenset())
         assert middle.weights.open_bucket.num_samples == 4
 
 

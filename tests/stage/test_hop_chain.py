@@ -18,7 +18,8 @@ from swarm import optim
 from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import DeadlineExceeded, Overloaded, RetriesExhausted, StaleMicrobatch
-from swarm.hop import PAUSE_SECONDS, Hop, HopLimits, HopListener, Microbatch, _Attempt, most_sent_on
+from swarm.hop import PAUSE_SECONDS, Hop, HopLimits, HopListener, _Retries, most_sent_on
+from swarm.microbatch import Microbatch
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -688,7 +689,7 @@ async def test_who_stalls_is_left_alone_for_long_only_if_another_peer_can_be_ask
     )
 
     def pause_seconds(excluded: dict[PeerId, float]) -> float:
-        attempt = _Attempt(excluded=excluded)
+        attempt = _Retries(excluded=excluded)
         hop._failed(PeerId(alone.peer_id), "", DeadlineExceeded("no result"), attempt)
         return attempt.excluded[PeerId(alone.peer_id)]
 

@@ -159,7 +159,7 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
     with pytest.raises(MalformedMessage, match="only an Ack is expected"):
         await _send(chain.peers[1], "Train", requests)
     for peer in chain.peers[1:]:
-        await peer.stage.settle_round(0, frozenset())
+        await peer.stage.discard_uncommitted(0, frozenset())
 
 
 async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have_added() -> None:

@@ -16,7 +16,8 @@ import torch
 
 from swarm.clock import Clock, SystemClock
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.hop import Hop, HopLimits, HopListener, HopReply, Microbatch
+from swarm.hop import Hop, HopLimits, HopListener, HopReply
+from swarm.microbatch import Microbatch
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer

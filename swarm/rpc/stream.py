@@ -1,0 +1,91 @@
+"""The caller's side of a call in which both sides send messages: how long to wait for each, and errors that are ours.
+
+Used by swarm/hop.
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.rpc.channels import translate
+
+
+class Stream:
+    """One call, in an `async with` block.
+
+    A block that returns normally leaves the call as it is, for whoever keeps it; else it is cancelled, and gRPC's error
+    becomes the one of swarm.errors that says the same.
+    """
+
+    def __init__(self, call: Any) -> None:
+        """
+        Args:
+            call: a grpc.aio.StreamStreamCall.
+        """
+        self._call = call
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        if isinstance(error, grpc.aio.UsageError | asyncio.InvalidStateError):
+            # The stream ended while we wrote to it; its status says why.
+            raise await self._status() from None
+        self._call.cancel()
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise translate(error) from None
+
+    async def write(self, message: Any, seconds: float) -> None:
+        """Send a message. Raises PeerUnavailable if nothing is taken for so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._call.write(message)
+        except TimeoutError:
+            raise PeerUnavailable(f"took nothing for {seconds:.0f} s", is_unreachable=True) from None
+
+    async def read(self, seconds: float) -> Any:
+        """The next message. Raises PeerUnavailable if there is none for so long; at the end, what the status says."""
+        try:
+            async with asyncio.timeout(seconds):
+                message = await self._call.read()
+        except TimeoutError:
+            raise PeerUnavailable(f"no sign of life for {seconds:.0f} s", is_unreachable=True) from None
+        if message is grpc.aio.EOF:
+            raise await self._status()
+        return message
+
+    async def done_writing(self) -> None:
+        """Say that no more messages come."""
+        await self._call.done_writing()
+
+    async def finish(self, message: Any, seconds: float) -> None:
+        """Send the last message, and wait until the peer has ended the call. Raises PeerUnavailable."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._call.write(message)
+                await self._call.done_writing()
+                await self._call.code()
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError) as error:
+            raise PeerUnavailable(f"not finished: {error}") from None
+
+    def cancel(self) -> None:
+        """End the call; nothing happens if it has ended."""
+        self._call.cancel()
+
+    async def _status(self) -> SwarmError:
+        """Why it ended."""
+        call = self._call
+        if await call.code() is grpc.StatusCode.OK:
+            return PeerUnavailable("the peer ended the stream early")
+        error = grpc.aio.AioRpcError(
+            await call.code(), await call.initial_metadata(), await call.trailing_metadata(),
+            details=await call.details(),
+        )  # fmt: skip
+        return translate(error)
