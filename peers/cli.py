@@ -21,6 +21,9 @@ _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _RULE = re.compile(r"[-\u2500]{4,}")
 _NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
 """Of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
+_NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
+_NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
+_KINDS = {"INT": "a whole number", "FLOAT": "a number"}
 _CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
 
 
@@ -73,6 +76,13 @@ def _one_line(box: str, options: type[object]) -> str:
     # An option with a typing error is both missing and unrecognized: the latter says more.
     section = next((section for section in sections if "Unrecognized options" in section), sections[0])
     message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
+    if found := _NO_TYPE.match(message):
+        option, types, value = found.groups()
+        kinds = [_KINDS.get(name, name.strip("{}")) for name in types.split("|") if name != "{None}"]
+        return f"{option} takes {' or '.join(kinds)}, not {value!r}"
+    if found := _NO_NUMBER.match(message):
+        option, kind, value = found.groups()
+        return f"{option} takes {_KINDS['INT' if 'int' in kind else 'FLOAT']}, not {value!r}"
     if message.startswith("Missing from"):
         explained = next(part for part in _RULE.split(text) if "Missing from" in part)
         return f"missing {', '.join(_NAME.findall(explained))}"

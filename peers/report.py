@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from swarm.config import RunConfig
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
-from swarm.metrics.log import MetricsLog, StepMetrics
+from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.pipeline.train_loop import Step
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
     def begin(self, first_step: int) -> None:
         """The swarm is at this step now."""
         self.first_step = self.step_number = first_step
-        self._metrics.event(first_step, "training begins")
+        self._metrics.event(first_step, BEGINS)
 
     def waiting(self, stage: int) -> None:
         """Say that nobody at a stage can be reached: once, until the next step, and again when nobody is announced."""

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 
 from peers import cli, process
+from peers.cache import cache_folder
 from peers.claim import Claim
 from peers.event_file import begin, open_events, start_of
 from peers.identity_file import claim_identity
@@ -72,8 +73,8 @@ class PeerOptions:
     """Serve one stage of a run."""
 
     stage: int | Literal["auto"] = 0
-    """Stage to serve, from 0, and to stay at; auto takes the one that needs a peer most, and moves when another one
-    does."""
+    """Stage to serve, from 0, and to stay at: 0 if left out, also where others serve it already. auto takes the one
+    that needs a peer most, and moves when another one does."""
     rebalance_every: float = 60.0
     """Seconds between two looks whether another stage needs this peer more (with --stage auto); 0 never moves."""
     initial_peers: tuple[str, ...] = ()
@@ -164,14 +165,6 @@ class PeerOptions:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
 
 
-def cache_folder() -> Path:
-    """Where this user's keys and prepared texts are kept. Raises ValueError if nothing says where that is."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if folder.startswith("~"):
-        raise ValueError("there is no home directory: say in XDG_CACHE_HOME where to keep keys and prepared texts")
-    return Path(folder) / "swarm"
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
@@ -194,6 +187,11 @@ def main(argv: Sequence[str]) -> int:
     events = open_events(options.events, SystemClock())
     # Whoever begins a run at an address that it has had before may find the run still there.
     returns = not options.initial_peers and options.dht_port > 0 and identity.libp2p_path.exists()
+    if not (options.initial_peers or returns or options.resume or options.stage in (0, "auto")):
+        logger.warning(
+            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, add "
+            "--initial-peers ADDRESS", options.stage,
+        )  # fmt: skip
     node = dht_node.start(
         clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
         announce_host=options.announce, identity_path=identity.libp2p_path,
@@ -327,7 +325,8 @@ async def run(
         if is_first:
             say_who_may_join(identity.authority)
             entry = Entry(identity.peer_id, endpoint)
-            announce_to_people(options, stage, device, config, node, known, entry, token)
+            is_new = not (options.initial_peers or returns or options.resume)
+            announce_to_people(options, stage, device, config, node, known, entry, token, is_new=is_new)
         try:
             write_ready_file(options, stage, identity, endpoint, node)
         except OSError as error:
@@ -392,9 +391,14 @@ def outside_addresses(node: DhtNode) -> list[str]:
 
 def announce_to_people(
     options: PeerOptions, stage: int, device: torch.device, config: RunConfig, node: DhtNode, known: KnownPeers,
-    entry: Entry, token: Token | None,
+    entry: Entry, token: Token | None, *, is_new: bool,
 ) -> None:  # fmt: skip
-    """Say on stdout how others join, with several peers' addresses where there are several."""
+    """Say on stdout how others join, with several peers' addresses where there are several.
+
+    Args:
+        is_new: whether this peer begins the run. Its id is that of every run of the same configuration and text, so
+            that nothing else tells whoever forgot --initial-peers.
+    """
     addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
     peers = with_token(addresses[:5], str(token or ""))
     trainers = with_token(addresses[:5], "TOKEN" if token else "")
@@ -402,8 +406,9 @@ def announce_to_people(
     insecure = " --insecure" if options.insecure else ""
     own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
     last = config.stages.num_stages - 1
-    print(f"Serving stage {stage} (of 0 to {last}) of run {config.run_id} on {device}")
-    print(f"  join:   swarm-peer --stage N --initial-peers {peers}{own_class}{insecure}")
+    kind = "new run" if is_new else "run"
+    print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {device}")
+    print(f"  join:   swarm-peer --stage auto --initial-peers {peers}{own_class}{insecure}")
     print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
     print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
     if token:

@@ -24,6 +24,7 @@ import swarm
 from peers import process, resume
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
+from peers.stage_news import StageNews
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
@@ -162,11 +163,12 @@ class StageServer:
         )  # fmt: skip
         self._hop = hop
         self._member = StageMember(
-            self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._checkpoint_if_due,
+            self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._committed,
             events=self._events,
         )  # fmt: skip
         self._averager: Averager
         self._health = _Health()
+        self._news = StageNews(clock)
 
     @asynccontextmanager
     async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:
@@ -374,7 +376,8 @@ class StageServer:
                 "if nobody else holds the stage"
             )
 
-    def _checkpoint_if_due(self) -> None:
+    def _committed(self) -> None:
+        self._news.committed(self._member.reports[-1], samples_per_second=self._stage.samples_per_second)
         if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
             self._tasks.create_task(self._checkpoint(self._checkpoints))
 
@@ -400,6 +403,7 @@ class StageServer:
         announced_round = self._stage.round
         while True:
             await self._announce()
+            self._news.look(self._stage.counters.forwards + self._stage.counters.backwards)
             for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
                 await self._clock.sleep(0.5)
                 if self._stage.round != announced_round:

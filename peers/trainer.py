@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from peers import cli, process
+from peers.cache import cache_folder
 from peers.event_file import begin, open_events, start_of
 from peers.network import (
     REFRESH_SECONDS,
@@ -31,7 +32,6 @@ from peers.network import (
 )
 from peers.report import Report
 from peers.sole_writer import require_sole_writer
-from peers.stage_peer import cache_folder
 from peers.token_option import admitted, find_token, stop_or_expiry
 from swarm.certificates import Role
 from swarm.clock import SystemClock

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from peers import process
-from peers.stage_peer import cache_folder
+from peers.cache import cache_folder
 from peers.supervisor import Child, Supervisor
 from swarm.config import RunConfig
 from swarm.data import corpora

@@ -17,6 +17,9 @@ from swarm.metrics.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
 
+BEGINS = "training begins"
+"""The event of a trainer that begins, at the step that the swarm is at."""
+
 Value = float | int | str | None
 
 
@@ -148,6 +151,20 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
             yield values
+
+
+def read_current(path: Path) -> list[dict[str, Any]]:
+    """The lines of the training that the file ends with. Raises OSError.
+
+    Where one begins at an earlier step than the last, it is of another run in the same folder, or went back to a
+    checkpoint: what an earlier one wrote of later steps is no part of it.
+    """
+    rows: list[dict[str, Any]] = []
+    for row in read(path):
+        if row.get("event") == BEGINS:
+            rows = [earlier for earlier in rows if earlier["step"] <= row["step"]]
+        rows.append(row)
+    return rows
 
 
 def _finite(value: Value) -> Value:

@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.metrics.log import read
+from swarm.metrics.log import read_current
 
 
 def plot_loss(metrics: Path, image: Path) -> None:
     """Draw training and validation loss over the steps as a PNG, with the swarm's events as vertical lines.
+
+    Drawn is the training that the file ends with.
 
     Raises:
         OSError: the file cannot be read, or the image not written.
     """
     from matplotlib.figure import Figure
 
-    rows = list(read(metrics))
+    rows = read_current(metrics)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
     axes.plot(*_series(rows, "train/loss"), label="training")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.metrics.log import MetricsLog, StepMetrics, read
+from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics, read, read_current
 
 METRICS = StepMetrics(
     step=1,
@@ -121,3 +121,15 @@ def test_two_writers_append_and_a_torn_line_is_left_alone(tmp_path: Path) -> Non
         trainer.step(replace(METRICS, step=3))
     assert [row["step"] for row in read(path)] == [2, 2, 3]
     assert list(read(path))[1] == {"step": 2, "event": "killed peer 1-0"}
+
+
+def test_the_training_that_a_file_ends_with(tmp_path: Path) -> None:
+    """The second went on where the first was, the third is of another run, the fourth went back to a checkpoint."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        for first, last in ((0, 7), (7, 9), (0, 5), (3, 4)):
+            log.event(first, BEGINS)
+            for step in range(first + 1, last + 1):
+                log.step(replace(METRICS, step=step))
+    steps = [row["step"] for row in read_current(path) if "train/loss" in row]
+    assert steps == [1, 2, 3, 4]

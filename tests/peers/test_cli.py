@@ -25,6 +25,12 @@ class _Options:
     """What is logged."""
     insecure: bool = False
     """Do without TLS."""
+    goes: int | Literal["auto"] = 0
+    """Where to."""
+    every: int | None = None
+    """Rounds."""
+    seconds: float = 1.0
+    """To wait."""
 
     def __post_init__(self) -> None:
         if self.stage < 0:
@@ -52,7 +58,10 @@ def test_options_are_read() -> None:
     [
         ("--stage 1 --foo 3", "unrecognized options: --foo, 3"),
         ("--stage 1 --insecur", "unrecognized options: --insecur"),
-        ("--stage x", "error parsing --stage: invalid literal for int() with base 10: 'x'"),
+        ("--stage x", "--stage takes a whole number, not 'x'"),
+        ("--stage 1 --goes N", "--goes takes a whole number or auto, not 'N'"),
+        ("--stage 1 --every x", "--every takes a whole number, not 'x'"),
+        ("--stage 1 --seconds soon", "--seconds takes a number, not 'soon'"),
         ("", "missing --stage"),
         ("--stag 1", "unrecognized options: --stag 1"),
         ("--stage", "missing value for argument '--stage'. Expected 1 values."),

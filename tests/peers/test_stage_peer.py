@@ -1,12 +1,11 @@
 """swarm-peer's options: what they may not be."""
 
-import os
 from pathlib import Path
 
 import pytest
 
 from peers import process, stage_peer
-from peers.stage_peer import PeerOptions, cache_folder, open_checkpoints, require_allowed_class
+from peers.stage_peer import PeerOptions, open_checkpoints, require_allowed_class
 from swarm.config import ModelConfig, RunConfig
 
 
@@ -74,20 +73,3 @@ def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
 def test_to_check_a_ready_file_makes_its_folder_alone(tmp_path: Path) -> None:
     stage_peer.require_ready_file(tmp_path / "new" / "ready.json")
     assert list(tmp_path.rglob("*")) == [tmp_path / "new"]
-
-
-def test_keys_and_texts_are_kept_where_the_user_says_or_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_folder() == Path("/x/swarm")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", "/home/y")
-    assert cache_folder() == Path("/home/y/.cache/swarm")
-
-
-def test_without_a_home_the_user_has_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # As where HOME is not set and the user has no entry.
-    with pytest.raises(ValueError, match="there is no home directory: say in XDG_CACHE_HOME"):
-        cache_folder()
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_folder() == Path("/x/swarm")
