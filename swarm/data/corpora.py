@@ -14,6 +14,7 @@ import fcntl
 import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -32,6 +33,8 @@ from swarm.data import tokenizers
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import CorpusMismatch
 
+logger = logging.getLogger(__name__)
+
 _HUGGING_FACE = "hf:"
 _STDLIB = "stdlib"
 _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -43,6 +46,8 @@ _LOCKED_SECONDS = 60.0
 """How long it may take until a folder that is new is locked."""
 _PIECE_CHARACTERS = 2**18
 """Files are read and tokenized in pieces of whole lines, about this long: memory stays flat for a file of any size."""
+_SAY_SECONDS = 10.0
+"""Between two lines that say how far a long one is."""
 
 _Document = Iterable[str]
 """The pieces of one document, in order."""
@@ -196,12 +201,15 @@ def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:
             ".venv/bin/pip install -c constraints.txt -e '.[hf]'"
         ) from None
     name = config.dataset.removeprefix(_HUGGING_FACE)
-    try:
-        rows = load_dataset(name, config.hf_config or None, split=config.hf_split, streaming=True)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"cannot load data.dataset {config.dataset!r}: {reason}") from None
-    for row in rows:
+
+    def rows() -> Iterator[Any]:
+        try:
+            yield from load_dataset(name, config.hf_config or None, split=config.hf_split, streaming=True)
+        except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
+            reason = " ".join(str(error).split())
+            raise ValueError(f"cannot load data.dataset {config.dataset!r}: {reason}") from None
+
+    for row in rows():
         if not isinstance(row.get(config.hf_text_field), str):
             raise ValueError(
                 f"data.dataset {config.dataset!r} has no text in {config.hf_text_field!r}; "
@@ -213,7 +221,8 @@ def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:
 def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, config: DataConfig) -> None:
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256(f"{tokenizer.identity}\n{dtype.str}\n".encode())
-    remaining = config.max_tokens or sys.maxsize
+    remaining = most = config.max_tokens or sys.maxsize
+    said_at = time.monotonic()
     with _own_folder(path.parent) as folder:
         written = folder / path.name
         with written.open("wb") as file:
@@ -224,6 +233,12 @@ def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, con
                 remaining -= min(len(ids), remaining)
                 if not remaining:
                     break
+                if time.monotonic() - said_at >= _SAY_SECONDS:
+                    said_at = time.monotonic()
+                    end = f"of {most / 1e6:.1f}" if config.max_tokens else "so far; data.max_tokens would end it sooner"
+                    logger.info(
+                        "preparing %s: %.1f million tokens %s", config.dataset, (most - remaining) / 1e6, end
+                    )  # fmt: skip
             # A file that lost its end in a power cut would pass for the whole corpus.
             file.flush()
             os.fsync(file.fileno())

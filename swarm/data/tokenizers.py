@@ -5,6 +5,7 @@ tokenizer.json. Never downloads one, and never adds tokens of its own to a text 
 """
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+
+logger = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 """Token ids, unsigned, as narrow as the vocabulary allows."""
@@ -95,8 +98,8 @@ class JsonTokenizer:
         return np.array(known[:1], dtype=self._dtype) if known else self.encode("\n")
 
     def encode(self, text: str) -> TokenIds:
-        # One text at a time, though a batch would be faster on many cores: the library's thread pool does not
-        # survive the fork that starts the DHT.
+        # One text at a time, though a batch would be faster on many cores: once the library's threads were used, it
+        # complains at every start of a child, and so peers/process has them switched off.
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
@@ -116,7 +119,8 @@ def load(spec: str) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
-            f"cannot read data.tokenizer {spec!r}: {reason}; give 'bytes' or the path of a tokenizer.json"
+            f"cannot read data.tokenizer {spec!r}: {reason}; give 'bytes' or the path of a tokenizer.json (that of a "
+            "Hugging Face model: hf download gpt2 tokenizer.json --local-dir .)"
         ) from None
     try:
         return JsonTokenizer(definition)
@@ -126,9 +130,17 @@ def load(spec: str) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if the model's embedding lacks tokens that the tokenizer may produce."""
+    """Raise ValueError if the model's embedding lacks tokens that the tokenizer may produce.
+
+    Warns if it is so large that it must be meant for another tokenizer.
+    """
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size ({vocab_size}) is smaller than the tokenizer's ({tokenizer.vocab_size}); "
             f"set model.vocab_size to at least {tokenizer.vocab_size}"
         )
+    if vocab_size > 4 * tokenizer.vocab_size:
+        logger.warning(
+            "model.vocab_size is %d, and the tokenizer has %d tokens: most of the embedding will never be used; name "
+            "the right one in data.tokenizer", vocab_size, tokenizer.vocab_size,
+        )  # fmt: skip

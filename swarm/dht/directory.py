@@ -145,17 +145,13 @@ class Directory:
         self._claims = _Key(keys.of_claims(run_id), ClaimRecord, identity.authority, clock)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
-        self._num_incompatible: dict[str, int] = {}
+        self._has_incompatible: set[str] = set()
+        """Keys under which somebody is left out."""
 
     @property
     def store(self) -> RecordStore:
         """What it reads, for those who pass records on as they are."""
         return self._store
-
-    @property
-    def num_incompatible(self) -> int:
-        """Peers and trainers left out of the latest answers because they speak another protocol version."""
-        return sum(self._num_incompatible.values())
 
     async def announce_peer(self, record: PeerRecord, lifetime_seconds: float) -> None:
         """List this peer under its stage, for at most `records.MAX_LIFETIME_SECONDS`.
@@ -248,7 +244,10 @@ class Directory:
 
     def _compatible(self, key: _Key[Record], records: list[Record]) -> list[Record]:
         compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
-        self._num_incompatible[key.name] = len(records) - len(compatible)
+        num_others = len(records) - len(compatible)
+        if num_others and key.name not in self._has_incompatible:
+            logger.warning("left out, since they run another release of swarm: %d under %s", num_others, key.name)
+        (self._has_incompatible.add if num_others else self._has_incompatible.discard)(key.name)
         return compatible
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:

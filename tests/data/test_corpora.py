@@ -213,16 +213,24 @@ def test_stdlib(cache: Path) -> None:
 class _Rows:
     """Stands in for the `datasets` library."""
 
-    def __init__(self, rows: list[dict[str, Any]], error: Exception | None = None) -> None:
+    def __init__(
+        self, rows: list[dict[str, Any]], error: Exception | None = None, late_error: Exception | None = None
+    ) -> None:
         self.rows = rows
         self.error = error
+        self.late_error = late_error
         self.asked: list[tuple[Any, ...]] = []
 
     def load_dataset(self, name: str, config: str | None, *, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
         self.asked.append((name, config, split, streaming))
         if self.error:
             raise self.error
-        return iter(self.rows)
+        return self._all()
+
+    def _all(self) -> Iterator[dict[str, Any]]:
+        yield from self.rows
+        if self.late_error:
+            raise self.late_error
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module = types.ModuleType("datasets")
@@ -299,6 +307,23 @@ def test_hugging_face_without_the_extra(cache: Path, monkeypatch: pytest.MonkeyP
 def test_hugging_face_that_cannot_be_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     _Rows([], error).install(monkeypatch)
     _refused(_config("hf:bees"), cache, "cannot load data.dataset 'hf:bees': ")
+
+
+def test_hugging_face_that_breaks_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _Rows([{"text": "x" * 300}], late_error=RuntimeError("an error of\nthe library's own")).install(monkeypatch)
+    _refused(_config("hf:bees"), cache, "cannot load data.dataset 'hf:bees': an error of the library's own")
+
+
+def test_how_far_a_long_preparation_is(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _Rows([{"text": "x" * 99_999}] * 3).install(monkeypatch)
+    monkeypatch.setattr(corpora, "_SAY_SECONDS", 0.0)
+    with caplog.at_level("INFO"):
+        corpora.prepare(_config("hf:bees"), cache_dir=cache)
+        corpora.prepare(_config("hf:bees", max_tokens=250_000), cache_dir=cache)
+    assert "preparing hf:bees: 0.3 million tokens so far; data.max_tokens would end it sooner" in caplog.messages
+    assert "preparing hf:bees: 0.1 million tokens of 0.2" in caplog.messages
 
 
 def test_hugging_face_without_the_field(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

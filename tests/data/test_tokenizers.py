@@ -99,8 +99,12 @@ def test_token_dtype(vocab_size: int, dtype: str) -> None:
     assert tokenizers.token_dtype(vocab_size) == np.dtype(dtype)
 
 
-def test_check_vocabulary() -> None:
+def test_check_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tokenizers.load("bytes")
     tokenizers.check_vocabulary(tokenizer, 256)
     with pytest.raises(ValueError, match=r"model.vocab_size \(255\) is smaller .* at least 256"):
         tokenizers.check_vocabulary(tokenizer, 255)
+    tokenizers.check_vocabulary(tokenizer, 1024)
+    assert not caplog.messages
+    tokenizers.check_vocabulary(tokenizer, 32_000)
+    assert caplog.messages[0].startswith("model.vocab_size is 32000, and the tokenizer has 256 tokens")

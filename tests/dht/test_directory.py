@@ -160,14 +160,20 @@ async def test_rubbish_is_left_out(store: Store, clock: ManualClock) -> None:
     assert await Directory(store, OURS, RUN, clock).peers(1) == []
 
 
-async def test_other_versions_are_left_out_and_counted(store: Store, clock: ManualClock) -> None:
+async def test_other_versions_are_left_out_and_said_once(
+    store: Store, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, theirs = Directory(store, OURS, RUN, clock), Directory(store, THEIRS, RUN, clock)
     await theirs.announce_peer(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
-    assert await ours.peers(1) == []
-    assert ours.num_incompatible == 1
+    for _ in range(3):
+        assert await ours.peers(1) == []
+    said = [f"left out, since they run another release of swarm: 1 under {RUN}.stage.1"]
+    assert caplog.messages == said
     clock.advance(31)
     assert await ours.peers(1) == []
-    assert ours.num_incompatible == 0
+    await theirs.announce_peer(_record(THEIRS, protocol_version=PROTOCOL_VERSION + 1), 30)
+    assert await ours.peers(1) == []
+    assert caplog.messages == 2 * said
 
 
 async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock) -> None:
