@@ -47,13 +47,14 @@ class Options(BenchOptions):
     """Layers of the model, half of them at each stage; 0: one for each 64 of its width, as GPT-2 small has, which is
     12 at 768, and nanoGPT's smallest, which is 6 at 384. What crosses the wire is the same for any number."""
     microbatch_size: int = 0
-    """Samples of 256 tokens in a microbatch; 0: as many as take the memory of one at 768, which is 4 at 384 with half
-    the layers."""
+    """Samples of 256 tokens in a microbatch; 0: 4 at 768 and 8 at 384, so that as much crosses the wire. That is as
+    many tokens as a configuration has that says nothing (1,024), and as the preset `small` has (2,048)."""
     setting: Setting = "diloco"
     """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains
     in every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
-    microbatches: int = 64
-    """Microbatches in a round, which is one optimizer step; with DiLoCo one inner and one outer step."""
+    microbatches: int = 0
+    """Microbatches in a round, which is one optimizer step, with DiLoCo one inner and one outer step; 0: as many as
+    make 64 samples at 768 and 256 at 384, which takes about as long."""
     warm_up: int = 2
     """Rounds of the swarm before the first repetition."""
     steps: int = 1
@@ -68,7 +69,7 @@ class Options(BenchOptions):
             require_multiple("d-model", width, 64)
             if _num_layers(self, width) < 2:
                 raise ValueError(f"--num-layers must be at least 2 for two stages, not {_num_layers(self, width)}")
-        least = {"microbatch_size": 0, "microbatches": 1, "warm_up": 0, "steps": 1, "repetitions": 1}
+        least = {"microbatch_size": 0, "microbatches": 0, "warm_up": 0, "steps": 1, "repetitions": 1}
         cli.require_at_least(self, least)
 
 
@@ -84,7 +85,7 @@ def run(options: Options) -> dict[str, Any]:
         "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()},
         "repetitions": turns,
         "setting": options.setting,
-        "microbatches_per_round": options.microbatches,
+        "microbatches_per_round": {str(width): _num_microbatches(options, width) for width in options.d_model},
         "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
     }
 
@@ -94,12 +95,17 @@ def _num_layers(options: Options, d_model: int) -> int:
 
 
 def _microbatch_size(options: Options, d_model: int) -> int:
-    return options.microbatch_size or max(1, round((768 / d_model) ** 2))
+    return options.microbatch_size or max(1, round(4 * 768 / d_model))
+
+
+def _num_microbatches(options: Options, d_model: int) -> int:
+    samples = 64 * (768 / d_model) ** 2
+    return options.microbatches or max(1, round(samples / _microbatch_size(options, d_model)))
 
 
 def _config(options: Options, d_model: int) -> RunConfig:
     microbatch_size = _microbatch_size(options, d_model)
-    round_samples = microbatch_size * options.microbatches
+    round_samples = microbatch_size * _num_microbatches(options, d_model)
     return RunConfig(
         run="bench-pipeline",
         model=ModelConfig(
