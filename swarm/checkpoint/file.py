@@ -63,7 +63,8 @@ class Header:
         run_samples: samples the run had committed when the round began.
         lineage: hash chain over the rounds before it.
         highest_microbatch: highest id that the stage had seen when it was written; -1 for none.
-        state_digest: BLAKE3 over the state, as the stage's peers compare it.
+        state_digest: BLAKE3 over the state, as the stage's peers compare it and the event log names it. It tells which
+            state this is; whether the file is whole, another digest says, which is over all of the file.
     """
 
     config: RunConfig
