@@ -17,7 +17,7 @@ import torch
 
 from peers import process
 from peers.cache import cache_folder
-from peers.supervisor import Child, Supervisor
+from peers.supervisor import Child, Supervisor, last_line
 from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
@@ -28,6 +28,8 @@ from swarm.types import PeerRecord, PeerState
 
 START_SECONDS = 600.0
 """Longest wait for a peer to serve; many that start at once share the cores."""
+STALL_SECONDS = 600.0
+"""A trainer that takes no step for this long will take none."""
 POLL_SECONDS = 0.05
 
 
@@ -137,15 +139,26 @@ class SwarmProcesses:
 
         Raises:
             PeerUnavailable: the trainer or a peer ended with an error.
+            DeadlineExceeded: the trainer took no step for a very long time, or did not end after the last one.
         """
-        trainer = self.launch_trainer(name, steps, evaluation_samples=evaluation_samples)
+        self.until_ended(self.launch_trainer(name, steps, evaluation_samples=evaluation_samples), name)
+        return self.steps(name)
+
+    def until_ended(self, trainer: Child, name: str) -> None:
+        """Wait until a trainer, which was launched under this name, has ended. Raises as `train` does."""
+        metrics, num_bytes, grown_at = self.metrics(name), 0, time.monotonic()
         # Waited for without reaping, so that the supervisor can still tell how it ended.
         while not (ended := self.children.exits()):
+            now = time.monotonic()
+            # Only its size: to read all of it so often would take time from what is measured.
+            if metrics.exists() and (size := metrics.stat().st_size) != num_bytes:
+                num_bytes, grown_at = size, now
+            if now - grown_at > STALL_SECONDS:
+                raise stalled(trainer)
             time.sleep(POLL_SECONDS)
         failed = [end for end in ended if end.name != trainer.name or end.returncode != 0]
         if failed:
             raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
-        return self.steps(name)
 
     def tokens_per_second(self, trainer: str, steps: int) -> float:
         """Have a trainer train one step to warm up, and `steps` that count. Raises as `train` does."""
@@ -168,8 +181,12 @@ class SwarmProcesses:
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """The metrics that a trainer has written so far, one dictionary a step."""
-        path = self.folder / name / "metrics.jsonl"
+        path = self.metrics(name)
         return [row for row in metrics_log.read(path) if "train/loss" in row] if path.exists() else []
+
+    def metrics(self, name: str) -> Path:
+        """The file that a trainer appends its metrics to."""
+        return self.folder / name / "metrics.jsonl"
 
     def stop(self) -> None:
         """End all peers at once."""
@@ -242,6 +259,12 @@ def fail_on_exit(children: Supervisor, *, but: str = "") -> None:
     for end in children.exits():
         if end.name != but:
             raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+
+
+def stalled(trainer: Child) -> DeadlineExceeded:
+    """The error for a trainer that has taken no step for too long; its log may be gone soon."""
+    said = last_line(trainer.log) or "nothing"
+    return DeadlineExceeded(f"{trainer.name} took no step for {STALL_SECONDS:.0f} s; the last that it said: {said}")
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

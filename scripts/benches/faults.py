@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from peers.supervisor import Child
-from scripts.benches.common import POLL_SECONDS, START_SECONDS, ServingPeer, SwarmProcesses, fail_on_exit, say
+from scripts.benches.common import (
+    POLL_SECONDS,
+    STALL_SECONDS,
+    START_SECONDS,
+    ServingPeer,
+    SwarmProcesses,
+    fail_on_exit,
+    say,
+)
 from scripts.benches.lines import Lines, serve
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
@@ -23,8 +31,6 @@ HELD_SECONDS = (0.5, 2.0)
 """For how long what is going to be lost is held back: long enough for the work behind it to be done."""
 ONE_WAY_SECONDS = 6.0
 """Longer than it takes to notice that a neighbour is unreachable."""
-STALL_SECONDS = 600.0
-"""A trainer that takes no step for this long will take none."""
 
 
 @dataclass(eq=False)

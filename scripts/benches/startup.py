@@ -22,12 +22,14 @@ from peers.supervisor import Supervisor
 from scripts.benches import paired, proc
 from scripts.benches.common import (
     POLL_SECONDS,
+    STALL_SECONDS,
     BenchOptions,
     ServingPeer,
     SwarmProcesses,
     fail_on_exit,
     program,
     say,
+    stalled,
     with_corpus,
 )
 from scripts.benches.judged import LESS
@@ -139,13 +141,11 @@ def _first_step(swarm: SwarmProcesses) -> dict[str, float]:
     child = swarm.launch_trainer("trainer", 1)
     while not swarm.steps("trainer"):
         fail_on_exit(swarm.children)
+        if time.monotonic() - began_at > STALL_SECONDS:
+            raise stalled(child)
         time.sleep(POLL_SECONDS)
     seconds, cpu_seconds = time.monotonic() - began_at, proc.cpu_seconds_of_all(child.pid)
-    while not (ended := swarm.children.exits()):
-        time.sleep(POLL_SECONDS)
-    failed = [end for end in ended if end.name != child.name or end.returncode != 0]
-    if failed:
-        raise PeerUnavailable(f"{failed[0].name} ended early: {failed[0].reason}")
+    swarm.until_ended(child, "trainer")
     return {"trainer_first_step_cpu_seconds": cpu_seconds, "trainer_first_step_seconds": seconds}
 
 

@@ -2,20 +2,23 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from peers.supervisor import Supervisor
+from peers.supervisor import Child, Supervisor
 from scripts.benches import __main__ as command
+from scripts.benches import common, startup
 from scripts.benches.catalogue import module_of
-from scripts.benches.common import wait_for_json, with_corpus, write_config, write_json
+from scripts.benches.common import SwarmProcesses, wait_for_json, with_corpus, write_config, write_json
 from scripts.benches.parity import Options, _config
 from scripts.benches.reference import Reference
 from swarm import config as configs
 from swarm.config import DataConfig, RunConfig
-from swarm.errors import PeerUnavailable
+from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 
 @pytest.fixture
@@ -67,6 +70,40 @@ def test_a_child_that_ends_is_noticed_by_who_waits_for_its_file(tmp_path: Path) 
             wait_for_json(tmp_path / "never.json", children)
         write_json(tmp_path / "there.json", {"port": 7})
         assert wait_for_json(tmp_path / "there.json", children) == {"port": 7}
+
+
+class _Trained(SwarmProcesses):
+    """A swarm without peers, whose trainer is a line of the shell's in the trainer's folder."""
+
+    line = ""
+
+    def launch_trainer(self, name: str, *arguments: Any, **options: Any) -> Child:
+        self.metrics(name).parent.mkdir(parents=True)
+        return self.children.start(name, ["sh", "-c", f"cd {self.metrics(name).parent} && {self.line}"])
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Trained]:
+    for module in (common, startup):
+        monkeypatch.setattr(module, "STALL_SECONDS", 1.0)
+    with Supervisor(tmp_path / "logs", grace_seconds=1.0) as children:
+        yield _Trained(RunConfig(), children, tmp_path)
+
+
+def test_a_trainer_is_waited_for_as_long_as_it_takes_steps(trained: _Trained) -> None:
+    trained.line = """for i in 1 2 3 4 5; do sleep 0.3; echo '{"train/loss": 2.0}' >> metrics.jsonl; done"""
+    assert len(trained.train("slow", 5)) == 5
+
+
+@pytest.mark.parametrize("work", [lambda swarm: swarm.train("trainer", 1), startup._first_step], ids=["train", "start"])
+@pytest.mark.parametrize("first", ["true", """echo '{"train/loss": 2.0}' >> metrics.jsonl"""], ids=["none", "one"])
+@pytest.mark.timeout(30)
+def test_a_trainer_that_takes_no_step_or_does_not_end_is_given_up(
+    first: str, work: Callable[[_Trained], object], trained: _Trained
+) -> None:
+    trained.line = f"{first}; echo waiting for nobody; sleep 60"
+    with pytest.raises(DeadlineExceeded, match=r"^trainer took no step for 1 s; the last that it said: waiting"):
+        work(trained)
 
 
 def test_an_unknown_name_gets_the_list_of_benches(
