@@ -28,7 +28,7 @@ from peers import cli
 from peers.supervisor import Child, Supervisor
 from scripts.benches import paired
 from scripts.benches.averaging_peer import READY_FILE
-from scripts.benches.common import OutputOptions, fail_on_exit, say, wait_for_json, write_json
+from scripts.benches.common import OutputOptions, fail_on_exit, largest_of, say, wait_for_json, write_json
 from scripts.benches.judged import LESS, MORE
 from scripts.benches.proc import loopback_bytes
 from scripts.benches.swarm_averager import averaging_config
@@ -117,8 +117,8 @@ class Round:
 
     @property
     def error(self) -> float:
-        """The worst member's distance from the mean of all."""
-        return max(float(reply["distances"]["all"]) for reply in self.compared)
+        """The worst member's distance from the mean of all; infinity if one is not finite."""
+        return largest_of(float(reply["distances"]["all"]) for reply in self.compared)
 
 
 @dataclass(eq=False)

@@ -6,9 +6,10 @@ Never measures anything.
 
 import dataclasses
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def require_multiple(option: str, value: int, of: int) -> None:
     """Raise ValueError for an option's value that is not so many times something."""
     if value < of or value % of:
         raise ValueError(f"--{option} must be a multiple of {of}, not {value}")
+
+
+def largest_of(errors: Iterable[float]) -> float:
+    """The largest; infinity if one is not finite: max() passes over a NaN that is not the first."""
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def compute_like_peers(num_threads: int = 1) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
 from scripts.benches.judged import MORE
 from scripts.benches.reference import Reference
 from swarm import identity
@@ -191,7 +191,7 @@ async def download_weights(
 def differences(trained: Trained, reference: Trained) -> dict[str, float]:
     assert len(trained.losses) == len(reference.losses), "a loss for every step"
     return {
-        "max_loss_rel_diff": _largest(
+        "max_loss_rel_diff": largest_of(
             abs(ours - theirs) / theirs for ours, theirs in zip(trained.losses, reference.losses, strict=True)
         ),
         "max_weight_rel_diff": _weight_difference(trained, reference),
@@ -202,13 +202,8 @@ def _weight_difference(trained: Trained, reference: Trained) -> float:
     """Norm of the difference over norm of the reference, of the worst tensor at any peer."""
     (expected,) = reference.weights
     assert {name for weights in trained.weights for name in weights} == expected.keys(), "the stages make up the model"
-    return _largest(
+    return largest_of(
         float(torch.linalg.vector_norm(tensor - expected[name]) / torch.linalg.vector_norm(expected[name]))
         for weights in trained.weights
         for name, tensor in weights.items()
     )
-
-
-def _largest(differences: Iterable[float]) -> float:
-    """Infinity if one is not finite: max() passes over a NaN that is not the first."""
-    return max(difference if math.isfinite(difference) else math.inf for difference in differences)

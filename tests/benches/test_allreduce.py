@@ -1,6 +1,8 @@
 """The parts of the allreduce bench that could flatter or wrong a side unnoticed: values, distances, formula, orders."""
 
+import math
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from peers.supervisor import Supervisor
 from scripts.benches.allreduce import (
     ARMS,
     JUDGED,
+    MAX_ERROR,
     Arm,
     Group,
     Options,
@@ -71,10 +74,12 @@ def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: i
 class _Answering(Group):
     """A group whose members have averaged already, and say so in these words."""
 
-    def __init__(self, folder: Path, children: Supervisor, finished: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, folder: Path, children: Supervisor, finished: list[dict[str, Any]], errors: Sequence[float] = (0.0, 0.0)
+    ) -> None:
         super().__init__("hivemind", "", Options(parameters=NUM_PARAMETERS), children, folder)
         self.members = {number: children.start(f"idle-{number}", ["sleep", "60"]) for number in range(len(finished))}
-        self._answers = {"finish": finished, "compare": [{"distances": {"all": 0.0}} for _ in finished]}
+        self._answers = {"finish": finished, "compare": [{"distances": {"all": error}} for error in errors]}
 
     def order(self, name: str, **arguments: Any) -> int:
         return 0
@@ -90,6 +95,16 @@ def test_a_member_whose_step_failed_is_told_in_the_error(tmp_path: Path) -> None
     ]
     with Supervisor(tmp_path) as children, pytest.raises(IntegrityError, match=r"not averaged.*TimeoutError: no group"):
         _round(_Answering(tmp_path, children, finished), Arm("hivemind", "fp16"))
+
+
+@pytest.mark.parametrize("errors", [(MAX_ERROR + 0.1, 0.0), (0.0, math.nan), (math.nan, 0.0), (0.0, math.inf)])
+def test_who_holds_something_else_or_no_numbers_has_not_averaged(errors: tuple[float, float], tmp_path: Path) -> None:
+    finished = [{"num_members": 2, "seconds": 1.0}, {"num_members": 2, "seconds": 1.0}]
+    arm = Arm("ours", "fp16")
+    with Supervisor(tmp_path) as children:
+        assert _round(_Answering(tmp_path, children, finished), arm).error == 0.0
+        with pytest.raises(IntegrityError, match="ours_fp16 has not averaged"):
+            _round(_Answering(tmp_path, children, finished, errors), arm)
 
 
 def test_nobody_waits_for_bytes_that_the_dead_do_not_send(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The parts of the benches that can be wrong without anybody noticing: configurations, references, names."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from peers.supervisor import Child, Supervisor
 from scripts.benches import __main__ as command
 from scripts.benches import common, startup
 from scripts.benches.catalogue import module_of
-from scripts.benches.common import SwarmProcesses, wait_for_json, with_corpus, write_config, write_json
+from scripts.benches.common import SwarmProcesses, largest_of, wait_for_json, with_corpus, write_config, write_json
 from scripts.benches.parity import Options, _config
 from scripts.benches.reference import Reference
 from swarm import config as configs
@@ -104,6 +105,14 @@ def test_a_trainer_that_takes_no_step_or_does_not_end_is_given_up(
     trained.line = f"{first}; echo waiting for nobody; sleep 60"
     with pytest.raises(DeadlineExceeded, match=r"^trainer took no step for 1 s; the last that it said: waiting"):
         work(trained)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_error_is_larger_than_one_that_is_not_finite(value: float, place: int) -> None:
+    errors = [1.0, 3.0, 2.0]
+    assert largest_of(errors) == 3.0
+    assert largest_of([*errors[:place], value, *errors[place:]]) == math.inf
 
 
 def test_an_unknown_name_gets_the_list_of_benches(
