@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -310,7 +311,8 @@ class LocalSwarm:
                 if self.trainer is not None and exit_.name == self.trainer.name:
                     table.show(await self._view())
                     if exit_.returncode != 0:
-                        raise PeerUnavailable(f"the trainer ended early: {_without_prefix(exit_.reason)}")
+                        # Whether before its last step or, where a file could not be written, after it.
+                        raise PeerUnavailable(f"the trainer failed: {_without_prefix(exit_.reason)}")
                     return 0
                 self.peers = [peer for peer in self.peers if peer.child.name != exit_.name]
                 self._note(f"{exit_.name} ended by itself: {_without_prefix(exit_.reason)}", metrics, step)
@@ -403,5 +405,5 @@ def _command(program: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _without_prefix(reason: str) -> str:
-    """A child's last line without the program's name, which says nothing new here."""
-    return reason.split(": error: ", 1)[-1]
+    """A child's last line without its beginning (program; or time, name and level), which says nothing new here."""
+    return re.split(r": error: | ERROR: ", reason, maxsplit=1)[-1]

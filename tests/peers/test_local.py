@@ -226,6 +226,26 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     assert program.returncode == 0, program.stderr
 
 
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("swarm-trainer: error: this run is locked", "this run is locked"),
+        ("12:00:00 trainer ERROR: o/loss.png is not written: No space left on device", "o/loss.png is not written: No"),
+        ("ended by SIGKILL", "ended by SIGKILL"),
+    ],
+)
+async def test_why_the_trainer_failed_is_told_and_not_when(reason: str, told: str, tmp_path: Path) -> None:
+    """It may have trained to the end, and found the disk full only then."""
+    swarm, children = _swarm(tmp_path)
+    swarm.trainer = children.start("trainer", [])
+    children.ended = [Exit(name="trainer", returncode=1, reason=reason)]
+    with (
+        _metrics(swarm) as metrics, LiveTable() as table,
+        pytest.raises(PeerUnavailable, match=f"^the trainer failed: {told}"),
+    ):  # fmt: skip
+        await swarm._watch(table, metrics)
+
+
 # -- kills and joins ---------------------------------------------------------------------------------------------------
 
 
