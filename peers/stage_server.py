@@ -277,14 +277,14 @@ class StageServer:
         busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
         while (
             self._stage.round == number
-            and (self._member.progress().num_samples > 0 or self._is_busy())
+            and (self._member.progress().num_samples > 0 or self._stage.is_busy)
             and all(self._known.others(stage) for stage in range(self._config.stages.num_stages))
         ):
             closed = self._stage.backend.weights.round.closed
             # What comes between the close and the commit is the next round's, and would go with this peer.
             self._stage.serving = not closed
             now = self._clock.monotonic()
-            if closed or self._is_busy() or self._averager.misses_member():
+            if closed or self._stage.is_busy or self._averager.misses_member():
                 # A round that waits for a silent member is quiet, and goes on all the same.
                 busy_at = now
             quiet = min(now - busy_at, self._averager.view().quiet_seconds)
@@ -303,9 +303,9 @@ class StageServer:
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._announce()
         deadline = self._clock.monotonic() + seconds
-        while self._clock.monotonic() < deadline and self._is_busy():
+        while self._clock.monotonic() < deadline and self._stage.is_busy:
             await self._clock.sleep(0.1)
-        return not self._is_busy()
+        return not self._stage.is_busy
 
     async def go_on(self) -> None:
         """Serve again after a drain."""
@@ -322,9 +322,6 @@ class StageServer:
             await self._directory.withdraw()
         except PeerUnavailable as error:
             logger.debug("not withdrawn: %s", error)
-
-    def _is_busy(self) -> bool:
-        return self._stage.is_busy
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
