@@ -2,21 +2,27 @@
 
 import dataclasses
 import re
+import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from peers import cli
 from peers.keys import IssueOptions
 from peers.local import LocalOptions
 from peers.stage_peer import PeerOptions
 from peers.status import StatusOptions
 from peers.trainer import TrainerOptions
+from scripts.benches import __main__ as bench
 from scripts.benches.all import Options as AllOptions
+from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
 from scripts.benches.common import BenchOptions
 from scripts.benches.compare import Options as CompareOptions
+from scripts.benches.simulate import __main__ as simulate
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
 from swarm.simulation.study import StudyOptions
@@ -37,6 +43,9 @@ OPTIONS: dict[str, type] = {
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": StudyOptions,
 }
+MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
+SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES | simulate.REAL}
+"""What a page has a command of, for each; NAME stands for all of them."""
 DESIGN_SENTENCES = (
     "stages discovered via a hivemind DHT",
     "forwards routed stochastically through a throughput-ranked priority queue per stage",
@@ -48,6 +57,7 @@ DESIGN_SENTENCES = (
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_COMMAND = re.compile(rf"^    ({'|'.join(MAINS)}) (.+)$", re.MULTILINE)
 _OPTION = re.compile(r"(?<!\S)--[a-z][a-z-]*(?=\s|$)")
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -114,6 +124,32 @@ def test_sections_of_operations_name_their_own_program_s_options(program: str) -
     named = {option for span in _code(section) for option in _OPTION.findall(span)}
     assert named
     assert named <= _flags(OPTIONS[program])
+
+
+@page_by_page
+def test_commands_on_lines_of_their_own_are_understood(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the very programs, as far as their options; nothing is run. The page has one of each bench or study."""
+    parse, shown = cli.parse, SHOWN.get(page.name, {})
+
+    def parse_only(options: type, *, prog: str, argv: Sequence[str]) -> NoReturn:
+        parse(options, prog=prog, argv=argv)
+        raise InterruptedError("nothing is run")
+
+    monkeypatch.setattr(cli, "parse", parse_only)
+    monkeypatch.chdir(tmp_path)
+    for name in ("OLD", "NEW"):
+        Path(name).write_text('{"benches": {}}')
+    named = set()
+    for program, line in _COMMAND.findall(page.read_text()):
+        first, *options = line.split()
+        named.add(first)
+        for name in shown if first == "NAME" else [first]:
+            monkeypatch.setattr(sys, "argv", [program, name, *options])
+            with pytest.raises(InterruptedError):
+                MAINS[program]()
+    assert shown.keys() <= named
 
 
 def test_readme_names_every_command() -> None:
