@@ -213,11 +213,15 @@ async def _with_all(
     try:
         async with asyncio.TaskGroup() as tasks:
             running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
-    except BaseException:
+    except BaseException as error:
         exchanged.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
+        # A cancellation does leave it. Of its two cycles one is through the group's frame, which keeps the error and is
+        # in its traceback, the other through the group, which keeps the task that the error ends.
+        error.__traceback__ = None
         raise
     finally:
         running.clear()
+        del tasks
     if failures:
         exchanged.fail(failures[0])
         raise failures[0].anew()

@@ -82,10 +82,14 @@ def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("failing", ["Exchange", "Average"])
 def test_a_failed_exchange_lets_go_of_its_vectors_at_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is as large as the stage. What failed would keep them for as long as Python looks for no cycles."""
+    """Each is as large as the stage. What failed would keep them for as long as Python looks for no cycles.
+
+    Where no other member can be asked to Average, the leader cancels its own exchange.
+    """
     caplog.set_level(logging.CRITICAL)
     num_made, make = 0, memory._aligned
 
@@ -98,7 +102,7 @@ def test_a_failed_exchange_lets_go_of_its_vectors_at_once(
 
     async def trial() -> None:
         async with network_of(make_config("synchronous", microbatches=6, codec="fp32"), 1, 2, 3) as network:
-            begin_failing(network, "Exchange")
+            begin_failing(network, failing)
             await until(lambda: num_aborted(network) >= 3, LONG_SECONDS)
             gc.collect()
             gc.disable()
