@@ -78,20 +78,25 @@ def _peers(view: SwarmView) -> Table:
     table.add_column("stage", justify="right")
     table.add_column("peer")
     table.add_column("state")
+    # Else it would only take room from the peers' names.
+    has_devices = any(peer.device not in ("", "cpu") for row in view.stages for peer in row.peers)
+    if has_devices:
+        table.add_column("device")
     for heading in ("samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed", "members"):
         table.add_column(heading, justify="right")
     for row in view.stages:
         for peer in row.peers:
-            table.add_row(str(row.stage), *_cells(peer))
+            table.add_row(str(row.stage), *_cells(peer, has_devices=has_devices))
         if row.stage in view.empty_stages:
             table.add_row(str(row.stage), Text("no peer", style="bold red"))
     return table
 
 
-def _cells(peer: PeerRow) -> list[RenderableType]:
+def _cells(peer: PeerRow, *, has_devices: bool) -> list[RenderableType]:
     return [
         escape(peer.name),
         Text(_state(peer), style=_STATE_STYLES.get(peer.state, "")),
+        *([escape(peer.device)] if has_devices else []),
         f"{peer.samples_per_second:.1f}",
         *map(str, (peer.queue_length, peer.round, peer.samples)),
         *map(str, (peer.forwards, peer.backwards, peer.rerouted_backwards)),

@@ -292,6 +292,7 @@ class LocalSwarm:
             peer.record = PeerRecord(
                 peer_id=ready["peer_id"], name=peer.child.name, announced_at=ready["time"], stage=peer.stage,
                 endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
+                device=ready["device"],
             )  # fmt: skip
         return peer.record is not None
 

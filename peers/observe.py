@@ -95,14 +95,16 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         elif isinstance(error, MalformedMessage):
             logger.debug("%s: a malformed reply: %s", record.peer_id, error)
         return PeerRow(
-            name=record.name, peer_id=record.peer_id, state="unreachable", round=record.round, moves=record.moves
-        )
+            name=record.name, peer_id=record.peer_id, state="unreachable", device=record.device, round=record.round,
+            moves=record.moves,
+        )  # fmt: skip
     counters = reply.counters
     last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
     return PeerRow(
-        name=record.name, peer_id=record.peer_id, state=reply.state, samples_per_second=reply.samples_per_second,
-        queue_length=reply.queue_length, round=reply.round, samples=reply.round_samples, forwards=counters.forwards,
-        backwards=counters.backwards, rerouted_backwards=counters.rerouted_backwards,
+        name=record.name, peer_id=record.peer_id, state=reply.state, device=record.device,
+        samples_per_second=reply.samples_per_second, queue_length=reply.queue_length, round=reply.round,
+        samples=reply.round_samples, forwards=counters.forwards, backwards=counters.backwards,
+        rerouted_backwards=counters.rerouted_backwards,
         attempts=reply.averaging.attempts, aborted=dict(reply.averaging.aborted), downloads=reply.averaging.downloads,
         alive_peers=last.num_alive, members=last.num_members, averaged_fraction=last.averaged_fraction,
         averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,

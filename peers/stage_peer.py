@@ -328,7 +328,7 @@ async def run(
             is_new = not (options.initial_peers or returns or options.resume)
             announce_to_people(options, stage, device, config, node, known, entry, token, is_new=is_new)
         try:
-            write_ready_file(options, stage, identity, endpoint, node)
+            write_ready_file(options, stage, identity, endpoint, node, device)
         except OSError as error:
             if is_first:
                 raise
@@ -434,13 +434,15 @@ def require_ready_file(path: Path | None) -> None:
         raise ValueError(f"--ready-file {path}: cannot be written: {error.strerror}") from None
 
 
-def write_ready_file(options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode) -> None:
+def write_ready_file(
+    options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode, device: torch.device
+) -> None:  # fmt: skip
     """Tell whoever started us that we serve, and where; again after each move."""
     if options.ready_file is None:
         return
     ready = {
         "peer_id": identity.peer_id, "stage": stage, "endpoint": endpoint,
-        "dht_addresses": outside_addresses(node),
+        "dht_addresses": outside_addresses(node), "device": str(device),
         "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
     }  # fmt: skip
     temporary = _temporary(options.ready_file)

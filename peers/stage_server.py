@@ -414,7 +414,8 @@ class StageServer:
             certificate_pem="" if self._options.insecure else self._identity.certificate_pem, state=self._state,
             samples_per_second=self._stage.samples_per_second, queue_length=self._runtime.queue_length,
             round=self._stage.round, samples=self._member.run_samples, lineage=self._member.progress().lineage,
-            dht_address=self._dht_address, movable=self._options.movable, moves=self._options.moves,
+            dht_address=self._dht_address, device=str(self._options.device), movable=self._options.movable,
+            moves=self._options.moves,
         )  # fmt: skip
 
     async def _announce(self) -> None:

@@ -23,6 +23,8 @@ class PeerRow:
     """The stage that it goes to, while it finishes at the one where it is listed."""
     moves: int = 0
     """How often it has moved to another stage since it started."""
+    device: str = ""
+    """What it computes on, as PyTorch names it; empty where it has not said."""
     samples_per_second: float = 0.0
     queue_length: int = 0
     round: int = 0

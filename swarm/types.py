@@ -64,6 +64,8 @@ class PeerRecord(_Announcement):
     """Hash chain over the committed rounds of its blocks."""
     dht_address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9._:/-]*$")] = ""
     """A multiaddress at which newcomers can enter the DHT."""
+    device: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
+    """What it computes on, as PyTorch names it; empty in the records of earlier releases, which do not say."""
     movable: bool = False
     """Whether it goes to another stage by itself when that one needs it more."""
     moves: Annotated[int, Field(ge=0)] = 0

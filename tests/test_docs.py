@@ -16,6 +16,7 @@ from peers.local import LocalOptions
 from peers.stage_peer import PeerOptions
 from peers.status import StatusOptions
 from peers.trainer import TrainerOptions
+from peers.view import PeerRow
 from scripts.benches import __main__ as bench
 from scripts.benches.all import Options as AllOptions
 from scripts.benches.chaos import __main__ as chaos
@@ -189,6 +190,13 @@ def test_protocol_names_every_call() -> None:
     services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
     spoken_of = {*_rows(text), *(f"`{heading}`" for heading in re.findall(r"^### (\w+)$", text, re.MULTILINE))}
     assert {f"`{method.name}`" for service in services for method in service.methods} <= spoken_of
+
+
+def test_operations_names_every_figure_of_a_peer() -> None:
+    """That `swarm-status --json` has."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    listed = set(re.findall(r"\w+", text.partition("`peers`: ")[2].partition("`trainers`")[0]))
+    assert {field.name for field in dataclasses.fields(PeerRow)} <= listed
 
 
 def test_operations_explains_every_metric() -> None:

@@ -50,6 +50,8 @@ def test_fields_of_later_versions_are_ignored() -> None:
         ("round", -1),
         ("lineage", "G"),
         ("certificate_pem", "c" * 4097),
+        ("device", "d" * 33),
+        ("device", "cpu\x1b[2J"),
     ],
 )
 def test_a_wrong_field_is_refused(field: str, value: object) -> None:

@@ -136,6 +136,7 @@ def full_record(
         announced_at=1.7e9 + 0.123456, stage=stage, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
         state=PeerState.SERVING, samples_per_second=12.345678901234567, queue_length=3, round=1234, samples=1234567,
         lineage="0123456789abcdef" * 4, movable=True, moves=1, dht_address=dht_address,
+        device="cuda:0",
     )  # fmt: skip
 
 

@@ -34,6 +34,13 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
 
 
+def test_devices_are_shown_unless_all_compute_on_the_cpu() -> None:
+    on_cpu = replace(PEER, device="cpu")
+    for peers, is_shown in ([on_cpu, PEER], False), ([on_cpu, replace(PEER, device="cuda:1")], True):
+        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=tuple(peers)),)))
+        assert ("device" in drawn, "cuda:1" in drawn, "cpu" in drawn) == (is_shown,) * 3
+
+
 def test_names_from_strangers_are_no_markup() -> None:
     assert "[red]x[/nope]" in _draw(
         replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, name="[red]x[/nope]"),)),))

@@ -75,7 +75,7 @@ def _write_ready_file(path: Path) -> None:
     identity = generate()
     ready = {
         "peer_id": identity.peer_id, "time": 0.0, "endpoint": "127.0.0.1:1", "dht_addresses": ["/ip4/127.0.0.1"],
-        "certificate_pem": identity.certificate_pem,
+        "certificate_pem": identity.certificate_pem, "device": "cpu",
     }  # fmt: skip
     path.write_text(json.dumps(ready))
 

@@ -86,6 +86,7 @@ async def test_a_peer_takes_the_other_stage_s_state_and_writes_its_checkpoints(
         assert left is not None
         assert arrived is not None
         assert (left.state, arrived.state, arrived.moves) == (PeerState.LEAVING, PeerState.SERVING, 1)
+        assert arrived.device == "cpu"
         (claim,) = [c for c in await peer.directory.claims() if c.peer_id == peer.peer_id]
         assert claim.state is ClaimState.WITHDRAWN
     assert {name.stage for name in file.names(written)} == {0, 1}, "one on leaving each"

@@ -100,3 +100,16 @@ async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None
         seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
     shown = seen.stages[0].peers[0]
     assert (shown.peer_id, shown.name, shown.state) == (peer.peer_id, peer.record.name, "serving")
+
+
+async def test_what_a_peer_computes_on_is_shown_whether_it_answers_or_not() -> None:
+    """Older releases do not announce it."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        for peer in chain.peers[:2]:
+            peer.servicer._describe = partial(pb.DescribeReply, peer_id=peer.peer_id, state="serving")
+        announced, older = chain.peers[0].record.model_copy(update={"device": "cuda:1"}), chain.peers[1].record
+        silent = _record(OTHER, 2, PeerState.SERVING).model_copy(update={"device": "cpu"})
+        records = {0: [announced], 1: [older], 2: [silent]}
+        seen = await observe(SYNCHRONOUS.run_id, records, (), chain.peers[0].channels)
+    shown = [(row["peers"][0]["state"], row["peers"][0]["device"]) for row in json.loads(seen.to_json())["stages"]]
+    assert shown == [("serving", "cuda:1"), ("serving", ""), ("unreachable", "cpu")]
