@@ -43,7 +43,7 @@ class MemoryNetwork:
     def handlers(self, peer: PeerRecord) -> AveragingHandlers:
         """The other end. Raises PeerUnavailable if the peer is gone."""
         if peer.peer_id not in self._peers:
-            raise PeerUnavailable(f"{peer.peer_id} is gone")
+            raise PeerUnavailable(f"{peer.peer_id} is gone", is_unreachable=True)
         return self._peers[peer.peer_id][1]
 
 

@@ -60,7 +60,9 @@ class Broadcast:
                     listens_since = time()
                 has_listened = time() - listens_since >= self.timing.fresh_seconds
                 silent = [task for task in tasks if task in pending and has_listened and self.is_silent(tasks[task])]
-                replies |= {tasks[task]: PeerUnavailable("it has fallen silent") for task in silent}
+                replies |= {
+                    tasks[task]: PeerUnavailable("it has fallen silent", is_unreachable=True) for task in silent
+                }
                 pending.difference_update(silent)
                 if (done or silent) and not all(map(until, replies.values())):
                     gives_up_at = time() + self.timing.grace_seconds

@@ -30,7 +30,7 @@ from swarm.averaging.unfinished import Begun, unfinished
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
-from swarm.errors import DeadlineExceeded, PeerUnavailable, SwarmError
+from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
 from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MOST_THROUGH_ONE = 8
 """Members of whom one may sum everything, for want of lines between the others: it carries all that they send."""
+SLOW = DeadlineExceeded, Overloaded
+"""Of these errors, the first ones only double the deadlines."""
 
 
 class AttemptFailed(Exception):
@@ -49,7 +51,7 @@ class AttemptFailed(Exception):
         super().__init__(reason)
         self.unreachable: set[PeerId] = set()
         self.excluded: set[PeerId] = set()
-        """Alive, yet the exchange fails because of them."""
+        """Alive, yet attempts fail because of them."""
         self.refused: set[PeerId] = set()
         self.promised_attempt = 0
         self.void = False
@@ -153,15 +155,15 @@ class Leader:
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         if refused:
-            failed = _failure("a member refused to begin", unreached)
+            failed = self._failure("a member refused to begin", unreached)
             failed.refused = set(refused)
             failed.promised_attempt = max(refusal.promised.attempt for refusal in refused.values())
             raise failed
-        slow = any(isinstance(error, DeadlineExceeded) for error in unreached.values())
+        slow = any(isinstance(error, SLOW) for error in unreached.values())
         if self._is_first_timeout(slow):
-            raise _failure("a member is slow", unreached)
+            raise self._failure("a member is slow", unreached)
         if not self.has_quorum(begun.keys()):
-            raise _failure("too few members for a quorum", unreached)
+            raise self._failure("too few members for a quorum", unreached)
         if unfinished(begun) is None:
             if self.config.rounds.synchronous:
                 drops = duplicates(begun)
@@ -172,17 +174,17 @@ class Leader:
                 timeout_seconds += self.timing.drop_seconds * most
                 for peer, reply in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
                     if isinstance(reply, SwarmError) or reply.HasField("refusal"):
-                        raise _failure("a member could not drop a duplicate", {peer: reply})
+                        raise self._failure("a member could not drop a duplicate", {peer: reply})
                     begun[peer] = reply
             committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
             num_samples = sum(reply.round_samples for reply in begun.values())
             if not self.is_complete(standing.round, committed, num_samples):
-                failed = _failure("the round is not complete any more", unreached)
+                failed = self._failure("the round is not complete any more", unreached)
                 failed.void = True
                 raise failed
             if self.config.rounds.synchronous and num_samples != self.config.rounds.round_samples:
                 # Nobody may find out by the weights that something is in a sum and not among the ids, or twice.
-                raise _failure(f"{num_samples} samples were contributed to a round of another size", unreached)
+                raise self._failure(f"{num_samples} samples were contributed to a round of another size", unreached)
         self.times.begin_seconds = self.clock.monotonic() - started_at
         return begun
 
@@ -251,15 +253,19 @@ class Leader:
     def _blame(
         self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int, took_long: bool
     ) -> AttemptFailed:  # fmt: skip
-        errors = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         # By who noticed; others were told, and pass it on.
         accusations = {
             PeerId(reply.failure.noticed_by_id): reply.failure
             for reply in replies.values()
             if isinstance(reply, pb.AverageReply) and reply.HasField("failure")
         }
-        failed = _failure("the exchange failed", errors)
-        if failed.unreachable or self._is_first_timeout(took_long) or not accusations:
+        is_explained = bool(accusations) or any(isinstance(reply, PeerUnavailable) for reply in replies.values())
+        is_first = self._is_first_timeout(took_long or not is_explained)
+        failed = self._failure("the exchange failed", replies)
+        if not (is_explained or is_first or took_long):
+            # Twice in a row is no accident. Once it took long, the others are no wiser than these.
+            failed.excluded |= self._refusing(replies)
+        if failed.unreachable or failed.excluded or is_first or not accusations:
             return failed
         counts = Counter(PeerId(failure.blamed_id) for failure in accusations.values())
         blamed, _ = counts.most_common(1)[0]
@@ -272,6 +278,34 @@ class Leader:
         # A single member that cannot reach its leader is cut off itself; the leader knows its own faults best.
         is_cut_off = blamed == self.own_id and self.own_id not in accusers
         failed.excluded = set(accusers) if is_cut_off else {blamed}
+        return failed
+
+    def _refusing(self, replies: Mapping[PeerId, Any]) -> set[PeerId]:
+        """Members that refuse this very attempt, though they have promised no other since."""
+        promised = messages.pack_ballot(self.active)
+        return {
+            peer
+            for peer, reply in replies.items()
+            if isinstance(reply, pb.AverageReply) and reply.HasField("refusal") and reply.refusal.promised == promised
+        }
+
+    def _failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
+        """That nothing is decided, and who will be left out of the next attempt.
+
+        Whoever answered with an error of its own would answer so again; from the second time-out in a row on the same
+        goes for whoever is slow. Both are alive and go on reporting: the stage would wait for them for good.
+        """
+        failed = AttemptFailed(reason)
+        for peer, reply in replies.items():
+            if isinstance(reply, PeerUnavailable) and reply.is_unreachable:
+                failed.unreachable.add(peer)
+            elif isinstance(reply, SLOW):
+                if self.times.num_timeouts > 1:
+                    failed.excluded.add(peer)
+            elif isinstance(reply, SwarmError):
+                failed.excluded.add(peer)
+        if failed.excluded:
+            logger.warning("left out, since it failed or is slow: %s", ", ".join(sorted(failed.excluded)))
         return failed
 
     async def _abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
@@ -348,9 +382,3 @@ def _is_prepared(reply: Any) -> bool:
 
 def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
     return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]
-
-
-def _failure(reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
-    failed = AttemptFailed(reason)
-    failed.unreachable = {peer for peer, reply in replies.items() if isinstance(reply, PeerUnavailable)}
-    return failed

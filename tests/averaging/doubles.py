@@ -317,7 +317,7 @@ class MemoryTransport:
             self._network.calls.append((name, self._own.number, target.number))
             await self._network.before(name, self._own.number, target.number)
             if target.dead.is_set() or frozenset((self._own.number, target.number)) in self._network.cut:
-                raise PeerUnavailable(f"{target.number} is unreachable")
+                raise PeerUnavailable(f"{target.number} is unreachable", is_unreachable=True)
             await target.thawed.wait()
             reply = await asyncio.get_running_loop().create_task(work(), context=target.context)
             await self._network.after(name, self._own.number, target.number)
@@ -334,7 +334,7 @@ class MemoryTransport:
             if delivery.done():
                 return delivery.result()
             if target.dead.is_set():
-                raise PeerUnavailable(f"{target.number} died")
+                raise PeerUnavailable(f"{target.number} died", is_unreachable=True)
             raise DeadlineExceeded(f"{name} to {target.number}")
         finally:
             if self._network.delivers_late and not self._own.dead.is_set() and not delivery.done():

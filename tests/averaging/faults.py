@@ -244,14 +244,14 @@ class Trial:
         while self._is_parted(Kind.PARTITION, source, target):
             await self._changed.wait()
         if self._is_parted(Kind.REFUSE, source, target):
-            raise PeerUnavailable("the connection broke")
+            raise PeerUnavailable("the connection broke", is_unreachable=True)
 
     async def _begin(self, fault: Fault) -> None:
         match fault.kind:
             case Kind.LOSE:
                 await asyncio.Event().wait()
             case Kind.BREAK:
-                raise PeerUnavailable("lost")
+                raise PeerUnavailable("lost", is_unreachable=True)
             case Kind.DELAY:
                 await asyncio.sleep(0.2)
             case Kind.OUTLIVE:

@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
+from swarm.averaging.group import Refused
 from swarm.averaging.messages import lineage_after
 from swarm.averaging.participant import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, BEGIN
@@ -420,7 +422,7 @@ async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> N
 
         async def before(name: str, source: int, target: int) -> None:
             if name == "Exchange" and 3 in (source, target):
-                raise PeerUnavailable("only its small messages come through")
+                raise PeerUnavailable("only its small messages come through", is_unreachable=True)
 
         network.before = before
         members[1].learn(2, 3)
@@ -430,6 +432,90 @@ async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> N
         await until(lambda: all(stage.round == 1 for stage in members[:2]))
         assert_equal_and_once(members[:2])
         assert len(members[0].results[0].members) == 2
+
+
+def broken(network: Network, number: int, method: str, fault: str) -> None:
+    """From now on a member fails in one kind of call, and reports as if nothing were wrong."""
+    averager = network.peers[peer_id(number)].averager
+    honest = averager._handlers[method]
+
+    async def fail(request: Any) -> Any:
+        match fault:
+            case "error":  # As after a MemoryError, say: the servicer answers with it.
+                raise PeerUnavailable("internal error: MemoryError")
+            case "refusal":
+                return pb.AverageReply(refusal=averager._participant._refusal(Refused("not with me")))
+            case _:
+                reply = await honest(request)
+                await asyncio.sleep(60)
+                return reply
+
+    averager._handlers[method] = fail
+
+
+@pytest.mark.parametrize("fault", ["refusal", "late"])
+@in_virtual_time
+async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str) -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        broken(network, 3, "Average", fault)
+        members[1].learn(2)
+        members[2].learn(4, 5)
+        await asyncio.sleep(0.1)
+        members[0].learn(0)
+        averager = network.peers[peer_id(1)].averager
+        await until(lambda: averager.statistics().num_attempts > 0)
+        members[0].learn(1)
+        members[1].learn(3)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]))
+        assert len(members[0].results[0].members) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [("Begin", "error"), ("Begin", "late"), ("Average", "error"), ("Average", "refusal"), ("Average", "late")],
+)
+@in_virtual_time
+async def test_what_a_member_has_that_fails_is_had_from_others(method: str, fault: str) -> None:
+    """Else the round would look complete and never be: what a member reports, nobody replays."""
+    async with network_of(make_config(), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        broken(network, 3, method, fault)
+        for index in range(6):
+            members[index % 3].learn(index)
+        view = network.peers[peer_id(1)].averager.view
+        await until(lambda: view().complete)
+        time = asyncio.get_running_loop().time
+        shown_at = began_at = time()
+        while time() - shown_at < QUICK.fresh_seconds:
+            assert time() - began_at < 30.0, "it keeps coming back"
+            shown_at = time() if view().committed != {0, 1, 3, 4} else shown_at
+            await asyncio.sleep(QUICK.heartbeat_seconds / 5)
+        members[0].learn(2)
+        members[1].learn(5)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]), seconds=30.0)
+        assert_equal_and_once(members[:2])
+
+
+@in_virtual_time
+async def test_who_refuses_once_is_asked_again() -> None:
+    """It may have lost sight of its leader for a moment."""
+    async with network_of(make_config("diloco"), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        averager = network.peers[peer_id(3)].averager
+        honest = averager._handlers["Average"]
+        broken(network, 3, "Average", "refusal")
+
+        async def heal(name: str, source: int, target: int) -> None:
+            if (name, target) == ("Average", 3):
+                averager._handlers["Average"] = honest
+
+        network.after = heal
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        members[2].learn(4, 5)
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert (len(members[0].results[0].members), members[0].results[0].attempts) == (3, 2)
 
 
 @in_virtual_time

@@ -27,7 +27,7 @@ class Chaos:
 
     async def disturb(self, name: str, source: int, target: int) -> None:
         if self.random.random() < self.loss:
-            raise PeerUnavailable("lost")
+            raise PeerUnavailable("lost", is_unreachable=True)
         if self.random.random() < 0.3:
             await asyncio.sleep(0.03 * self.random.random())
 

@@ -28,7 +28,7 @@ def begin_failing(network: Network, failing: str) -> None:
 
     async def fail(name: str, source: int, target: int) -> None:
         if name == failing:
-            raise PeerUnavailable("cut off")
+            raise PeerUnavailable("cut off", is_unreachable=True)
 
     for number in (1, 2, 3):
         network.peers[peer_id(number)].stage.learn(2 * number - 2, 2 * number - 1)
