@@ -21,6 +21,9 @@ from swarm.errors import ConfigMismatch
 
 _STRICT = ConfigDict(extra="forbid")
 
+MOST_MICROBATCHES = 1 << 18
+"""Of a synchronous round: peers name all that they have in one list, and take none that is longer (rpc/bounds)."""
+
 Setting = Literal["synchronous", "diloco"]
 Quorum = Literal["majority", "available"]
 
@@ -394,6 +397,11 @@ class RunConfig:
         _require(
             self.rounds.round_samples % size == 0,
             f"rounds.round_samples ({self.rounds.round_samples}) must be a multiple of data.microbatch_size ({size})",
+        )
+        _require(
+            not self.rounds.synchronous or self.microbatches_per_round <= MOST_MICROBATCHES,
+            f"rounds.round_samples ({self.rounds.round_samples}) makes {self.microbatches_per_round} microbatches of "
+            f"data.microbatch_size ({size}), and a synchronous round has at most {MOST_MICROBATCHES}",
         )
         _require(
             self.rounds.synchronous or self.rounds.inner_batch_samples % size == 0,

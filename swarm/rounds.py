@@ -21,7 +21,7 @@ class Progress:
         lineage: hash chain over the rounds before it.
         run_samples: samples the run had committed when this round began.
         num_samples: samples that count towards the round here.
-        committed: microbatches committed here in this round.
+        committed: microbatches committed here in this round; with DiLoCo none is named, for nobody asks which.
         highest_microbatch: highest index ever seen; -1 for none.
         spare: of those that are committed, replays that can all be given up at no cost.
     """
@@ -44,7 +44,7 @@ class Contribution:
             weights in DiLoCo. Anything finite where `num_samples` is 0.
         num_samples: behind it: its weight.
         round_samples: of these, the ones that count towards the round.
-        committed: the microbatches in it, without the dropped ones.
+        committed: the microbatches in it, without the dropped ones; with DiLoCo none is named.
         fragment: which part of the member's parameters it is about.
         spare: of those that are committed, replays that can all be given up at no cost.
     """

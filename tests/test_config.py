@@ -10,6 +10,7 @@ import pytest
 from swarm import config
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.errors import ConfigMismatch
+from swarm.rpc.bounds import LONGEST
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,6 +66,11 @@ def test_toml_overrides_the_defaults() -> None:
         ("[averaging]\ngather_members = 0", "averaging.gather_members must be at least 1, not 0"),
         ("[averaging]\noverlap_steps = -1", "averaging.overlap_steps must not be negative, not -1"),
         ("[rounds]\nround_samples = 12", "rounds.round_samples (12) must be a multiple of data.microbatch_size (8)"),
+        (
+            "[rounds]\nsetting = 'synchronous'\nround_samples = 2097160",
+            "rounds.round_samples (2097160) makes 262145 microbatches of data.microbatch_size (8), and a synchronous "
+            "round has at most 262144",
+        ),
         ("[rounds]\ninner_batch_samples = 12", "rounds.inner_batch_samples (12) must be a multiple of"),
         ("[optimizer]\nschedule = 'cosine'", "optimizer.schedule = 'cosine' needs optimizer.total_samples"),
         ("[optimizer]\nschedule = 'linear'", "optimizer.schedule = 'linear' needs optimizer.total_samples"),
@@ -85,6 +91,13 @@ def test_a_fault_is_one_line(text: str, line: str) -> None:
 def test_synchronous_rounds_have_no_inner_batch() -> None:
     text = "[rounds]\nsetting = 'synchronous'\ninner_batch_samples = 3"
     assert config.from_toml(text, source="x").rounds.synchronous
+
+
+def test_the_largest_synchronous_round_can_be_reported() -> None:
+    text = "[rounds]\nround_samples = 2097152\nsetting = "
+    run = config.from_toml(text + "'synchronous'", source="x")
+    assert run.microbatches_per_round == LONGEST, "what a list may have"
+    config.from_toml(text.replace("52", "60") + "'diloco'", source="x")
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:

@@ -36,8 +36,6 @@ class Report:
     progress: Progress
     prepared: Ballot | None
     heard_at: float
-    num_named: int = 0
-    """Microbatches that it named, whether they are kept or not."""
 
     @property
     def standing(self) -> Standing:
@@ -125,17 +123,14 @@ class Roster:
             highest_microbatch=request.highest_microbatch, spare=self.named(standing.round, request.spare_gaps),
         )  # fmt: skip
         previous = self._reports.get(peer_id)
-        report = Report(
-            progress=progress, prepared=prepared, heard_at=self._clock.monotonic(),
-            num_named=len(request.committed_gaps),
-        )  # fmt: skip
+        report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
         self._reports[peer_id] = report
         self._listen(peer_id, report)
         self.answered(peer_id, report.standing)
         return previous is None or dataclasses.replace(previous, heard_at=report.heard_at) != report
 
     def named(self, round_number: int, gaps: Iterable[int]) -> frozenset[int]:
-        """The microbatches of a round that a peer names. With DiLoCo none: which it has, nobody asks."""
+        """The microbatches of a round that a peer names; with DiLoCo none, whatever it names: nobody asks which."""
         size = self._round_microbatches
         if size is None:
             return frozenset()
@@ -385,6 +380,7 @@ class Roster:
 
 def _add(known: set[int], more: Set[int]) -> None:
     """Remember more microbatches of a round. Nobody has so many of them; who says so does not fill the memory."""
-    if len(known) + len(more) > LONGEST:
-        known.clear()
     known |= more
+    if len(known) > LONGEST:
+        known.clear()
+        known |= more

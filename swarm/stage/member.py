@@ -55,11 +55,8 @@ class StageMember:
         )  # fmt: skip
 
     def _committed(self) -> frozenset[int]:
-        ledger, number = self._stage.ledger, self._stage.round
-        if self._stage.config.rounds.synchronous:
-            return ledger.committed(number)
-        # A trainer that died may have had microbatches that counted just before the round ended.
-        return ledger.committed(number) | ledger.committed(number - 1)
+        # With DiLoCo nobody asks which, and a round may have any number of them.
+        return self._stage.ledger.committed(self._stage.round) if self._stage.config.rounds.synchronous else frozenset()
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze what this member contributes to the round; the same again if asked again."""

@@ -233,6 +233,15 @@ def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pyt
     assert len(group.lost) <= 10
 
 
+def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round may have as many as are kept, and every member tells of the same ones."""
+    monkeypatch.setattr("swarm.averaging.roster.LONGEST", 10)
+    group = Group(round_microbatches=10)
+    group.report(*range(10))
+    group.report(3, 4, by=record(3))
+    assert group.roster.counted == set(range(10))
+
+
 def _remembered(roster: Roster) -> set[PeerId]:
     """Of whom there is anything."""
     noted = (roster._contacts, roster._reports, roster._last_words, roster._standings, roster._answered_at)
@@ -298,8 +307,8 @@ def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:
     group = Group(round_microbatches=None)
     assert not group.committed
     assert not group.roster.counted
-    assert not group.report(3, 4)
-    assert group.report(3, 4, 5), "there is news all the same"
+    assert not group.report(3, 4, 5), "that is no news"
+    assert group.report(num_samples=2)
 
 
 @pytest.mark.parametrize(
