@@ -141,6 +141,8 @@ class Participant:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
+            # Before it is prepared: should this call end here with its leader, there may be nobody else who has it.
+            await self._shared.offer(request.round, average.digest, result.round_result.tensors)
             async with self._lock:
                 self.group.prepare(request.round, ballot, average.digest)
                 self._result = result
@@ -151,7 +153,6 @@ class Participant:
                         members=result.round_result.members,
                     )
                 )  # fmt: skip
-                await self._shared.offer(request.round, average.digest, result.round_result.tensors)
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:

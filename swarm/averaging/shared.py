@@ -130,6 +130,8 @@ class SharedBlocks:
             candidates = [record_of(holder.contact, holder.stage), *others]
             candidates = [record for record in candidates if record.peer_id != self._own_id]
             try:
+                if not candidates:
+                    raise PeerUnavailable("no other peer there is known")
                 target = candidates[turn % len(candidates)]
                 seconds = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
                 encoded = await self._transport.shared(

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.averaging.transport import contact_of
 from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
 from swarm.rounds import Contribution, RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
-from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, until
+from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, record, until
 from tests.support.virtual_time import in_virtual_time
 
 SHARED = "embedding.weight"
@@ -129,6 +130,44 @@ async def test_a_leader_that_dies_after_deciding_holds_nobody_up(victim: int) ->
         alive = [stage for number, stage in zip((1, 2, 3, 4), stages, strict=True) if number != victim]
         await until(lambda: all(stage.round == 1 for stage in alive))
         assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
+
+
+@pytest.mark.parametrize("setting", ["synchronous", "diloco"])
+@in_virtual_time
+async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_not_end_that_member(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the last one of its stage, so there is nobody else that it could have its own stage's average from."""
+    async with sharing_network(tied(setting)) as network:
+        last = network.peers[peer_id(4)]
+        shared, is_encoding = last.averager._shared, False
+
+        async def encode(*arguments: Any, honest: Any = shared.offer) -> None:
+            nonlocal is_encoding
+            if not is_encoding:
+                is_encoding = True
+                await asyncio.Event().wait()
+            await honest(*arguments)
+
+        monkeypatch.setattr(shared, "offer", encode)
+        learn(network, 0)
+        await until(lambda: is_encoding)
+        network.kill(3)
+        await asyncio.sleep(0.5)
+        learn(network, 0, (1, 2, 4))
+        alive = stages_of(network, 1, 2, 4)
+        await until(lambda: all(stage.round == 1 for stage in alive))
+        assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
+
+
+@in_virtual_time
+async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
+    async with network_of(tied(), 1) as network:
+        shared = network.peers[peer_id(1)].averager._shared
+        own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
+        other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
+        with pytest.raises(PeerUnavailable, match="nobody at stage 0 has its average of round 0"):
+            await shared.sum(0, [own, other])
 
 
 @in_virtual_time
