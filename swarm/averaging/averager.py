@@ -69,7 +69,7 @@ class Averager:
         self._own = own
         self._own_id = PeerId(own.peer_id)
         self._member = member
-        self._is_complete = Completion(config=config, stage=own.stage, peers=peers)
+        self._is_complete = Completion(config=config, stage=own.stage, peers=peers, is_awaited=self._is_awaited)
         self._transport = transport
         self._clock = clock
         self._timing = timing = timing or Timing()
@@ -78,6 +78,8 @@ class Averager:
         self._changed = asyncio.Event()
         self._changed_at = clock.monotonic()
         self._waits_for_quorum = False
+        self._awaited_round, self._awaited_since = -1, clock.monotonic()
+        """Another stage has decided it, and waits for this one; since when, as far as it asked here."""
         self._attempts: Counter[int] = Counter()
         self._aborted: Counter[str] = Counter()
         self._num_attempts = 0
@@ -348,6 +350,9 @@ class Averager:
 
     async def _barrier_handler(self, request: pb.BarrierRequest) -> pb.BarrierReply:
         deadline = self._clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
+        is_shared = bool(self._shared.partners(request.round))
+        if is_shared and request.round == self._participant.standing.round != self._awaited_round:
+            self._awaited_round, self._awaited_since = request.round, self._clock.monotonic()
         while True:
             outcome, decision = self._participant.outcomes.get(request.round), self._leader.decision
             if outcome is not None:
@@ -362,6 +367,10 @@ class Averager:
             if leader.peer_id != self._own_id or remaining <= 0:
                 return pb.BarrierReply(leader=leader)
             await wait(self._changed, remaining)
+
+    def _is_awaited(self, round_number: int) -> bool:
+        waited_seconds = self._clock.monotonic() - self._awaited_since
+        return round_number == self._awaited_round and waited_seconds >= self._timing.awaited_seconds
 
     async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
         request = pb.BarrierRequest(

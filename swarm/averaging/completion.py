@@ -17,24 +17,27 @@ class Completion:
 
     Attributes:
         peers: the directory's last known view of a stage.
+        is_awaited: whether another stage has waited at its barrier for long, for this one to decide a round.
     """
 
     config: RunConfig
     stage: int
     peers: Callable[[int], Sequence[PeerRecord]]
+    is_awaited: Callable[[int], bool] = lambda round_number: False
 
     def __call__(self, round_number: int, committed: Collection[int], num_samples: int) -> bool:
         """Whether the group holds everything the round needs.
 
         Synchronous: all its microbatches. DiLoCo: its number of samples; but a stage that lost some with a
-        peer ends its round early when another stage is at a later one, or it would stay behind for good.
+        peer ends its round early when another stage is at a later one, or it would stay behind for good. One that
+        shares a block with it cannot be: it waits, and after a round's worth of samples lets none through any more.
         """
         if self.config.rounds.synchronous:
             size = self.config.microbatches_per_round
             return all(index in committed for index in range(round_number * size, (round_number + 1) * size))
         if num_samples >= self.config.rounds.round_samples:
             return True
-        return num_samples > 0 and self._latest_elsewhere() > round_number
+        return num_samples > 0 and (self._latest_elsewhere() > round_number or self.is_awaited(round_number))
 
     def _latest_elsewhere(self) -> int:
         others = (stage for stage in range(self.config.stages.num_stages) if stage != self.stage)

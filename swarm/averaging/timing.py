@@ -43,6 +43,8 @@ class Timing:
     """After a first failure, time for others to say what they think the cause was."""
     barrier_seconds: float = 2.0
     """How long another stage may hold its answer back."""
+    awaited_seconds: float = 20.0
+    """How long another stage may wait for one of DiLoCo's rounds before it ends with what it has."""
     shared_seconds: float = 60.0
     """How long another stage's average of a shared block is asked for."""
     silence_seconds: float = 15.0

@@ -43,6 +43,16 @@ def test_a_stage_that_lost_samples_follows_the_others() -> None:
     assert not complete(4, frozenset(), 1), "nobody is ahead"
 
 
+def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
+    """Else it might get no more: the other one lets a round's worth through, and then none."""
+    complete = Completion(config=DILOCO, stage=0, peers=_nobody, is_awaited=lambda number: number == 3)
+    assert complete(3, frozenset(), 1)
+    assert not complete(3, frozenset(), 0), "there is nothing to average"
+    assert not complete(4, frozenset(), 1)
+    synchronous = Completion(config=SYNCHRONOUS, stage=0, peers=_nobody, is_awaited=lambda number: True)
+    assert not synchronous(0, frozenset({0}), 1)
+
+
 def test_neither_its_own_stage_nor_who_does_not_serve_pulls_a_stage_along() -> None:
     records = [_record(0, 9, PeerState.SERVING), _record(1, 9, PeerState.LEAVING), _record(2, 9, PeerState.JOINING)]
     complete = Completion(config=DILOCO, stage=0, peers=lambda stage: [r for r in records if r.stage == stage])

@@ -15,7 +15,17 @@ from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
 from swarm.rounds import Contribution, RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
-from tests.averaging.doubles import FakeStage, Network, gradient, make_config, network_of, peer_id, record, until
+from tests.averaging.doubles import (
+    QUICK,
+    FakeStage,
+    Network,
+    gradient,
+    make_config,
+    network_of,
+    peer_id,
+    record,
+    until,
+)
 from tests.support.virtual_time import in_virtual_time
 
 SHARED = "embedding.weight"
@@ -157,6 +167,24 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
         learn(network, 0, (1, 2, 4))
         alive = stages_of(network, 1, 2, 4)
         await until(lambda: all(stage.round == 1 for stage in alive))
+        assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
+
+
+@in_virtual_time
+async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_shares_a_block_with_it() -> None:
+    """The one that waits lets so much through and no more, which may be too little for the other one's round."""
+    async with sharing_network(tied("diloco")) as network:
+        stages = stages_of(network, 1, 2, 3, 4)
+        learn(network, 0)
+        await until(lambda: all(stage.round == 1 for stage in stages))
+        network.kill(3)
+        for index in (4, 5, 6, 7):
+            stages[0].learn(index)
+        await asyncio.sleep(2 * QUICK.awaited_seconds)
+        assert [stage.round for stage in stages[:2]] == [1, 1], "the other stage has nothing to average"
+        stages[3].learn(7)
+        alive = [stages[0], stages[1], stages[3]]
+        await until(lambda: all(stage.round == 2 for stage in alive))
         assert all(torch.equal(stage.shared, alive[0].shared) for stage in alive)
 
 
