@@ -139,7 +139,10 @@ class Roster:
     def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
         """A peer gave a sign of life; `standing` is None while it is about to move."""
         self._suspects.pop(peer_id, None)
-        self._answered_at[peer_id] = self._clock.monotonic()
+        self._answered_at[peer_id] = now = self._clock.monotonic()
+        if (known := self._contacts.get(peer_id)) is not None:
+            # A leader does not report: where its announcements fail, it is known by its answers alone.
+            self._contacts[peer_id] = known[0], now
         if standing is not None:
             self._standings[peer_id] = standing
 

@@ -25,11 +25,11 @@ HERE = Standing(run_samples=0, round=0, lineage="00")
 class Group:
     """This peer's roster, which has heard of two microbatches at another member."""
 
-    def __init__(self, *, round_microbatches: int | None = 100) -> None:
+    def __init__(self, *, own: int = 1, round_microbatches: int | None = 100) -> None:
         self.clock = ManualClock()
         self.listed = [record(2)]
         self.roster = Roster(
-            own=record(1), directory=lambda: self.listed, clock=self.clock, timing=TIMING, branches_yield=True,
+            own=record(own), directory=lambda: self.listed, clock=self.clock, timing=TIMING, branches_yield=True,
             round_microbatches=round_microbatches,
         )  # fmt: skip
         self.report(3, 4)
@@ -192,6 +192,19 @@ def test_a_member_that_answers_a_call_is_not_overdue_though_its_reports_do_not_a
     group.clock.advance(2 * TIMING.heartbeat_seconds + 0.1)
     group.roster.answered(OTHER, HERE)
     assert not group.roster.overdue(HERE)
+
+
+def test_a_leader_that_answers_leads_though_its_announcements_lapse() -> None:
+    """Else another one would lead until it made itself known, and again when that was a while ago."""
+    group = Group(own=3)
+    group.listed.clear()
+    for _ in range(20):
+        assert group.roster.leader(HERE) == OTHER
+        assert not group.roster.is_silent(OTHER)
+        group.clock.advance(TIMING.heartbeat_seconds)
+        group.roster.answered(OTHER, HERE)
+    group.clock.advance(TIMING.fresh_seconds + 0.1)
+    assert group.roster.leader(HERE) == record(3).peer_id
 
 
 def test_the_longer_a_peer_is_gone_the_rarer_it_is_called() -> None:
