@@ -78,6 +78,14 @@ def require_ballot(message: pb.Ballot) -> Ballot:
     return ballot
 
 
+def own_ballot(request: pb.BeginRequest | pb.AverageRequest | pb.AbortRequest) -> Ballot:
+    """The attempt that a leader calls about. Raises MalformedMessage for a missing one, and one of another leader."""
+    ballot = require_ballot(request.ballot)
+    if ballot.leader_id != request.peer_id:
+        raise MalformedMessage(f"attempt {ballot.attempt} is not that of who calls")
+    return ballot
+
+
 def _require_short(text: str, what: str) -> None:
     if len(text) > LONGEST_ID:
         raise MalformedMessage(f"{what} has {len(text)} characters, at most {LONGEST_ID} are taken")

@@ -101,8 +101,8 @@ class Participant:
     # -- first phase -------------------------------------------------------------------------------------------------
 
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
-        """Promise the attempt and close the contribution."""
-        ballot = messages.require_ballot(request.ballot)
+        """Promise the attempt and close the contribution. Raises MalformedMessage for another leader's attempt."""
+        ballot = messages.own_ballot(request)
         async with self._lock:
             try:
                 if self.is_catching_up:
@@ -133,8 +133,11 @@ class Participant:
             )  # fmt: skip
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
-        """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt."""
-        ballot = messages.require_ballot(request.ballot)
+        """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt.
+
+        Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
+        """
+        ballot = messages.own_ballot(request)
         shares = messages.unpack_shares(request.shares)
         try:
             async with self._lock:
@@ -282,9 +285,9 @@ class Participant:
     async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
         """Give the attempt up, with what it prepared, and go on training.
 
-        Runs to its end even if the leader hangs up.
+        Runs to its end even if the leader hangs up. Raises MalformedMessage for another leader's attempt.
         """
-        ballot = messages.require_ballot(request.ballot)
+        ballot = messages.own_ballot(request)
         refused: Refused | None = await asyncio.shield(self._spawn(self._abort(request, ballot)))
         return pb.AbortReply(refusal=self._refusal(refused)) if refused is not None else pb.AbortReply()
 

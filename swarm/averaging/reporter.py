@@ -140,13 +140,16 @@ class Reporter:
     async def _report(self, peer_id: PeerId) -> None:
         peer, version = self._roster.record(peer_id), self._version
         progress, standing = self._member.progress(), self._participant.standing
+        group = self._participant.group
+        active = group.active
+        if peer is None and active is not None and active.leader_id == peer_id:
+            # How this attempt ends can be asked of nobody.
+            await self._participant.step_back("the leader is not known", only=active)
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self._participant.is_catching_up:
             # Who reports is a member, or is waited for.
             return
-        group = self._participant.group
-        active = group.active
         request = pb.ReportRequest(
             address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
             num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),

@@ -15,12 +15,22 @@ from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.group import Refused
 from swarm.averaging.messages import lineage_after
 from swarm.averaging.participant import KEPT_OUTCOMES
-from swarm.averaging.transport import ABORT, BEGIN
-from swarm.errors import PeerUnavailable
+from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
+from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
-from tests.averaging.doubles import QUICK, FakeStage, Network, gradient, make_config, network_of, peer_id, until
+from tests.averaging.doubles import (
+    QUICK,
+    FakeStage,
+    Network,
+    Peer,
+    gradient,
+    make_config,
+    network_of,
+    peer_id,
+    until,
+)
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 
@@ -876,11 +886,19 @@ async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -
         assert result.total_squared_norm == second[0].results[0].total_squared_norm
 
 
+def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) -> Any:
+    """What a peer is asked by one that calls itself a leader, for the first attempt."""
+    ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
+    types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
+    return types[method.name](address=peer.averager._address, **(ballot | fields))
+
+
 @in_virtual_time
 async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
     """Else the stage would stay closed: nobody else knows of the attempt."""
-    async with network_of(make_config(), 1) as network:
-        (peer,) = network.peers.values()
+    async with network_of(make_config(), 1, 9) as network:
+        peer = network.peers[peer_id(1)]
+        network.freeze(9)
         release, reopen = asyncio.Event(), peer.stage.reopen
 
         async def slowly(round_number: int) -> None:
@@ -889,13 +907,39 @@ async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
 
         peer.stage.reopen = slowly  # type: ignore[method-assign]
         await asyncio.sleep(0.01)
-        address, ballot = peer.averager._address, pb.Ballot(attempt=1, leader_id=peer_id(9))
         standing = messages.pack_standing(peer.averager._participant.standing)
-        await peer.averager.handle(BEGIN, pb.BeginRequest(address=address, ballot=ballot, standing=standing))
+        await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
-        aborting = asyncio.create_task(peer.averager.handle(ABORT, pb.AbortRequest(address=address, ballot=ballot)))
+        aborting = asyncio.create_task(peer.averager.handle(ABORT, call_of(peer, ABORT, 9)))
         await asyncio.sleep(0.01)
         aborting.cancel()
         await asyncio.wait([aborting])
         release.set()
+        await until(lambda: not peer.stage.closed, seconds=QUICK.heartbeat_seconds / 2)
+
+
+@in_virtual_time
+async def test_who_is_closed_for_a_leader_that_nobody_knows_opens_again() -> None:
+    async with network_of(make_config(), 1) as network:
+        peer = network.peers[peer_id(1)]
+        await asyncio.sleep(0.01)
+        standing = messages.pack_standing(peer.averager._participant.standing)
+        await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
+        assert peer.stage.closed
         await until(lambda: not peer.stage.closed)
+
+
+@pytest.mark.parametrize("method", [BEGIN, AVERAGE, ABORT], ids=lambda method: method.name)
+@in_virtual_time
+async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any]) -> None:
+    """Else a member might end an attempt of its leader's, or close the others for a leader that is none."""
+    async with network_of(make_config(), 1, 9) as network:
+        peer = network.peers[peer_id(1)]
+        await asyncio.sleep(0.01)
+        standing = messages.pack_standing(peer.averager._participant.standing)
+        if method is not BEGIN:
+            await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
+        fields = {"standing": standing} if method is BEGIN else {}
+        with pytest.raises(MalformedMessage, match="attempt 1 is not that of who calls"):
+            await peer.averager.handle(method, call_of(peer, method, 9, peer_id=peer_id(2), **fields))
+        assert peer.stage.closed == (method is not BEGIN)

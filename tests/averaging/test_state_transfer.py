@@ -503,7 +503,7 @@ async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -
         await arrived.wait()
         group.network.calls.clear()
         begin = pb.BeginRequest(
-            address=joiner.averager._address, ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
+            address=joiner.averager._address, peer_id=peer_id(2), ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
             standing=messages.pack_standing(joiner.averager._participant.standing),
         )  # fmt: skip
         reply = await joiner.averager.handle(BEGIN, begin)
