@@ -34,7 +34,7 @@ class Attempt:
         self._scopes: set[asyncio.Timeout] = set()
         """Of the exchange under way, and of what others are sending; expiring them ends them."""
         self._sending: set[str] = set()
-        """Members whose part is on its way here."""
+        """Members whose part is on its way here, or is being taken in."""
         self._end = ""
 
     def open(self, shares: Shares) -> None:
@@ -74,17 +74,22 @@ class Attempt:
             raise Refused(f"{peer_id} is sending its part already")
         self._sending.add(peer_id)
         try:
+            received = await self._receive(num_bytes, pieces)
+            if peer_id in side.missing:
+                await side.add(peer_id, received.whole())
+        finally:
+            self._sending.discard(peer_id)
+        return await side.result()
+
+    async def _receive(self, num_bytes: int, pieces: AsyncIterator[bytes]) -> Received:
+        try:
             async with self._ends_with_attempt(None):
                 received = Received(num_bytes)
                 async for piece in pieces:
                     received.add(piece)
         except TimeoutError:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {self._end}") from None
-        finally:
-            self._sending.discard(peer_id)
-        if peer_id in side.missing:
-            await side.add(peer_id, received.whole())
-        return await side.result()
+        return received
 
     def end(self, reason: str) -> None:
         """Give it up: whoever waits for it, here and elsewhere, is told."""

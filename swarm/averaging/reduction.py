@@ -151,15 +151,21 @@ class Reduction:
         """Take a member's part; the last one starts the sum.
 
         A part that is malformed or out of range ends the exchange for everybody, and names its sender.
+
+        Raises MalformedMessage for a part that is there already.
         """
-        if peer_id not in self.missing:
-            raise MalformedMessage(f"{peer_id} has sent its part already")
+        self._require_missing(peer_id)
         try:
             part_P = await asyncio.to_thread(decode_bounded, self._codec, encoded, self.num_elements)
         except MalformedMessage as error:
             self.fail(MemberFailed(peer_id, f"its contribution is refused: {error}", noticed_by=self._own_id))
             return
+        self._require_missing(peer_id)  # It may have come twice at once.
         self.add_decoded(peer_id, part_P)
+
+    def _require_missing(self, peer_id: str) -> None:
+        if peer_id not in self.missing:
+            raise MalformedMessage(f"{peer_id} has sent its part already")
 
     def add_decoded(self, peer_id: str, part_P: torch.Tensor) -> None:
         """Take a part that needs no decoding: the owner's own."""

@@ -1,4 +1,6 @@
 import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.averaging.allreduce import Average, butterfly, gather
+from swarm.averaging.attempt import Attempt
+from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
@@ -210,6 +214,38 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
             transport=Malicious(), timeout_seconds=5, memory=Recycler(),
         )  # fmt: skip
     assert failed.value.peer_id == "1"
+
+
+@in_virtual_time
+async def test_a_part_that_comes_twice_at_once_counts_once() -> None:
+    """While the first is decoded, the second one comes."""
+    reduction = Reduction(shares_of([1, 1], 4), "0", codec=FP32, result_codec=FP32)
+    reduction.add_decoded("0", torch.zeros(2))
+    part = FP32.encode(torch.ones(2))
+    added = await asyncio.gather(reduction.add("1", part), reduction.add("1", part), return_exceptions=True)
+    assert [type(error) for error in added if error is not None] == [MalformedMessage]
+    assert FP32.decode((await reduction.result()).encoded, 2).tolist() == [0.5, 0.5]
+
+
+@in_virtual_time
+async def test_a_member_does_not_send_its_part_again_while_that_is_taken_in() -> None:
+    shares = shares_of([1, 1], 4)
+    reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
+    reduction.add_decoded("0", torch.zeros(2))
+    exchanges: Any = SimpleNamespace(open=lambda closed, shares: reduction)
+    closed: Any = None
+    attempt = Attempt(ballot=Ballot(1, "0"), closed=closed, began_at=0.0, exchanges=exchanges)
+    attempt.open(shares)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield bytes(FP32.encode(torch.ones(2)))
+
+    calls = (attempt.serve("1", shares.digest, pieces()) for _ in range(2))
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, Payload)
+    assert FP32.decode(first.encoded, 2).tolist() == [0.5, 0.5]
+    assert isinstance(second, Refused)
+    assert await attempt.serve("1", shares.digest, pieces()) == first, "it may ask again for an answer that was lost"
 
 
 @in_virtual_time
