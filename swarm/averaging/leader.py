@@ -30,7 +30,7 @@ from swarm.averaging.unfinished import Begun, unfinished
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
-from swarm.errors import DeadlineExceeded, Overloaded, PeerUnavailable, SwarmError
+from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError
 from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -150,7 +150,8 @@ class Leader:
         started_at = self.clock.monotonic()
         timeout_seconds = self._deadline(self.timing.begin_seconds, self.times.begin_seconds)
         first = {peer: request(spare_doubles.get(peer, ())) for peer in members}
-        replies = await self.broadcast(members, BEGIN, first, timeout_seconds)
+        answers = await self.broadcast(members, BEGIN, first, timeout_seconds)
+        replies = {peer: _checked(reply) for peer, reply in answers.items()}
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
@@ -172,7 +173,8 @@ class Leader:
                 sizes = {peer: len(messages.unpack_indices(begun[peer].committed_gaps)) for peer in drops}
                 most = max((min(len(drop), sizes[peer] - len(drop)) for peer, drop in drops.items()), default=0)
                 timeout_seconds += self.timing.drop_seconds * most
-                for peer, reply in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
+                for peer, answer in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
+                    reply = _checked(answer)
                     if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                         raise self._failure("a member could not drop a duplicate", {peer: reply})
                     begun[peer] = reply
@@ -228,15 +230,25 @@ class Leader:
 
     def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
         """Who exchanges with which weight; raises AttemptFailed if a contribution is of no use."""
-        useless = {peer for peer, reply in begun.items() if not math.isfinite(reply.norm)}
+        sizes = Counter(reply.num_elements for reply in begun.values())
+        size = begun[self.own_id].num_elements if self.own_id in begun else sizes.most_common(1)[0][0]
+        useless = {
+            peer: fault
+            for peer, reply in begun.items()
+            for fault, is_so in (
+                ("not finite", not math.isfinite(reply.norm)),
+                ("of a norm below zero", reply.norm < 0.0),
+                ("of another size", reply.num_elements != size),
+                ("of no samples, and some count towards the round", reply.num_samples == 0 < reply.round_samples),
+            )
+            if is_so
+        }
         if useless:
-            failed = AttemptFailed("a contribution is not finite")
-            failed.excluded = useless
-            logger.warning("left out, since NaN or infinity is in its contribution: %s", ", ".join(sorted(useless)))
+            failed = AttemptFailed("a contribution is of no use")
+            failed.excluded = set(useless)
+            for peer, fault in sorted(useless.items()):
+                logger.warning("%s is left out: its contribution is %s", peer, fault)
             raise failed
-        sizes = {reply.num_elements for reply in begun.values()}
-        if len(sizes) > 1:
-            raise AttemptFailed(f"the members' contributions have different sizes: {sorted(sizes)}")
         offers = [
             Offer(
                 peer_id=peer, num_samples=reply.num_samples, round_samples=reply.round_samples, norm=reply.norm,
@@ -247,7 +259,7 @@ class Leader:
         # Clipped, the gradients would not add up to that of a single process.
         clip_to_median = 0.0 if self.config.rounds.synchronous else self.config.averaging.clip_to_median
         return divide(
-            offers, num_elements=sizes.pop(), tile=self.codec.tile, clip_to_median=clip_to_median, only_owner=only_owner
+            offers, num_elements=size, tile=self.codec.tile, clip_to_median=clip_to_median, only_owner=only_owner
         )
 
     def _blame(
@@ -374,6 +386,21 @@ class Leader:
 
     def _deadline(self, floor: float, measured: float) -> float:
         return (floor + 3 * measured) * float(2 ** min(3, self.times.num_timeouts))
+
+
+def _checked(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
+    """An answer, or that it makes no sense."""
+    if isinstance(reply, SwarmError) or reply.HasField("refusal"):
+        return reply
+    try:
+        messages.unpack_indices(reply.committed_gaps)
+        messages.unpack_indices(reply.spare_gaps)
+        messages.require_ballot(reply.since)
+        if reply.HasField("prepared"):
+            messages.require_ballot(reply.prepared.ballot)
+    except MalformedMessage as error:
+        return error
+    return reply
 
 
 def _is_prepared(reply: Any) -> bool:

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -409,6 +409,52 @@ async def test_poisoned_contribution_is_left_out() -> None:
         await until(lambda: len({stage.digest for stage in members}) == 1)
         assert members[1].num_installs == 1
         np.testing.assert_allclose(result_vector(members[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
+
+
+def _negative(reply: pb.BeginReply) -> None:
+    reply.norm = -1.0
+
+
+def _without_samples(reply: pb.BeginReply) -> None:
+    reply.num_samples = 0
+
+
+def _longer(reply: pb.BeginReply) -> None:
+    reply.num_elements += 1
+
+
+def _beyond(reply: pb.BeginReply) -> None:
+    reply.committed_gaps.extend([1 << 48, 1 << 48])
+
+
+def _without_promise(reply: pb.BeginReply) -> None:
+    reply.ClearField("since")
+    reply.prepared.CopyFrom(pb.Prepared(digest="d", member_ids=[peer_id(3)], ballot=pb.Ballot(attempt=1)))
+
+
+@pytest.mark.parametrize("lie", [_negative, _without_samples, _longer, _beyond, _without_promise])
+@in_virtual_time
+async def test_who_closes_with_what_makes_no_sense_is_left_out(lie: Callable[[pb.BeginReply], None]) -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        averager = network.peers[peer_id(3)].averager
+        honest = averager._handlers["Begin"]
+
+        async def begin(request: Any) -> Any:
+            reply = await honest(request)
+            lie(reply)
+            return reply
+
+        averager._handlers["Begin"] = begin
+        for index in range(4):
+            members[2].learn(4 + index)
+        leader = network.peers[peer_id(1)].averager
+        await until(lambda: leader.statistics().num_attempts > 0)
+        members[0].learn(0, 1)
+        members[1].learn(2, 3)
+        await until(lambda: all(stage.round == 1 for stage in members[:2]))
+        assert_equal_and_once(members[:2])
+        assert members[0].results[0].members == (peer_id(1), peer_id(2))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "dct-topk"])
