@@ -180,6 +180,9 @@ async def gather(
 
     await _with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
     sum_D, residual, norm = await asyncio.to_thread(add_up)
+    if not math.isfinite(norm):
+        # What the others sent is bounded: it can only be its own.
+        raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size, num_others = codec.num_bytes(num_elements), len(shares.members) - 1
     return Average(
         vector_D=sum_D, digest=await asyncio.to_thread(_digest, shares, payloads, with_norms=False),

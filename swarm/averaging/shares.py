@@ -20,6 +20,8 @@ PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
 """Bytes a second; a line that is said to have more or less counts as not measured."""
 BANDWIDTH_RANGE = 8.0
 """A line counts for at most so many times the median, and at least for the inverse: bandwidths are hearsay."""
+ROUNDING = 1e-6
+"""Of the sum of all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,10 @@ class Shares:
     def __post_init__(self) -> None:
         if len({share.peer_id for share in self.members}) < len(self.members):
             raise MalformedMessage("a member is named twice")
-        if not all(math.isfinite(share.weight) and share.weight >= 0 for share in self.members):
-            raise MalformedMessage("a member's weight is negative or not finite")
+        if not all(0.0 <= share.weight <= 1.0 for share in self.members):
+            raise MalformedMessage("a member's weight is not between 0 and 1")
+        if sum(share.weight for share in self.members) > 1.0 + ROUNDING:
+            raise MalformedMessage("the members' weights add up to more than 1")
 
     @property
     def num_elements(self) -> int:

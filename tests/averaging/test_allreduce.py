@@ -168,6 +168,14 @@ async def test_part_out_of_range_names_its_sender_to_everybody(gathers: bool, ba
     assert [failed.peer_id for failed in others if isinstance(failed, MemberFailed)] == ["2", "2"]
 
 
+@in_virtual_time
+async def test_a_sum_that_is_not_finite_is_no_result() -> None:
+    """A leader would go on with it, and its members would refuse to commit it."""
+    (failed,) = await average([torch.full((9,), 3e38)], [1], gathers=True)
+    assert isinstance(failed, MemberFailed)
+    assert failed.peer_id == "0"
+
+
 @pytest.mark.parametrize("gathers", [True, False])
 @in_virtual_time
 async def test_dead_owner_is_named(gathers: bool) -> None:

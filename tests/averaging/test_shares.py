@@ -73,11 +73,21 @@ def share(name: str = "a", weight: float = 1.0) -> Share:
 
 
 @pytest.mark.parametrize(
-    "members", [(share(), share()), (share(weight=math.nan),), (share(weight=-1.0),), (share(weight=math.inf),)]
-)
+    "members",
+    [
+        (share(), share()), (share(weight=math.nan),), (share(weight=-1.0),), (share(weight=math.inf),),
+        (share(weight=1.1),), (share(weight=0.6), share("b", weight=0.5)),
+    ],
+)  # fmt: skip
 def test_senseless_shares_are_refused(members: tuple[Share, ...]) -> None:
     with pytest.raises(MalformedMessage):
         Shares(members)
+
+
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=300))
+def test_weights_that_were_rounded_are_accepted(samples: list[int]) -> None:
+    shares = divide([offer(str(i), n) for i, n in enumerate(samples)], num_elements=8, tile=1, clip_to_median=0.0)
+    assert sum(share.weight for share in shares.members) == pytest.approx(1.0)
 
 
 def test_a_stranger_has_no_share() -> None:
