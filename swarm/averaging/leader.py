@@ -187,7 +187,8 @@ class Leader:
             if self.config.rounds.synchronous and num_samples != self.config.rounds.round_samples:
                 # Nobody may find out by the weights that something is in a sum and not among the ids, or twice.
                 raise self._failure(f"{num_samples} samples were contributed to a round of another size", unreached)
-        self.times.begin_seconds = self.clock.monotonic() - started_at
+        if not slow:
+            self.times.begin_seconds = self.clock.monotonic() - started_at
         return begun
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
@@ -368,7 +369,9 @@ class Leader:
         started_at = self.clock.monotonic()
         timeout_seconds = self._deadline(self.timing.commit_seconds, self.times.commit_seconds)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
-        self.times.commit_seconds = self.clock.monotonic() - started_at
+        if not any(isinstance(reply, SLOW) for reply in replies.values()):
+            # What a deadline has cut off says nothing; the deadlines that followed from it would grow round by round.
+            self.times.commit_seconds = self.clock.monotonic() - started_at
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
             if isinstance(reply, SwarmError):

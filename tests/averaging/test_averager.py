@@ -553,6 +553,24 @@ async def test_what_a_member_has_that_fails_is_had_from_others(method: str, faul
         assert_equal_and_once(members[:2])
 
 
+@pytest.mark.parametrize("method", ["Begin", "Commit"])
+@in_virtual_time
+async def test_one_that_is_never_in_time_does_not_make_each_round_longer_than_the_one_before(method: str) -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        broken(network, 3, method, "late")
+        time = asyncio.get_running_loop().time
+        for number in range(5):
+            await until(lambda: members[2].round == number)  # noqa: B023 - awaited at once
+            began_at = time()
+            members[2].learn(20 + number)
+            members[0].learn(4 * number, 4 * number + 1)
+            members[1].learn(4 * number + 2, 4 * number + 3)
+            await until(partial(all_past, members[:2], number), seconds=60.0)
+            await until(lambda: len(network.peers[peer_id(1)].averager.view().progress) == 3)
+            assert time() - began_at < 5 * QUICK.commit_seconds
+
+
 @in_virtual_time
 async def test_who_refuses_once_is_asked_again() -> None:
     """It may have lost sight of its leader for a moment."""
