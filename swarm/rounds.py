@@ -120,7 +120,7 @@ class Snapshot:
 
 
 class RoundMember(Protocol):
-    """A stage as its group sees it. Calls never overlap; `progress` may come at any time."""
+    """A stage as its group sees it. Calls never overlap, but for `progress` and `snapshot`: these come at any time."""
 
     def progress(self) -> Progress:
         """Where the member is now."""

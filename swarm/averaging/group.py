@@ -4,7 +4,8 @@
 
 Used by averaging/participant. Attempts are ordered by ballot, as in Paxos: a member obeys the highest that it
 has promised and refuses lower ones. A prepared result outlives its attempt's leader: it is given up only for
-the exchange of a higher attempt, by its own leader's abort, by a commit or by a download.
+the exchange of a higher attempt, by its own leader's abort, by an abort of a higher attempt that voids earlier
+results, by a commit or by a download.
 """
 
 from dataclasses import dataclass

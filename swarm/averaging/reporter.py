@@ -81,6 +81,8 @@ class Reporter:
         self._turn_at = self._clock.monotonic()
         while True:
             if self._was_stopped():
+                # At once: what is begun before that task has its turn may be behind.
+                self._is_waking = True
                 self._spawn(self._wake())
             self._turn_at = self._clock.monotonic()
             if (progress := self._member.progress()) != last_progress:
@@ -108,7 +110,6 @@ class Reporter:
         return self._clock.monotonic() - self._turn_at >= self._timing.late_seconds
 
     async def _wake(self) -> None:
-        self._is_waking = True
         try:
             # Calls that were under way time out now, through no fault of those that were called.
             await self._clock.sleep(self._timing.report_gap_seconds)
@@ -153,7 +154,7 @@ class Reporter:
         request = pb.ReportRequest(
             address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
             num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
-            highest_microbatch=progress.highest_microbatch, begun=messages.pack_ballot(active),
+            highest_microbatch=progress.highest_microbatch,
             prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
             spare_gaps=messages.pack_indices(progress.spare), unanswered=self._roster.is_suspected(peer_id),
         )  # fmt: skip

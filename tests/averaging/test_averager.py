@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -323,6 +323,23 @@ async def test_doubles_are_shared_by_those_that_have_them() -> None:
         await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
         assert sorted(len(stage.dropped) for stage in (returned, *others)) == [1, 1, 2]
         assert {0, 1, 2, 3} == returned.dropped | others[0].dropped | others[1].dropped
+
+
+@in_virtual_time
+async def test_who_was_stopped_may_be_behind_from_the_moment_that_it_notices() -> None:
+    async with network_of(make_config(), 1) as network:
+        reporter, spawned = network.peers[peer_id(1)].averager._reporter, list[bool]()
+        await asyncio.sleep(0.01)
+
+        def spawn(work: Coroutine[Any, Any, Any]) -> None:
+            spawned.append(reporter.may_be_behind)
+            work.close()
+
+        with patch.object(reporter, "_spawn", spawn):
+            reporter._turn_at -= QUICK.late_seconds
+            await until(lambda: bool(spawned))
+        assert spawned == [True]
+        assert reporter.may_be_behind, "until it has asked the others"
 
 
 # -- leaders that die ------------------------------------------------------------------------------------------------

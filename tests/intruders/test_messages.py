@@ -61,7 +61,7 @@ def attacks(address: Address, own_id: str) -> list[Attack]:
     opening = stage_pb2.Open(address=address, microbatch=1 << 20, num_samples=2)
     exchange = pb.ExchangeOpen(**common, ballot=ballot, shares_digest="d")
     report = pb.ReportRequest(
-        address=address, sender=contact, standing=standing, committed_gaps=[1, 2], begun=ballot, prepared=ballot
+        address=address, sender=contact, standing=standing, committed_gaps=[1, 2], prepared=ballot
     )
     assert prepared.ByteSize()
     unary = {

@@ -245,7 +245,6 @@ class ReportRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     COMMITTED_GAPS_FIELD_NUMBER: _builtins.int
     HIGHEST_MICROBATCH_FIELD_NUMBER: _builtins.int
-    BEGUN_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
     SPARE_GAPS_FIELD_NUMBER: _builtins.int
     UNANSWERED_FIELD_NUMBER: _builtins.int
@@ -264,12 +263,8 @@ class ReportRequest(_message.Message):
     @_builtins.property
     def committed_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Microbatches committed there in this round, ascending, each as the distance from the one before (the first
-        from -1).
+        from -1). With DiLoCo none.
         """
-
-    @_builtins.property
-    def begun(self) -> Global___Ballot:
-        """The attempt for which the sender is closed."""
 
     @_builtins.property
     def prepared(self) -> Global___Ballot:
@@ -288,14 +283,13 @@ class ReportRequest(_message.Message):
         num_samples: _builtins.int = ...,
         committed_gaps: _abc.Iterable[_builtins.int] | None = ...,
         highest_microbatch: _builtins.int = ...,
-        begun: Global___Ballot | None = ...,
         prepared: Global___Ballot | None = ...,
         spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
         unanswered: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "prepared", b"prepared", "sender", b"sender", "standing", b"standing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "prepared", b"prepared", "sender", b"sender", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "begun", b"begun", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "spare_gaps", b"spare_gaps", "standing", b"standing", "unanswered", b"unanswered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "spare_gaps", b"spare_gaps", "standing", b"standing", "unanswered", b"unanswered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
