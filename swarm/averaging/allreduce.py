@@ -30,7 +30,7 @@ from swarm.memory import Recycler
 
 OWNER_PATIENCE = 0.8
 """Share of an exchange's time after which an owner names the member it still waits for; before the others,
-who wait for the owner, would name the owner."""
+who wait for the owner, would name the owner. In a gather everybody does so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ async def butterfly(
 
 async def gather(
     vector_D: torch.Tensor, *, own_id: str, shares: Shares, hand_out: HandOut, codec: Codec,
-    transport: AllReduceTransport,
+    transport: AllReduceTransport, timeout_seconds: float,
 ) -> Average:  # fmt: skip
     """Get every member's contribution and sum them here; as `butterfly` otherwise.
 
@@ -163,7 +163,13 @@ async def gather(
             payload = await asyncio.to_thread(encode)
             hand_out.offer(payload)
         else:
-            payload = await transport.exchange(peer_id, b"", codec.num_bytes(num_elements))
+            # Before the attempt is given up here, for then nobody would know because of whom.
+            seconds = OWNER_PATIENCE * timeout_seconds
+            try:
+                async with asyncio.timeout(seconds):
+                    payload = await transport.exchange(peer_id, b"", codec.num_bytes(num_elements))
+            except TimeoutError:
+                raise _late(peer_id, seconds, own_id) from None
             decoded[peer_id] = await asyncio.to_thread(decode_bounded, codec, payload.encoded, num_elements)
         payloads[peer_id] = payload
 
@@ -238,8 +244,11 @@ async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, ti
             return await reduction.result()
     except TimeoutError:
         blamed = reduction.missing[0] if reduction.missing else own_id
-        reason = f"its contribution did not come within {timeout_seconds:.1f} s"
-        raise MemberFailed(blamed, reason, noticed_by=own_id) from None
+        raise _late(blamed, timeout_seconds, own_id) from None
+
+
+def _late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
+    return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
 
 
 def _digest(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:

@@ -105,7 +105,7 @@ class Exchanges:
         if isinstance(exchanged, HandOut):
             average = await gather(
                 vector_D, own_id=self._own_id, shares=shares, hand_out=exchanged, codec=self.codec,
-                transport=transport,
+                transport=transport, timeout_seconds=timeout_seconds,
             )  # fmt: skip
         else:
             average = await butterfly(

@@ -57,8 +57,9 @@ async def average(
         try:
             if gathers:
                 return await gather(
-                    vector_D, own_id=name, shares=shares, hand_out=sides[name], codec=codec, transport=transport
-                )
+                    vector_D, own_id=name, shares=shares, hand_out=sides[name], codec=codec, transport=transport,
+                    timeout_seconds=2.0,
+                )  # fmt: skip
             return await butterfly(
                 vector_D, own_id=name, shares=shares, reduction=sides[name], codec=codec, result_codec=of_results,
                 transport=transport, timeout_seconds=2.0, memory=Recycler(),
@@ -201,6 +202,14 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
         await reduction.result()
+    # In a gather everybody is an owner in that.
+    with pytest.raises(MemberFailed) as failed:
+        async with asyncio.timeout(0.05):
+            await gather(
+                torch.ones(4), own_id="0", shares=shares, hand_out=HandOut(shares), codec=FP32, transport=Patient(),
+                timeout_seconds=0.05,
+            )  # fmt: skip
+    assert failed.value.peer_id == "1"
 
 
 @pytest.mark.parametrize(
