@@ -193,7 +193,8 @@ class RoundsConfig:
     """`synchronous`: one optimizer step a round on the summed gradient, like one process. `diloco`: peers take
     inner steps of their own and average pseudo-gradients at the end of the round."""
     round_samples: int = 256
-    """Samples of the whole swarm in one round (one step of the commands); a multiple of the microbatch size."""
+    """Samples of the whole swarm in one round (one step of the commands); a multiple of the microbatch size, and in the
+    synchronous setting at most 262,144 times that."""
     inner_batch_samples: int = 16
     """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size."""
 
