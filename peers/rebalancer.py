@@ -187,5 +187,7 @@ class Rebalancer:
 
 def _some(stage: int | None) -> int:
     if stage is None:
-        raise Fatal("nobody holds any stage of this run any more: start a peer with --stage N and --resume DIR")
+        raise Fatal(
+            "nobody holds any stage of this run any more: start a peer with --stage N and --resume DIR, or --start-over"
+        )
     return stage

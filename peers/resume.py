@@ -49,6 +49,8 @@ class ResumeOptions:
         had_checkpoints: the folder that will be written to holds some already.
         joins: the run is there, as far as the command line knows.
         moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
+        starts_over: the user wants initial weights where nobody holds the stage of a run that has gone on, and there is
+            no checkpoint.
     """
 
     folder: Path | None = None
@@ -56,6 +58,7 @@ class ResumeOptions:
     had_checkpoints: bool = False
     joins: bool = False
     moves: bool = False
+    starts_over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,8 @@ def choose(
         folder: to resume from.
 
     Raises:
-        Fatal: the checkpoints do not fit where the run is; the message says what to do.
+        Fatal: the checkpoints do not fit where the run is, or there are none, and the stage is not to start over; the
+            message says what to do.
         PeerUnavailable: a moving peer would bring initial weights.
         ValueError: the run would begin anew beside its own checkpoints.
     """
@@ -130,7 +134,7 @@ def choose(
             raise ValueError("--checkpoint names a folder with checkpoints: go on with --resume, or take another one")
         if folder is not None and others.latest == 0:
             logger.info("%s has no checkpoint: the run begins at round 0", folder.path)
-        return _start_over(config, stage, others)
+        return _start_over(config, stage, others, options)
     partners = {number for number in _partners(config, stage) if number in others.rounds}
     if partners:
         rounds = {others.rounds[partner] for partner in partners}
@@ -303,9 +307,15 @@ def _begin_with(restored: Restored) -> Beginning:
     )  # fmt: skip
 
 
-def _start_over(config: RunConfig, stage: int, others: Others) -> Beginning | None:
+def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOptions) -> Beginning | None:
     if others.latest == 0:
         return None
+    if not options.starts_over:
+        # A mate may be about to bring its checkpoint, and would find this peer as the stage's holder.
+        raise Fatal(
+            f"nobody holds stage {stage} any more: begin with its checkpoint (--resume DIR), or with --start-over from "
+            "initial weights: what it had learnt is gone"
+        )
     logger.warning(
         "nobody holds stage %d any more, and there is no checkpoint: it starts again from its initial weights at "
         "round %d", stage, others.latest,

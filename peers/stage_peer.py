@@ -126,6 +126,9 @@ class PeerOptions:
     """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
     resume_round: int | None = None
     """Go on from the checkpoint of this round instead."""
+    start_over: bool = False
+    """Where nobody holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
+    weights; what it had learnt is gone."""
     events: Path | None = None
     """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
     ready_file: Path | None = None
@@ -307,7 +310,7 @@ async def run(
             resume=ResumeOptions(
                 folder=options.resume, round_number=None if comes_from_another else options.resume_round,
                 joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
-                had_checkpoints=checkpoints is not None and checkpoints.had_any,
+                had_checkpoints=checkpoints is not None and checkpoints.had_any, starts_over=options.start_over,
             ),
             movable=options.stage == "auto" and options.rebalance_every > 0, moves=moves,
         )  # fmt: skip

@@ -3,11 +3,13 @@
     stage-1-of-3.round-500.safetensors    tensors `anchor/NAME` and `outer/NAME/KEY`; all else is in the metadata
 
 Written by checkpoint/writer, read by checkpoint/folder. Parameters are named by their place in the whole model, so the
-files of one cut make up the stages of any other. Never decides which file is used, or how long it is kept.
+files of one cut make up the stages of any other. Never decides which file is used, or how long it is kept; but none is
+replaced by one of another branch.
 """
 
 import hashlib
 import json
+import logging
 import os
 import re
 import time
@@ -25,7 +27,11 @@ from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
+SET_ASIDE = ".set-aside"
+"""Added to the name of a checkpoint that is of no use to the run as it goes on, and may be to its owner."""
 ABANDONED_SECONDS = 3600.0
 """After which nobody is writing any more to a temporary file that has not changed since."""
 _SAME = ("model", "data", "rounds")
@@ -84,7 +90,9 @@ class Header:
 def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path:
     """Write one checkpoint; once this returns, it survives a power cut. Blocks.
 
-    Whenever the process dies, the folder holds either the whole file, or what was there before.
+    Whenever the process dies, the folder holds either the whole file, or what was there before. What was there of
+    another lineage is set aside: a stage that began anew, at the round of its last checkpoint, say, does not destroy
+    it.
 
     Args:
         owner: who writes; no two writers of one folder may have the same.
@@ -103,6 +111,8 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
         except SafetensorError as error:
             raise OSError(str(error)) from None
         _sync(temporary)
+        if lineage(path) not in ("", header.lineage):
+            logger.warning("%s is of another branch of the run: it is kept, as %s", path, set_aside(path).name)
         temporary.rename(path)
         _sync(folder)
     except BaseException:
@@ -143,6 +153,28 @@ def read_header(path: Path, config: RunConfig) -> Header:
     if difference := _difference(header.config, config):
         raise IntegrityError(f"{path} is of another run: {difference}")
     return header
+
+
+def lineage(path: Path) -> str:
+    """The lineage that a file says it has; empty if there is no such file, or it is unreadable."""
+    try:
+        with _opened(path) as file:
+            return str((file.metadata() or {}).get("lineage", ""))
+    except IntegrityError:
+        return ""
+
+
+def set_aside(path: Path) -> Path:
+    """Give a checkpoint a name under which it is not read, beside those that were set aside before; gives the name.
+
+    Raises OSError.
+    """
+    number = 1
+    while (target := path.with_name(f"{path.name}{f'.{number}' if number > 1 else ''}{SET_ASIDE}")).exists():
+        number += 1
+    with suppress(FileNotFoundError):  # Another peer of the folder was quicker.
+        path.rename(target)
+    return target
 
 
 def difference(path: Path, config: RunConfig) -> str:

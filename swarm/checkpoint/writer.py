@@ -7,7 +7,6 @@ safely written.
 
 import asyncio
 import logging
-from contextlib import suppress
 from pathlib import Path
 
 from swarm.checkpoint import file
@@ -15,9 +14,6 @@ from swarm.checkpoint.file import FileName, Header, Tensors
 from swarm.config import RunConfig
 
 logger = logging.getLogger(__name__)
-
-SET_ASIDE = ".set-aside"
-"""Added to the name of a checkpoint that lies in a future which the run has left."""
 
 
 class CheckpointWriter:
@@ -106,9 +102,10 @@ class CheckpointWriter:
             if file.difference(path, config):
                 continue
             self._former.remove(name)
-            logger.warning("%s is of a later round than the run goes on from: it gets the ending %s", path, SET_ASIDE)
-            with suppress(FileNotFoundError):  # Another peer of the folder was quicker.
-                path.rename(path.with_name(path.name + SET_ASIDE))
+            logger.warning(
+                "%s is of a later round than the run goes on from: it gets the ending %s", path, file.SET_ASIDE
+            )
+            file.set_aside(path)
 
     def _tidy(self, config: RunConfig, written: FileName) -> None:
         """Keep the newest few; of those written in between, when a peer left, the newest one."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
@@ -107,6 +108,25 @@ async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_pa
     assert _rounds(tmp_path, stage=0) == _rounds(tmp_path, stage=1) == [2, 4]
     second.went_back(cut(2), 4)
     assert len([name for name in _names(tmp_path) if name.endswith(".set-aside")]) == 4
+
+
+async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stage began anew where it had been lost; what it had learnt is still there for who wants it."""
+    path, _ = write_cut(tmp_path, cut(2), 4)
+    learnt = path.read_bytes()
+    anew = trained(cut(2), 0, 4)
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in anew.state_tensors().items()}
+    for lineage in ("anew", "anew", "and once more"):
+        header = dataclasses.replace(header_of(cut(2), 0, anew), lineage=lineage)
+        assert await _writer(tmp_path).write(header, tensors)
+        assert file.read_header(path, cut(2)).lineage == lineage
+    aside = path.with_name(f"{path.name}.set-aside")
+    assert aside.read_bytes() == learnt
+    assert file.lineage(path.with_name(f"{path.name}.2.set-aside")) == "anew"
+    assert len(_names(tmp_path)) == 4, "the same one once more takes its own place"
+    assert f"{path} is of another branch of the run: it is kept, as {aside.name}" in caplog.text
 
 
 async def test_what_lies_ahead_of_the_first_one_written_is_no_future_of_this_run(tmp_path: Path) -> None:

@@ -135,7 +135,10 @@ def test_an_empty_stage_is_named_and_waited_for(swarm: RealSwarm) -> None:
     log = swarm.folder / "logs" / "waiting.log"
     wait_until(lambda: "stage 1 has no peer" in log.read_text(), 30.0, "the trainer to name the empty stage")
     before = len(swarm.steps("waiting"))
-    swarm.start_peers([1, 1])
+    refused, _ = swarm.launch(1)
+    swarm.wait_for_end(refused)
+    assert "nobody holds stage 1 any more: begin with its checkpoint" in refused.log.read_text().splitlines()[-1]
+    swarm.start_peers([1, 1], "--start-over")
     swarm.wait_for_steps("waiting", before + 5)
     os.kill(trainer.pid, signal.SIGINT)
     assert swarm.wait_for_end(trainer) == 130

@@ -52,9 +52,11 @@ def _write(folder: Path, config: RunConfig, *rounds: int, stage: int = STAGE) ->
 
 def _choose(
     config: RunConfig, others: Others, folder: CheckpointFolder | None, *, stage: int = STAGE,
-    round_number: int | None = None, had_checkpoints: bool = False,
+    round_number: int | None = None, had_checkpoints: bool = False, starts_over: bool = False,
 ) -> Beginning | None:  # fmt: skip
-    options = ResumeOptions(round_number=round_number, had_checkpoints=had_checkpoints)
+    options = ResumeOptions(
+        round_number=round_number, had_checkpoints=had_checkpoints, starts_over=starts_over
+    )  # fmt: skip
     return choose(config, stage, SHAPES, others, folder, options)
 
 
@@ -112,8 +114,18 @@ def test_nobody_starts_anew_beside_checkpoints(config: RunConfig, rounds: dict[i
 
 
 @both
-def test_without_a_checkpoint_a_lost_stage_starts_over_at_the_others_round(config: RunConfig) -> None:
-    beginning = _choose(config, Others(rounds={0: 40, 2: 41}, samples=3280), None)
+def test_a_lost_stage_does_not_start_over_unasked(config: RunConfig, tmp_path: Path) -> None:
+    """Whoever has its checkpoint would find a holder, and take over those weights."""
+    expected = r"^nobody holds stage 1 any more: begin with its checkpoint \(--resume DIR\), or with --start-over from "
+    for folder in (None, CheckpointFolder(tmp_path, config)):
+        with pytest.raises(Fatal, match=expected):
+            _choose(config, Others(rounds={0: 40, 2: 41}), folder)
+        assert _choose(config, Others(rounds={0: 0, 2: 0}), folder) is None, "nothing was learnt yet"
+
+
+@both
+def test_a_lost_stage_that_is_to_starts_over_at_the_others_round(config: RunConfig) -> None:
+    beginning = _choose(config, Others(rounds={0: 40, 2: 41}, samples=3280), None, starts_over=True)
     assert beginning is not None
     assert beginning.restored is None
     assert (beginning.round, beginning.run_samples) == (41, 3280)
@@ -126,7 +138,7 @@ def test_without_a_checkpoint_a_lost_stage_starts_over_at_the_others_round(confi
 def test_a_lost_stage_comes_back_at_exactly_the_others_round(config: RunConfig, tmp_path: Path) -> None:
     """Also where a newer one is there: the others may have been resumed from an earlier one."""
     folder = _write(tmp_path, config, 20, 30, 40)
-    beginning = _choose(config, Others(rounds={0: 30, 2: 30}, samples=1), folder)
+    beginning = _choose(config, Others(rounds={0: 30, 2: 30}, samples=1), folder, starts_over=True)
     assert beginning is not None
     assert (_value(beginning), beginning.round, beginning.run_samples, beginning.lineage) == (
         30, 30, 2400, "lineage 30",
