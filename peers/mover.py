@@ -192,22 +192,22 @@ class Mover:
                 continue
             move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
             is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
-            if is_drained and await self._can_spare(stage, server.round):
+            if is_drained and await self._can_spare(server, stage):
                 await server.leave()
                 return move
             if not self._stop.is_set():
                 reason = (
-                    "nobody else serves it at its round" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+                    "nobody else serves it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
                 )
                 logger.warning("stays at stage %d: %s", stage, reason)
                 await server.go_on()
             await self._rebalancer.gave_up(target)
 
-    async def _can_spare(self, stage: int, round_number: int) -> bool:
+    async def _can_spare(self, server: StageServer, stage: int) -> bool:
         deadline = self._clock.monotonic() + COMMIT_SECONDS
         while True:
             try:
-                if await self._rebalancer.can_spare(stage, round_number=round_number):
+                if await self._rebalancer.can_spare(stage, round_number=server.round, lineage=server.lineage):
                     return True
             except SwarmError as error:
                 logger.debug("nobody to be asked: %s", error)

@@ -87,6 +87,10 @@ class KnownPeers:
         """The other peers that serve a stage."""
         return [r for r in self.peers(stage) if r.state is PeerState.SERVING and r.peer_id != self.own_id]
 
+    def leaving(self, stage: int) -> list[PeerRecord]:
+        """The other peers that are about to leave a stage, or have just left it."""
+        return [r for r in self.peers(stage) if r.state is PeerState.LEAVING and r.peer_id != self.own_id]
+
     def entries(self, limit: int) -> list[Entry]:
         """Up to `limit` other peers that serve, to be asked by those who only look, spread over the stages."""
         return [Entry(PeerId(r.peer_id), r.endpoint) for r in _spread(map(self.others, sorted(self.records)))][:limit]

@@ -119,13 +119,19 @@ class Rebalancer:
                 # Also where the DHT is gone, or this peer is to stop: it would count where it does not go.
                 await self._claim.withdraw()
 
-    async def can_spare(self, stage: int, *, round_number: int = 0) -> bool:
-        """Whether another peer of the stage answers that it serves, at this round at least, and does not leave."""
+    async def can_spare(self, stage: int, *, round_number: int = 0, lineage: str = "") -> bool:
+        """Whether another peer of the stage answers that it serves, at this round at least, and does not leave.
+
+        Args:
+            lineage: of the state at this very round; one of another lineage, which began the stage anew, say, has not
+                learnt what this peer has. Empty: of any.
+        """
         _, claims = await self._look()
         leaving = {
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
         }
-        return await self._answers([r for r in self._known.others(stage) if r.peer_id not in leaving], round_number)
+        others = [record for record in self._known.others(stage) if record.peer_id not in leaving]
+        return await self._answers(others, round_number, lineage)
 
     async def _can_enter(self, stage: int) -> bool:
         others = self._known.others(stage)
@@ -134,10 +140,14 @@ class Rebalancer:
             return True
         return await self._answers(others)
 
-    async def _answers(self, records: Sequence[PeerRecord], round_number: int = 0) -> bool:
+    async def _answers(self, records: Sequence[PeerRecord], round_number: int = 0, lineage: str = "") -> bool:
         asked = self._rng.sample(records, min(ASKED, len(records)))
         replies = await describe(self._config, asked, self._channels)
-        return any(reply.state == PeerState.SERVING and reply.round >= round_number for reply in replies)
+        return any(
+            reply.state == PeerState.SERVING
+            and (reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage)))
+            for reply in replies
+        )
 
     # -- claims ------------------------------------------------------------------------------------------------------
 

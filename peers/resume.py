@@ -163,16 +163,17 @@ async def find_others(
     """Ask the announced peers where they are.
 
     While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
-    frozen, or cut off from here, and a stage must not begin anew beside them. Likewise while peers of other stages are
+    frozen, or cut off from here, and a stage must not begin anew beside them. Likewise while one of them leaves: it may
+    stay after all, where nobody else has the state, or write its last checkpoint. And while peers of other stages are
     announced in a run that has gone on, and none of them answers: silence does not mean round 0. What died is announced
     no longer after some seconds.
 
     Args:
         patient: wait, for a while, until somebody serves and the stages that commit together have done so.
-        gives_up: do not wait for silent peers for longer than that.
+        gives_up: do not wait for silent peers, or those that leave, for longer than that.
 
     Raises:
-        PeerUnavailable: they stayed silent, and this gave up.
+        PeerUnavailable: they stayed silent, or did not leave, and this gave up.
     """
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
@@ -180,8 +181,12 @@ async def find_others(
     while True:
         if holders := await describe(config, known.others(stage), channels):
             return Others(held_at=max(reply.round for reply in holders), has_begun=_has_begun(holders))
-        what, who, silent = f"stage {stage} is held by", "those who hold it", known.others(stage)
-        if not silent:
+        what, fault, awaited = f"stage {stage} is held by", "those who hold it do not answer", known.others(stage)
+        why = "announced but silent: waiting for an answer, or until it is announced no longer"
+        if not awaited and await describe(config, leaving := known.leaving(stage), channels):
+            what, fault, awaited = f"stage {stage} is being left by", "those who hold it are leaving it", leaving
+            why = "which still holds it: waiting until it is gone, or stays"
+        elif not awaited:
             foremost = {
                 number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
                 for number in stages
@@ -191,23 +196,21 @@ async def find_others(
             replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
             rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
             if not rounds:
-                what, who = "the run has gone on with", "those who serve the other stages"
-                silent = [record for records in foremost.values() for record in records if record.round > 0]
+                what, fault = "the run has gone on with", "those who serve the other stages do not answer"
+                awaited = [record for records in foremost.values() for record in records if record.round > 0]
             together = {rounds[number] for number in _partners(config, stage) if number in rounds}
-            if not silent and ((rounds and len(together) <= 1) or clock.monotonic() >= deadline):
+            if not awaited and ((rounds and len(together) <= 1) or clock.monotonic() >= deadline):
                 _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
                 repeating = frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row))))
                 has_begun = any(map(_has_begun, rows))
                 return Others(rounds=rounds, samples=samples, repeating=repeating, has_begun=has_begun)
-        if silent:
+        if awaited:
             if what not in warned:
-                logger.warning(
-                    "%s %s, announced but silent: waiting for an answer, or until it is announced no longer", what,
-                    ", ".join(record.name or record.peer_id[:8] for record in silent[:3]),
-                )  # fmt: skip
+                names = ", ".join(record.name or record.peer_id[:8] for record in awaited[:3])
+                logger.warning("%s %s, %s", what, names, why)
                 warned.add(what)
             if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
-                raise PeerUnavailable(f"{who} do not answer")
+                raise PeerUnavailable(fault)
         await _look_again(known, directory, stages, clock)
 
 

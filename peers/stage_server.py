@@ -258,6 +258,11 @@ class StageServer:
         return self._stage.round
 
     @property
+    def lineage(self) -> str:
+        """Of the state with which that began."""
+        return self._member.progress().lineage
+
+    @property
     def samples_per_second(self) -> float:
         """What this peer manages here; 0 before the first microbatch."""
         return self._stage.samples_per_second
@@ -328,11 +333,13 @@ class StageServer:
     async def _begin(self) -> None:
         """Take the state of a checkpoint, if there is one and nobody holds this stage."""
         config, stage, options = self._config, self._number, self._options.resume
-        folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
+        resumes = options.folder is not None and not CheckpointFolder(options.folder, config).is_empty
         others = await resume.find_others(
             config, stage, known=self._known, directory=self._directory, channels=self._channels, clock=self._clock,
-            patient=options.joins and folder is not None and not folder.is_empty, gives_up=options.moves,
+            patient=options.joins and resumes, gives_up=options.moves,
         )  # fmt: skip
+        # Only now: a peer that was waited for may have written its last state here.
+        folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
         self._held_at = others.held_at or 0
         shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
         beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)

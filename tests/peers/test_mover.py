@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import mover, process, resume, stage_server
+from peers import mover, process, rebalancer, resume, stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.clock import SystemClock
@@ -24,8 +24,9 @@ from swarm.microbatch import Microbatch
 from swarm.model.stages import build_stage
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import TOKENS
-from swarm.types import ClaimState, PeerState
+from swarm.types import ClaimState, PeerRecord, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
 from tests.support.chain import eventually, held
@@ -315,6 +316,29 @@ async def test_it_stays_if_nobody_else_serves_its_stage(
         assert record is not None
         assert record.state is PeerState.SERVING
         assert peer.served.empty()
+
+
+async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
+    config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    async def began_anew(
+        config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
+    ) -> list[pb.DescribeReply]:  # fmt: skip
+        replies = await resume.describe(config, records, channels)
+        for reply in replies:
+            reply.lineage = "anew"
+        return replies
+
+    monkeypatch.setattr(mover, "COMMIT_SECONDS", 0.5)
+    monkeypatch.setattr(rebalancer, "describe", began_anew)
+    async with (
+        LocalPeer(config, store, resume=trained).running(0),
+        LocalPeer(config, store, resume=trained).running(1),
+        LocalPeer(config, store, resume=trained).running(0) as peer,
+    ):
+        peer.rebalancer.orders.put_nowait(1)
+        await eventually(lambda: "stays at stage 0: nobody else serves it with its state" in caplog.text)
 
 
 async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(

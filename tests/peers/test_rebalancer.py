@@ -73,6 +73,7 @@ class Peer:
         self.stage: int | None = None
         self.state = PeerState.SERVING
         self.round = world.round
+        self.lineage = "one"
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self, tasks: asyncio.TaskGroup, stage: int | None = None) -> None:
@@ -145,7 +146,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
         await world.clock.sleep(0.01)
         living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
         asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
-        return [pb.DescribeReply(state=peer.state, round=peer.round) for peer in asked]
+        return [pb.DescribeReply(state=peer.state, round=peer.round, lineage=peer.lineage) for peer in asked]
 
     monkeypatch.setattr(rebalancer, "describe", describe)
 
@@ -234,6 +235,26 @@ def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.M
             assert await first.rebalancer.can_spare(0, round_number=7)
             second.round = 6
             assert not await first.rebalancer.can_spare(0, round_number=7)
+
+        await _live(world, [0, 0, 1, 2], then)
+
+    run(scene())
+
+
+def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began the stage anew at the same round, when it saw nobody."""
+
+    async def scene() -> None:
+        world = World(round_number=7)
+        _answers(monkeypatch, world)
+        first, second = world.peers[:2]
+
+        async def then() -> None:
+            assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+            second.lineage = "another"
+            assert not await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+            second.round = 8
+            assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
 
         await _live(world, [0, 0, 1, 2], then)
 

@@ -22,7 +22,7 @@ from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, NotReady, PeerUnavailable
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord
+from swarm.types import PeerRecord, PeerState
 from tests.support.chain import DILOCO as CHAIN_DILOCO
 from tests.support.chain import SYNCHRONOUS as CHAIN_SYNCHRONOUS
 from tests.support.chain import Chain, running_chain
@@ -213,12 +213,16 @@ class _Directory:
         self.num_looks = 0
         self.silent: dict[int, int] = {}
         """For how many looks a stage's dead peer is still announced."""
+        self.leaving: Collection[int] = ()
+        """Stages whose living peer leaves."""
         self._chain = chain
         self._stages = stages
 
     async def peers(self, stage: int) -> list[PeerRecord]:
         self.num_looks += 1
         here = [peer.record for peer in self._chain.at(stage)]
+        if stage in self.leaving:
+            return [record.model_copy(update={"state": PeerState.LEAVING}) for record in here]
         gone = {"peer_id": "f" * 40, "endpoint": "127.0.0.1:1", "round": 99}
         dead = [record.model_copy(update=gone) for record in here]
         if stage in self._stages:
@@ -243,15 +247,16 @@ def _describe(
 async def _find(
     rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
     patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
-    committed: Mapping[int, int] | None = None, num_forwards: int = 0,
+    committed: Mapping[int, int] | None = None, num_forwards: int = 0, leaving: Collection[int] = (),
 ) -> tuple[Others, int]:  # fmt: skip
     """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
 
     `silent_looks`: of stages that never answer, for how many looks they have a dead peer that is announced.
-    `committed`: how many rounds each has committed itself.
+    `committed`: how many rounds each has committed itself. `leaving`: stages whose peer is about to be gone.
     """
     async with running_chain(config) as chain:
         directory = _Directory(chain, rounds)
+        directory.leaving = leaving
         known = KnownPeers(chain.router)
         for number, answers in rounds.items():
             (peer,) = chain.at(number)
@@ -331,6 +336,15 @@ async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_ane
     assert num_looks == 3 * 3, "three looks at three stages"
 
 
+async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """It may stay, or write its last checkpoint."""
+    others, num_looks = await _find({0: [7], STAGE: [8, 8, None], 2: [8]}, leaving={STAGE})
+    assert others == Others(rounds={0: 7, 2: 8}, samples=128), "it is gone"
+    assert num_looks == 2 * 3
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "peers.resume"]
+    assert said.startswith("stage 1 is being left by ")
+
+
 async def test_a_run_whose_peers_are_announced_and_silent_is_not_at_round_0(caplog: pytest.LogCaptureFixture) -> None:
     others, num_looks = await _find({0: [None, None, 7]})
     assert others == Others(rounds={0: 7}, samples=112)
@@ -345,6 +359,8 @@ async def test_who_moves_does_not_wait_for_silent_peers_for_ever(monkeypatch: py
     monkeypatch.setattr(resume, "SETTLE_SECONDS", 0.2)
     with pytest.raises(PeerUnavailable, match="those who hold it do not answer"):
         await _find({0: [7]}, silent_looks={STAGE: 1000}, gives_up=True)
+    with pytest.raises(PeerUnavailable, match="those who hold it are leaving it"):
+        await _find({0: [7], STAGE: [8]}, leaving={STAGE}, gives_up=True)
     with pytest.raises(PeerUnavailable, match="those who serve the other stages do not answer"):
         await _find({}, silent_looks={0: 1000}, gives_up=True)
 
