@@ -197,7 +197,7 @@ class Mover:
                 return move
             if not self._stop.is_set():
                 reason = (
-                    "nobody else serves it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+                    "too few others serve it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
                 )
                 logger.warning("stays at stage %d: %s", stage, reason)
                 await server.go_on()
@@ -207,7 +207,9 @@ class Mover:
         deadline = self._clock.monotonic() + COMMIT_SECONDS
         while True:
             try:
-                if await self._rebalancer.can_spare(stage, round_number=server.round, lineage=server.lineage):
+                if await self._rebalancer.can_spare(
+                    stage, round_number=server.round, lineage=server.lineage, last_members=server.last_members
+                ):
                     return True
             except SwarmError as error:
                 logger.debug("nobody to be asked: %s", error)

@@ -14,6 +14,7 @@ from pathlib import Path
 from peers.claim import Claim
 from peers.network import KnownPeers
 from peers.resume import describe
+from swarm.averaging.quorum import has_quorum
 from swarm.checkpoint import file
 from swarm.clock import Clock
 from swarm.config import RunConfig
@@ -24,6 +25,7 @@ from swarm.rebalancing.costs import stage_costs
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
@@ -119,35 +121,47 @@ class Rebalancer:
                 # Also where the DHT is gone, or this peer is to stop: it would count where it does not go.
                 await self._claim.withdraw()
 
-    async def can_spare(self, stage: int, *, round_number: int = 0, lineage: str = "") -> bool:
+    async def can_spare(
+        self, stage: int, *, round_number: int = 0, lineage: str = "", last_members: Collection[str] = ()
+    ) -> bool:
         """Whether another peer of the stage answers that it serves, at this round at least, and does not leave.
+
+        Where a round needs a majority, whether enough of them do for the next one.
 
         Args:
             lineage: of the state at this very round; one of another lineage, which began the stage anew, say, has not
                 learnt what this peer has. Empty: of any.
+            last_members: ids of those who took part in the round before; without any, all that are announced count.
         """
         _, claims = await self._look()
         leaving = {
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
         }
-        others = [record for record in self._known.others(stage) if record.peer_id not in leaving]
-        return await self._answers(others, round_number, lineage)
+        known, quorum = self._known.others(stage), self._config.averaging.quorum
+        staying = [record for record in known if record.peer_id not in leaving]
+        answers = await self._ask(staying, num_asked=ASKED if quorum == "available" else len(staying))
+        holders = {
+            reply.peer_id
+            for reply in answers
+            if reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage))
+        }
+        return bool(holders) and has_quorum(
+            quorum, holders, last_members=last_members,
+            announced=lambda: {self._own_id, *(record.peer_id for record in known)},
+        )  # fmt: skip
 
     async def _can_enter(self, stage: int) -> bool:
         others = self._known.others(stage)
         if not others:
             # Nothing was learnt yet, or there is a checkpoint: else it would be closed.
             return True
-        return await self._answers(others)
+        return bool(await self._ask(others))
 
-    async def _answers(self, records: Sequence[PeerRecord], round_number: int = 0, lineage: str = "") -> bool:
-        asked = self._rng.sample(records, min(ASKED, len(records)))
+    async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
+        """What those say that serve, and are not about to leave, of so many of these."""
+        asked = self._rng.sample(records, min(num_asked, len(records)))
         replies = await describe(self._config, asked, self._channels)
-        return any(
-            reply.state == PeerState.SERVING
-            and (reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage)))
-            for reply in replies
-        )
+        return [reply for reply in replies if reply.state == PeerState.SERVING]
 
     # -- claims ------------------------------------------------------------------------------------------------------
 

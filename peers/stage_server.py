@@ -9,7 +9,7 @@ import logging
 import random
 import resource
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -261,6 +261,11 @@ class StageServer:
     def lineage(self) -> str:
         """Of the state with which that began."""
         return self._member.progress().lineage
+
+    @property
+    def last_members(self) -> Collection[str]:
+        """Ids of those who took part in the round before; empty where this peer does not know them."""
+        return self._averager.last_members
 
     @property
     def samples_per_second(self) -> float:

@@ -285,10 +285,15 @@ class Averager:
             self.notify()
         return self._participant.standing != standing
 
-    def _has_quorum(self, present: Collection[str]) -> bool:
+    @property
+    def last_members(self) -> Collection[str]:
+        """Ids of those who took part in the round before; empty where this peer does not know them."""
         last = self._participant.outcomes.get(self._participant.standing.round - 1)
+        return last.prepared.member_ids if last else ()
+
+    def _has_quorum(self, present: Collection[str]) -> bool:
         return has_quorum(
-            self._config.averaging.quorum, present, last_members=last.prepared.member_ids if last else (),
+            self._config.averaging.quorum, present, last_members=self.last_members,
             announced=lambda: {self._own_id, *self._roster.announced()},
         )  # fmt: skip
 

@@ -309,7 +309,7 @@ async def test_it_stays_if_nobody_else_serves_its_stage(
     ):
         peer.rebalancer.orders.put_nowait(1)
         async with asyncio.timeout(10.0):
-            while "stays at stage 0: nobody else serves it" not in caplog.text:  # noqa: ASYNC110 - of another logger
+            while "stays at stage 0: too few others serve it" not in caplog.text:  # noqa: ASYNC110 - of another logger
                 await asyncio.sleep(0.05)
         await asyncio.sleep(0.2)
         record = await peer.record(0)
@@ -338,7 +338,7 @@ async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
         LocalPeer(config, store, resume=trained).running(0) as peer,
     ):
         peer.rebalancer.orders.put_nowait(1)
-        await eventually(lambda: "stays at stage 0: nobody else serves it with its state" in caplog.text)
+        await eventually(lambda: "stays at stage 0: too few others serve it with its state" in caplog.text)
 
 
 async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(

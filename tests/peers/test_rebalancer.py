@@ -1,6 +1,7 @@
 """Peers that look, claim and move by themselves, all in one process and on virtual time; the moves are stand-ins."""
 
 import asyncio
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from peers.network import KnownPeers
 from peers.rebalancer import Rebalancer
 from swarm.checkpoint import file
 from swarm.clock import Clock
-from swarm.config import ModelConfig, RunConfig, StagesConfig
+from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.dht.directory import Directory, MemoryStore
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.identity import generate
@@ -66,7 +67,7 @@ class Peer:
         self.known = KnownPeers(Router(clock, rng), own_id=self.peer_id)
         self.claim = Claim(directory=self.directory, clock=clock, peer_id=self.peer_id, name=str(number))
         self.rebalancer = Rebalancer(
-            config=CONFIG, own_id=self.peer_id, claim=self.claim, directory=self.directory, known=self.known,
+            config=world.config, own_id=self.peer_id, claim=self.claim, directory=self.directory, known=self.known,
             channels=ChannelPool(insecure=True), clock=clock, rng=rng, every_seconds=PERIOD_SECONDS,
             checkpoints=world.checkpoints,
         )  # fmt: skip
@@ -119,7 +120,10 @@ class Peer:
 class World:
     """All peers, and what happened."""
 
-    def __init__(self, *, seed: int = 0, round_number: int = 0, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self, *, seed: int = 0, round_number: int = 0, checkpoints: Path | None = None, config: RunConfig = CONFIG
+    ) -> None:
+        self.config = config
         self.clock = LoopClock()
         self.store = SlowStore(self.clock, random.Random(seed))
         self.round = round_number
@@ -146,7 +150,10 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
         await world.clock.sleep(0.01)
         living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
         asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
-        return [pb.DescribeReply(state=peer.state, round=peer.round, lineage=peer.lineage) for peer in asked]
+        return [
+            pb.DescribeReply(peer_id=peer.peer_id, state=peer.state, round=peer.round, lineage=peer.lineage)
+            for peer in asked
+        ]
 
     monkeypatch.setattr(rebalancer, "describe", describe)
 
@@ -257,6 +264,31 @@ def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkey
             assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
 
         await _live(world, [0, 0, 1, 2], then)
+
+    run(scene())
+
+
+def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for ever for a peer that has gone elsewhere."""
+
+    async def scene() -> None:
+        world = World(config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
+        _answers(monkeypatch, world)
+        first, second, third, fourth, *_ = world.peers
+        three = {peer.peer_id for peer in (first, second, third)}
+
+        async def then() -> None:
+            assert not await fourth.rebalancer.can_spare(1)
+            assert await first.rebalancer.can_spare(0)
+            assert await first.rebalancer.can_spare(0, last_members=three)
+            assert not await first.rebalancer.can_spare(0, last_members={first.peer_id, second.peer_id}), "third is new"
+            gone = {"d" * 40, "e" * 40}
+            assert not await first.rebalancer.can_spare(0, last_members={*three, *gone})
+            second.lineage = "another"
+            assert not await first.rebalancer.can_spare(0, lineage="one", last_members=three)
+            assert world.moves == []
+
+        await _live(world, [0, 0, 0, 1, 1, 2], then)
 
     run(scene())
 
