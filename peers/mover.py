@@ -179,7 +179,9 @@ class Mover:
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
                 server.will_leave()
-                await server.end_of_round(LAST_ROUND_SECONDS, quiet_seconds=LAST_QUIET_SECONDS)
+                deadline = self._clock.monotonic() + LAST_ROUND_SECONDS
+                await self._hand_over(server, stage, deadline)
+                await server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)
                 logger.info("leaving: finishing what is in flight")
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
@@ -202,6 +204,21 @@ class Mover:
                 logger.warning("stays at stage %d: %s", stage, reason)
                 await server.go_on()
             await self._rebalancer.gave_up(target)
+
+    async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
+        """Serve on while somebody is on its way here who has the stage's state of nobody else, until the deadline."""
+        has_said = False
+        while self._clock.monotonic() < deadline:
+            try:
+                if not await self._rebalancer.is_awaited(stage, round_number=server.round, lineage=server.lineage):
+                    return
+            except SwarmError as error:
+                logger.debug("nobody to be asked: %s", error)
+                return
+            if not has_said:
+                logger.info("a peer is on its way to stage %d: serving on until it has the state", stage)
+                has_said = True
+            await self._clock.sleep(LOOK_SECONDS)
 
     async def _can_spare(self, server: StageServer, stage: int) -> bool:
         deadline = self._clock.monotonic() + COMMIT_SECONDS

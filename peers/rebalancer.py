@@ -133,22 +133,36 @@ class Rebalancer:
                 learnt what this peer has. Empty: of any.
             last_members: ids of those who took part in the round before; without any, all that are announced count.
         """
+        holders = await self._holders(stage, round_number, lineage)
+        return bool(holders) and has_quorum(
+            self._config.averaging.quorum, holders, last_members=last_members,
+            announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(stage))},
+        )  # fmt: skip
+
+    async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
+        """Whether somebody is on its way to the stage who can have its state of nobody but this peer; see `can_spare`.
+
+        Raises PeerUnavailable: no DHT.
+        """
+        claims = await self._directory.claims()
+        coming = (claim.peer_id for claim in claims if claim.stage == stage and claim.state is ClaimState.CONFIRMED)
+        if not any(peer_id != self._own_id for peer_id in coming):
+            return False
+        return not await self._holders(stage, round_number, lineage)
+
+    async def _holders(self, stage: int, round_number: int, lineage: str) -> set[str]:
+        """Ids of the stage's other peers that stay and hold what this one does, as far as it takes to know enough."""
         _, claims = await self._look()
         leaving = {
             claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
         }
-        known, quorum = self._known.others(stage), self._config.averaging.quorum
-        staying = [record for record in known if record.peer_id not in leaving]
-        answers = await self._ask(staying, num_asked=ASKED if quorum == "available" else len(staying))
-        holders = {
+        staying = [record for record in self._known.others(stage) if record.peer_id not in leaving]
+        one_will_do = self._config.averaging.quorum == "available"
+        return {
             reply.peer_id
-            for reply in answers
+            for reply in await self._ask(staying, num_asked=ASKED if one_will_do else len(staying))
             if reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage))
         }
-        return bool(holders) and has_quorum(
-            quorum, holders, last_members=last_members,
-            announced=lambda: {self._own_id, *(record.peer_id for record in known)},
-        )  # fmt: skip
 
     async def _can_enter(self, stage: int) -> bool:
         others = self._known.others(stage)

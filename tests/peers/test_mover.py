@@ -24,6 +24,7 @@ from swarm.microbatch import Microbatch
 from swarm.model.stages import build_stage
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import TOKENS
 from swarm.types import ClaimState, PeerRecord, PeerState
@@ -472,6 +473,36 @@ async def test_a_peer_that_drains_waits_for_the_acknowledgement_of_what_it_has_a
             await reply.ack()
             assert await asyncio.gather(*draining) == [True, True]
         assert server._stage.counters.committed == last._stage.counters.committed == 1
+
+
+async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_state(
+    config: RunConfig, store: MemoryStore, last_peer: LocalPeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what the stage has learnt would be gone with it."""
+    assert last_peer.server is not None
+    averager, asked, goes_on = last_peer.server._averager, asyncio.Event(), asyncio.Event()
+    download = averager.download
+
+    async def slowly(request: averaging_pb2.DownloadRequest) -> AsyncIterator[averaging_pb2.DownloadReply]:
+        asked.set()
+        await goes_on.wait()
+        async for reply in download(request):
+            yield reply
+
+    monkeypatch.setattr(averager, "download", slowly)
+    (tmp_path / "nothing").mkdir()
+    joiner = LocalPeer(config, store, resume=tmp_path / "nothing")
+    await joiner.rebalancer.goes(1, from_stage=None)
+    joiner.served.put_nowait(1)  # The block begins at once.
+    async with joiner.running(1):
+        await asked.wait()
+        last_peer.stop.set()
+        await asyncio.sleep(1.5)
+        assert Leave() not in last_peer.log.events
+        goes_on.set()
+        assert await joiner.next_served() == 1
+        await last_peer.has_left()
+        assert (await joiner.state())[0] == ROUND
 
 
 async def test_a_peer_that_ends_passes_on_what_was_acknowledged_to_it(
