@@ -76,6 +76,9 @@ RECORD_SECONDS = 20.0
 SETTLE_SECONDS = 5.0
 """For how long, at most, a peer that ends waits until acknowledgements are passed on: each of them takes no longer."""
 
+LAST_CHECKPOINT_SECONDS = 120.0
+"""How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
@@ -119,6 +122,8 @@ class StageServer:
         self._tasks = tasks
         self._options = options
         self._checkpoints = options.checkpoints
+        self._writing: set[asyncio.Task[None]] = set()
+        """Checkpoints that are under way."""
         self._events = options.events
         self._state = PeerState.JOINING
         self._leaves = False
@@ -325,9 +330,21 @@ class StageServer:
         await self._announce()
 
     async def leave(self) -> None:
-        """Be gone for the others, once drained or not; with what a checkpoint lacks written."""
-        if self._checkpoints is not None and self._stage.round > self._checkpoints.newest_round(self._number):
-            await self._checkpoint(self._checkpoints)
+        """Be gone for the others, once drained or not; with what a checkpoint lacks written, unless the disk hangs."""
+        if self._checkpoints is not None:
+            try:
+                async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+                    if self._writing:
+                        await asyncio.wait(self._writing)
+                    if self._stage.round > self._checkpoints.newest_round(self._number):
+                        await self._checkpoint(self._checkpoints)
+            except TimeoutError:
+                logger.error(
+                    "no checkpoint of round %d in %s: not written within %.0f s; does the disk hang?",
+                    self._stage.round, self._checkpoints.folder, LAST_CHECKPOINT_SECONDS,
+                )  # fmt: skip
+            for writing in self._writing:
+                writing.cancel()
         try:
             await self._directory.withdraw()
         except PeerUnavailable as error:
@@ -388,7 +405,12 @@ class StageServer:
     def _committed(self) -> None:
         self._news.committed(self._member.reports[-1], samples_per_second=self._stage.samples_per_second)
         if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
-            self._tasks.create_task(self._checkpoint(self._checkpoints))
+            self._begin_checkpoint(self._checkpoints)
+
+    def _begin_checkpoint(self, writer: CheckpointWriter) -> None:
+        writing = self._tasks.create_task(self._checkpoint(writer))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
 
     async def _checkpoint(self, writer: CheckpointWriter) -> None:
         """Write the state at the beginning of the present round, which no inner step changes."""

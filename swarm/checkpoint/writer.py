@@ -1,19 +1,25 @@
 """Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
 
-Used by peers/stage_server, which hands it copies of the stage's state. Works in a thread of its own; whatever fails is
-one line in the log, and training goes on with the checkpoints that are there. Deletes nothing before something newer is
-safely written.
+Used by peers/stage_server, which hands it copies of the stage's state. Works in threads of its own, which end with the
+process at the latest: a disk may hang for ever. Whatever fails is one line in the log, and training goes on with the
+checkpoints that are there. Deletes nothing before something newer is safely written.
 """
 
 import asyncio
 import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from swarm.checkpoint import file
 from swarm.checkpoint.file import FileName, Header, Tensors
 from swarm.config import RunConfig
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class CheckpointWriter:
@@ -67,19 +73,19 @@ class CheckpointWriter:
         """
         async with self._lock:
             if not self._is_ours:
-                if foreign := await asyncio.to_thread(self._foreign, header):
+                if foreign := await _apart(lambda: self._foreign(header)):
                     logger.error("no checkpoint of round %d: %s", header.round, foreign)
                     return False
                 self._is_ours = True
             try:
-                path = await asyncio.to_thread(file.write, self.folder, header, tensors, owner=self._owner)
+                path = await _apart(lambda: file.write(self.folder, header, tensors, owner=self._owner))
             except (OSError, RuntimeError, MemoryError) as error:  # A tensor library's RuntimeError: no memory.
                 logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
                 return False
             self._newest[header.stage] = header.round
             logger.info("wrote the checkpoint %s", path)
             try:
-                await asyncio.to_thread(self._tidy, header.config, header.name)
+                await _apart(lambda: self._tidy(header.config, header.name))
             except OSError as error:
                 logger.warning("old checkpoints stay: %s", error)
         return True
@@ -116,3 +122,19 @@ class CheckpointWriter:
         between = [name for name in kept if name.round % self._every]
         for name in [*regular[: -self._keep], *between[:-1]]:
             (self.folder / str(name)).unlink(missing_ok=True)
+
+
+async def _apart(work: Callable[[], Result]) -> Result:
+    """What `work` gives, done in a thread for which the end of the process does not wait, as it does for a pool's."""
+    future: Future[Result] = Future()
+    # From here on it cannot be cancelled, only left.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return await asyncio.wrap_future(future)

@@ -208,6 +208,34 @@ def test_a_death_at_any_moment_leaves_all_that_was_acknowledged(
     assert num_half_written >= least_half_written, "it was killed in the middle of writing, too"
 
 
+_HANGS = """
+import asyncio, sys, threading
+from contextlib import suppress
+from pathlib import Path
+from swarm.checkpoint import file
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig
+
+async def write():
+    header = file.Header(
+        config=RunConfig(), stage=0, round=2, run_samples=0, lineage="", highest_microbatch=0, state_digest=""
+    )
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await CheckpointWriter(Path(sys.argv[1]), every=2, keep=3, owner="me").write(header, {})
+    print("gave up")
+
+file.write = lambda *_, **__: threading.Event().wait()
+asyncio.run(write())
+"""
+
+
+def test_a_process_whose_disk_hangs_ends_when_it_wants_to(tmp_path: Path) -> None:
+    command, root = [sys.executable, "-c", _HANGS, str(tmp_path)], Path(__file__).parents[2]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=60, check=True)
+    assert result.stdout == "gave up\n"
+
+
 async def test_another_run_s_checkpoints_are_neither_deleted_nor_mixed_in(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import gc
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -529,6 +530,28 @@ async def test_a_peer_that_ends_passes_on_what_was_acknowledged_to_it(
             peer.stop.set()
             await eventually(lambda: last._stage.num_unacknowledged == 0)
     assert last._stage.counters.committed == 1
+
+
+@pytest.mark.parametrize("regular", [False, True], ids=["on leaving", "before"])
+async def test_a_peer_whose_disk_hangs_ends_all_the_same(
+    config: RunConfig, store: MemoryStore, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, *, regular: bool,
+) -> None:  # fmt: skip
+    """Whether its last checkpoint is being written then, or one that was due."""
+    monkeypatch.setattr(stage_server, "LAST_CHECKPOINT_SECONDS", 1.0)
+    disk, folder = threading.Event(), tmp_path / "written"
+    monkeypatch.setattr(file, "write", lambda *_, **__: disk.wait())
+    peer = LocalPeer(config, store, resume=trained, checkpoints=folder)
+    try:
+        async with asyncio.timeout(20.0), peer.running(0):
+            assert peer.server is not None
+            assert peer.writer is not None
+            if regular:
+                peer.server._begin_checkpoint(peer.writer)
+    finally:
+        disk.set()
+    assert Leave() in peer.log.events
+    assert f"no checkpoint of round {ROUND} in {folder}: not written within 1 s; does the disk hang?" in caplog.text
 
 
 async def test_a_peer_that_ends_waits_for_no_retry(
