@@ -303,6 +303,7 @@ class LocalSwarm:
     # -- while it trains -----------------------------------------------------------------------------------------------
 
     async def _watch(self, table: LiveTable, metrics: MetricsLog) -> int:
+        lost = ""
         while True:
             view = await self._view()
             table.show(view)
@@ -315,8 +316,15 @@ class LocalSwarm:
                         # Whether before its last step or, where a file could not be written, after it.
                         raise PeerUnavailable(f"the trainer failed: {_without_prefix(exit_.reason)}")
                     return 0
-                self.peers = [peer for peer in self.peers if peer.child.name != exit_.name]
-                self._note(f"{exit_.name} ended by itself: {_without_prefix(exit_.reason)}", metrics, step)
+                gone = next(peer for peer in self.peers if peer.child.name == exit_.name)
+                self.peers.remove(gone)
+                what = f"{exit_.name} ended by itself: {_without_prefix(exit_.reason)}"
+                self._note(what, metrics, step)
+                if gone.stage not in {peer.stage for peer in self.peers}:
+                    lost = f"stage {gone.stage} has no peer left: {what}; its log is {gone.child.log}"
+            if lost:
+                # What the stage had learnt is gone, and the trainer would wait for ever.
+                raise PeerUnavailable(lost)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _kill_and_join(self, step: int, metrics: MetricsLog) -> None:

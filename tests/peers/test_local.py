@@ -285,6 +285,30 @@ def test_the_last_peer_of_a_stage_is_spared(tmp_path: Path) -> None:
     assert {peer.stage for peer in swarm.peers} == {0, 1, 2}
 
 
+async def test_a_stage_that_has_lost_its_last_peer_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer would wait for ever. A peer that is still starting may be in time."""
+    monkeypatch.setattr(local, "LOOK_SECONDS", 0.01)
+    swarm, children = _swarm(tmp_path)
+    for stage in (0, 1, 2, 1):
+        _serve(swarm, swarm._start_peer(stage))
+    swarm._start_peer(1)
+    swarm._start_trainer()
+    names = [peer.child.name for peer in swarm.peers if peer.stage == 1]
+    reason = "swarm-peer: error: no memory"
+    with LiveTable() as table, _metrics(swarm) as metrics:
+        watching = asyncio.create_task(swarm._watch(table, metrics))
+        for name in names[:-1]:
+            children.ended.append(Exit(name=name, returncode=1, reason=reason))
+            await asyncio.sleep(0.1)
+            assert not watching.done()
+        children.ended.append(Exit(name=names[-1], returncode=1, reason=reason))
+        expected = f"^stage 1 has no peer left: {names[-1]} ended by itself: no memory; its log is .*{names[-1]}.log$"
+        with pytest.raises(PeerUnavailable, match=expected):
+            await asyncio.wait_for(watching, 10.0)
+
+
 # -- scripts/demo ------------------------------------------------------------------------------------------------------
 
 
