@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import tomllib
 from dataclasses import dataclass, field
 from importlib import resources
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from swarm.errors import ConfigMismatch
+from swarm.types import LARGEST_COUNT
 
 _STRICT = ConfigDict(extra="forbid")
 
@@ -31,6 +33,15 @@ Quorum = Literal["majority", "available"]
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_usable(section: str, values: Any) -> None:
+    """Raise ValueError for a section's number that is not finite, or beyond what messages may say."""
+    for name, value in vars(values).items():
+        if isinstance(value, float):
+            _require(math.isfinite(value), f"{section}.{name} must be finite, not {value}")
+        elif isinstance(value, int) and name != "seed":
+            _require(value <= LARGEST_COUNT, f"{section}.{name} must be at most {LARGEST_COUNT}, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +83,7 @@ class ModelConfig:
     """`package.module:Class` of your own model (docs/operations.md has the requirements); empty: the built-in one."""
 
     def __post_init__(self) -> None:
+        _require_usable("model", self)
         for name in ("num_layers", "d_model", "num_heads", "vocab_size"):
             _require(getattr(self, name) >= 1, f"model.{name} must be at least 1, not {getattr(self, name)}")
         _require(self.num_kv_heads >= 0, f"model.num_kv_heads must not be negative, not {self.num_kv_heads}")
@@ -129,6 +141,7 @@ class StagesConfig:
     """Layers of each stage; empty means as even as possible, the remainder to the middle stages first."""
 
     def __post_init__(self) -> None:
+        _require_usable("stages", self)
         _require(1 <= self.num_stages <= 4096, f"stages.num_stages must be between 1 and 4096, not {self.num_stages}")
         if self.layers_per_stage:
             _require(
@@ -168,10 +181,12 @@ class DataConfig:
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
 
     def __post_init__(self) -> None:
+        _require_usable("data", self)
         _require(bool(self.dataset), "data.dataset must not be empty")
         for name in ("sequence_length", "microbatch_size"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
         _require(self.max_tokens >= 0, f"data.max_tokens must not be negative, not {self.max_tokens}")
+        _require(0 <= self.seed < 1 << 63, f"data.seed must be at least 0 and below 2^63, not {self.seed}")
         _require(
             0.0 < self.held_out_fraction < 1.0,
             f"data.held_out_fraction must be between 0 and 1, not {self.held_out_fraction}",
@@ -199,6 +214,7 @@ class RoundsConfig:
     """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size."""
 
     def __post_init__(self) -> None:
+        _require_usable("rounds", self)
         for name in ("round_samples", "inner_batch_samples"):
             _require(getattr(self, name) >= 1, f"rounds.{name} must be at least 1, not {getattr(self, name)}")
 
@@ -239,6 +255,7 @@ class OptimizerConfig:
     """Floor, as a share of the peak."""
 
     def __post_init__(self) -> None:
+        _require_usable("optimizer", self)
         _require(self.learning_rate > 0, f"optimizer.learning_rate must be positive, not {self.learning_rate}")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), not {getattr(self, name)}")
@@ -270,6 +287,7 @@ class OuterConfig:
     """Nesterov momentum; 0 turns it off."""
 
     def __post_init__(self) -> None:
+        _require_usable("outer", self)
         _require(self.learning_rate > 0, f"outer.learning_rate must be positive, not {self.learning_rate}")
         _require(0 <= self.momentum < 1, f"outer.momentum must be in [0, 1), not {self.momentum}")
 
@@ -307,6 +325,7 @@ class AveragingConfig:
     """Members a round needs: more than half of those of the last committed round, or whoever is there."""
 
     def __post_init__(self) -> None:
+        _require_usable("averaging", self)
         _require(
             4 <= self.top_k <= 1024 and self.top_k % 4 == 0,
             f"averaging.top_k must be a multiple of 4 between 4 and 1024, not {self.top_k}",

@@ -15,6 +15,9 @@ PeerId = NewType("PeerId", str)
 PROTOCOL_VERSION = 6
 """Peers of different protocol versions refuse each other."""
 
+LARGEST_COUNT = 1 << 48
+"""Of rounds, samples, microbatches, attempts and sizes: so far nobody counts."""
+
 TRAINER_STAGE = -1
 """A trainer is "stage -1": it hands microbatches to stage 0 with the code every stage uses."""
 

@@ -77,6 +77,19 @@ def test_toml_overrides_the_defaults() -> None:
         ("[optimizer]\nschedule = 'cosine-restarts'", "'cosine-restarts' needs optimizer.restart_samples"),
         ("[averaging]\ncodec = 'int3'", "averaging.codec: Input should be"),
         ("[data]\nheld_out_fraction = 1.0", "data.held_out_fraction must be between 0 and 1, not 1.0"),
+        ("[data]\nseed = -1", "data.seed must be at least 0 and below 2^63, not -1"),
+        (f"[data]\nseed = {1 << 63}", f"data.seed must be at least 0 and below 2^63, not {1 << 63}"),
+        (
+            f"[rounds]\nround_samples = {1 << 60}",
+            f"rounds.round_samples must be at most {1 << 48}, not {1 << 60}",
+        ),
+        (f"[optimizer]\nwarmup_samples = {1 << 60}", f"optimizer.warmup_samples must be at most {1 << 48}, not"),
+        (f"[model]\nvocab_size = {1 << 60}", f"model.vocab_size must be at most {1 << 48}, not"),
+        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate must be finite, not inf"),
+        ("[optimizer]\nclip_norm = inf", "optimizer.clip_norm must be finite, not inf"),
+        ("[outer]\nlearning_rate = nan", "outer.learning_rate must be finite, not nan"),
+        ("[averaging]\nclip_to_median = inf", "averaging.clip_to_median must be finite, not inf"),
+        ("[model]\nrope_theta = inf", "model.rope_theta must be finite, not inf"),
         ("run = 'a b'", "run must be 1 to 64 letters"),
         ("run = ", "x.toml is not valid TOML"),
     ],
@@ -86,6 +99,11 @@ def test_a_fault_is_one_line(text: str, line: str) -> None:
         config.from_toml(text, source="x.toml")
     assert line in str(fault.value)
     assert "\n" not in str(fault.value)
+
+
+def test_the_largest_seed_is_one_that_torch_and_numpy_take() -> None:
+    seed = (1 << 63) - 1
+    assert config.from_toml(f"[data]\nseed = {seed}", source="x").data.seed == seed
 
 
 def test_synchronous_rounds_have_no_inner_batch() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from swarm.errors import MalformedMessage
+from swarm.types import LARGEST_COUNT
 
-LARGEST = 1 << 48
-"""Of rounds, samples, microbatches, attempts and sizes: so far nobody counts."""
+LARGEST = LARGEST_COUNT
 LONGEST = 1 << 18
 """Of lists: a byte an entry on the wire is a hundred in memory."""
 LONGEST_OF_MESSAGES = 1 << 14
