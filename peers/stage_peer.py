@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 import random
 import shlex
@@ -66,6 +67,7 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 PROG = "swarm-peer"
+DEFAULT_REBALANCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,9 @@ class PeerOptions:
     stage: int | Literal["auto"] = 0
     """Stage to serve, from 0, and to stay at: 0 if left out, also where others serve it already. auto takes the one
     that needs a peer most, and moves when another one does."""
-    rebalance_every: float = 60.0
-    """Seconds between two looks whether another stage needs this peer more (with --stage auto); 0 never moves."""
+    rebalance_every: float | None = None
+    """Seconds between two looks whether another stage needs this peer more, 60 if left out; 0 never moves. Only with
+    --stage auto."""
     initial_peers: tuple[str, ...] = ()
     """DHT addresses of peers that are there already; without any, a new run begins."""
     token: str | None = None
@@ -137,8 +140,11 @@ class PeerOptions:
     """debug, info, warning or error."""
 
     def __post_init__(self) -> None:
-        if self.rebalance_every < 0:
-            raise ValueError(f"--rebalance-every must not be negative, not {self.rebalance_every}")
+        if self.rebalance_every is not None:
+            if self.stage != "auto":
+                raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
+            if not 0 <= self.rebalance_every < math.inf:
+                raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
         cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
@@ -295,12 +301,13 @@ async def run(
     known = KnownPeers(router, own_id=identity.peer_id)
     stages = range(config.stages.num_stages)
     name = options.name or default_name()
+    every_seconds = DEFAULT_REBALANCE_SECONDS if options.rebalance_every is None else options.rebalance_every
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
     rebalancer = Rebalancer(
         config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
         channels=channels, clock=clock, rng=rng, checkpoints=options.resume,
-        every_seconds=options.rebalance_every if options.stage == "auto" else 0.0,
+        every_seconds=every_seconds if options.stage == "auto" else 0.0,
     )  # fmt: skip
 
     def make_server(stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
@@ -312,7 +319,7 @@ async def run(
                 joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
                 had_checkpoints=checkpoints is not None and checkpoints.had_any, starts_over=options.start_over,
             ),
-            movable=options.stage == "auto" and options.rebalance_every > 0, moves=moves,
+            movable=options.stage == "auto" and every_seconds > 0, moves=moves,
         )  # fmt: skip
         return StageServer(
             config=config, stage=stage, identity=identity, known=known, router=router, directory=directory,

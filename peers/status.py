@@ -77,8 +77,7 @@ class StatusOptions:
             raise ValueError("--peer and --initial-peers are two ways to the same: leave one out")
         if not self.peer and not self.initial_peers and not self.audit:
             raise ValueError("--peer needs the address of at least one peer; every swarm-peer prints its own")
-        if self.interval <= 0:
-            raise ValueError(f"--interval must be positive, not {self.interval}")
+        cli.require_positive(self, ["interval"])
 
 
 def main(argv: Sequence[str]) -> int:

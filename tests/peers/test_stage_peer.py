@@ -14,6 +14,11 @@ from swarm.config import ModelConfig, RunConfig
     [
         ({"checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
         ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1, not 0"),
+        ({"rebalance_every": 60.0}, "--rebalance-every needs --stage auto"),
+        ({"stage": 1, "rebalance_every": 0.0}, "--rebalance-every needs --stage auto"),
+        ({"stage": "auto", "rebalance_every": -1.0}, "--rebalance-every must be 0 or positive, not -1.0"),
+        ({"stage": "auto", "rebalance_every": float("nan")}, "--rebalance-every must be 0 or positive, not nan"),
+        ({"stage": "auto", "rebalance_every": float("inf")}, "--rebalance-every must be 0 or positive, not inf"),
         ({"resume_round": 10}, "--resume-round needs --resume DIR"),
         ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
         ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
@@ -26,6 +31,12 @@ from swarm.config import ModelConfig, RunConfig
 def test_wrong_options(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
+
+
+def test_how_often_a_peer_looks_is_for_those_that_may_move() -> None:
+    assert PeerOptions(preset="tiny").rebalance_every is None
+    for seconds in (None, 0.0, 5.0):
+        assert PeerOptions(preset="tiny", stage="auto", rebalance_every=seconds).rebalance_every == seconds
 
 
 def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:

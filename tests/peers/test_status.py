@@ -83,6 +83,7 @@ async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
         ({"peer": ("x",), "initial_peers": ("y",)}, "--peer and --initial-peers are two ways"),
         ({"peer": ("x",), "audit": ("z",)}, "--audit reads files"),
         ({"peer": ("x",), "interval": 0.0}, "--interval must be positive"),
+        ({"peer": ("x",), "interval": float("nan")}, "--interval must be positive, not nan"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
