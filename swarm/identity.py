@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from swarm import certificates
 from swarm.authority import Authority
+from swarm.disk import put_in_place
 from swarm.errors import IntegrityError
 from swarm.types import PeerId
 
@@ -76,11 +77,11 @@ def load_or_create(path: Path) -> Identity:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, whole or not at all. Raises OSError."""
+    """Write a file that only its owner can read, whole or not at all, whatever happens. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
-    temporary.rename(path)
+    put_in_place(temporary, path)
 
 
 def verify(certificate_pem: str, message: bytes, signature: bytes) -> None:

@@ -1,5 +1,6 @@
 """Identities: made once, kept private, and impossible to mix up."""
 
+import os
 import stat
 from pathlib import Path
 
@@ -16,6 +17,14 @@ def test_an_identity_survives_a_restart(tmp_path: Path) -> None:
     made = identity.load_or_create(path)
     assert identity.load_or_create(path) == made
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_new_key_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that has announced itself is somebody else without it."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    identity.load_or_create(tmp_path / "identity.pem")
+    assert synced == [(tmp_path / "identity.pem").stat().st_ino, tmp_path.stat().st_ino]
 
 
 def test_the_peer_id_belongs_to_the_certificate() -> None:

@@ -10,7 +10,6 @@ replaced by one of another branch.
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 
 from swarm import config as configs
 from swarm.config import RunConfig
+from swarm.disk import put_in_place, sync
 from swarm.errors import IntegrityError
 
 logger = logging.getLogger(__name__)
@@ -110,11 +110,11 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
             save_file(whole, temporary, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        _sync(temporary)
+        # Before the other one is put aside: a power cut in between costs neither.
+        sync(temporary)
         if lineage(path) not in ("", header.lineage):
             logger.warning("%s is of another branch of the run: it is kept, as %s", path, set_aside(path).name)
-        temporary.rename(path)
-        _sync(folder)
+        put_in_place(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -256,11 +256,3 @@ def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

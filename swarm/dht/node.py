@@ -24,6 +24,7 @@ from swarm.dht.holders import Found, Holders
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
+from swarm.disk import put_in_place
 from swarm.errors import PeerUnavailable
 
 logger = logging.getLogger(__name__)
@@ -441,8 +442,13 @@ def _libp2p_key(path: Path) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        P2P.generate_identity(str(temporary))
-        temporary.rename(path)
+        # Which makes it private only once the key is in it.
+        mask = os.umask(0o077)
+        try:
+            P2P.generate_identity(str(temporary))
+        finally:
+            os.umask(mask)
+        put_in_place(temporary, path)
     return path
 
 

@@ -520,3 +520,25 @@ def test_ctrl_c_spares_p2pd_until_the_peer_has_said_goodbye(first: DhtNode) -> N
         assert program.stdout.read() == "p2pd is alive\n"
         assert program.wait(5) == 0
         assert not is_running(p2pd)
+
+
+def test_a_node_s_key_is_never_readable_by_others_and_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hivemind makes it private only once the key is in it."""
+    modes, synced = list[int](), list[int]()
+
+    def generate(path: str) -> None:
+        Path(path).write_text("key")
+        modes.append(Path(path).stat().st_mode & 0o777)
+
+    monkeypatch.setattr("hivemind.p2p.P2P.generate_identity", generate)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    mask = os.umask(0o022)
+    try:
+        path = dht_node._libp2p_key(tmp_path / "new" / "peer.p2p")
+        assert os.umask(0o022) == 0o022, "only for that file"
+    finally:
+        os.umask(mask)
+    assert modes == [0o600]
+    assert synced == [path.stat().st_ino, path.parent.stat().st_ino]
