@@ -206,9 +206,12 @@ class Mover:
             await self._rebalancer.gave_up(target)
 
     async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
-        """Serve on while somebody is on its way here who has the stage's state of nobody else, until the deadline."""
+        """Serve on while somebody is on its way here who can have the stage's state of nobody else, until the deadline.
+
+        Not at round 0, whose state everybody has.
+        """
         has_said = False
-        while self._clock.monotonic() < deadline:
+        while server.round > 0 and self._clock.monotonic() < deadline:
             try:
                 if not await self._rebalancer.is_awaited(stage, round_number=server.round, lineage=server.lineage):
                     return
