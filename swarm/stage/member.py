@@ -13,7 +13,7 @@ from swarm.events import Close, Commit, Events, Install, NoEvents, ranges
 from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
-from swarm.stage.weights import Closing, Round
+from swarm.stage.weights import FrozenContribution, Round
 
 _KEPT_REPORTS = 16
 
@@ -77,7 +77,7 @@ class StageMember:
         self._closed = (dropped, contribution)
         return contribution
 
-    def _close(self, committed: frozenset[int]) -> Closing:
+    def _close(self, committed: frozenset[int]) -> FrozenContribution:
         """On the compute thread, so that on record it comes right after what is in it."""
         closing, synchronous = self._weights.close(), self._stage.config.rounds.synchronous
         self._events.write(

@@ -120,7 +120,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Closing:
+class FrozenContribution:
     """What a stage contributes to a round, frozen.
 
     Attributes:
@@ -155,8 +155,9 @@ class StageWeights:
         """By fragment, samples of inner steps since it was last averaged."""
         self.open_bucket = self._new_bucket()
         self._spare: GradientBucket | None = None
-        self._closing: GradientBucket | None = None
-        self._closed: Closing | None
+        self._full_bucket: GradientBucket | None = None
+        """Enough for an inner step, which is taken once nothing in it is tentative."""
+        self._frozen: FrozenContribution | None
         """The newest contribution of this round, also after it was reopened: its result may be decided all the same."""
         self._num_overlapped = 0
         """Inner steps since the round was closed."""
@@ -252,19 +253,19 @@ class StageWeights:
             # that comes goes into one step: a batch that was closed sooner would wait, and the next one after it again.
             if self._old_versions:
                 return
-            if self._closing is None and self.open_bucket.num_samples >= self._config.rounds.inner_batch_samples:
-                self._closing, self.open_bucket = self.open_bucket, self._new_bucket()
-            if self._closing is None or self._closing.num_tentative:
+            if self._full_bucket is None and self.open_bucket.num_samples >= self._config.rounds.inner_batch_samples:
+                self._full_bucket, self.open_bucket = self.open_bucket, self._new_bucket()
+            if self._full_bucket is None or self._full_bucket.num_tentative:
                 return
-            bucket, self._closing = self._closing, None
+            bucket, self._full_bucket = self._full_bucket, None
             if bucket.num_samples:
                 self._inner_step(bucket)
 
     @property
     def backlog_samples(self) -> int:
         """Samples accumulated and not stepped yet."""
-        closing_samples = self._closing.num_samples if self._closing else 0
-        return self.open_bucket.num_samples + self.num_spare_samples + closing_samples
+        full_samples = self._full_bucket.num_samples if self._full_bucket else 0
+        return self.open_bucket.num_samples + self.num_spare_samples + full_samples
 
     def _inner_step(self, bucket: GradientBucket) -> None:
         # In place: nobody adds to this bucket any more, nor takes anything out.
@@ -307,7 +308,7 @@ class StageWeights:
         """
         self.round.closed = True
 
-    def close(self) -> Closing:
+    def close(self) -> FrozenContribution:
         """Freeze this round's contribution.
 
         In the synchronous setting the accumulated gradient itself: as a difference of weights it would lose
@@ -326,11 +327,11 @@ class StageWeights:
                 for name, difference in tensors.items():
                     torch.sub(anchor[name], weights[name].cpu(), out=difference)
             num_samples = self._unaveraged_samples[fragment]
-        self._closed = Closing(
+        self._frozen = FrozenContribution(
             tensors=tensors, num_samples=num_samples, round_samples=self.round_samples, fragment=fragment,
             version=self.version,
         )  # fmt: skip
-        return self._closed
+        return self._frozen
 
     def reopen(self) -> None:
         """Go on in the same round: its attempt to average was aborted."""
@@ -385,15 +386,15 @@ class StageWeights:
         carried: Tensors = {}
         carried_samples = 0
         # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
-        closed = self._closed
+        frozen = self._frozen
         if not contributed:
             carried = self._learnt(names, self._unaveraged_samples[fragment])
             carried_samples = self.round.stepped_samples if carried else 0
-        elif closed is not None and closed.version is not self.version and set(closed.tensors) == set(names):
-            carried = {name: (self.masters[name] - closed.version.parameters[name]).detach() for name in names}
-            carried_samples = self.round.stepped_samples - closed.round_samples
+        elif frozen is not None and frozen.version is not self.version and set(frozen.tensors) == set(names):
+            carried = {name: (self.masters[name] - frozen.version.parameters[name]).detach() for name in names}
+            carried_samples = self.round.stepped_samples - frozen.round_samples
         # Memory for what follows.
-        self._closed = closed = None
+        self._frozen = frozen = None
         if contributed or not carried:
             self._unaveraged_samples[fragment] = carried_samples
         stepped = self._memory.copies({name: anchor[name] for name in names})
@@ -421,7 +422,7 @@ class StageWeights:
         return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
-        self.round, self._closed, self._evaluated = new_round, None, None
+        self.round, self._frozen, self._evaluated = new_round, None, None
         self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
@@ -460,7 +461,7 @@ class StageWeights:
         else:
             self._unaveraged_samples = [0] * len(self._fragments)
         self._load_masters(anchor)
-        self.open_bucket, self._spare, self._closing = self._new_bucket(), None, None
+        self.open_bucket, self._spare, self._full_bucket = self._new_bucket(), None, None
         self._old_versions.clear()
         self._anchors.clear()
         self.version = self._publish()
