@@ -21,8 +21,8 @@ from scripts.benches import __main__ as bench
 from scripts.benches.all import Options as AllOptions
 from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
-from scripts.benches.common import BenchOptions
 from scripts.benches.compare import Options as CompareOptions
+from scripts.benches.shared.common import BenchOptions
 from scripts.benches.simulate import __main__ as simulate
 from swarm.metrics.log import StepMetrics
 from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2

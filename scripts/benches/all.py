@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from scripts.benches import figures_file
 from scripts.benches.catalogue import MEASURING, module_of
-from scripts.benches.common import BenchOptions, say
+from scripts.benches.shared import figures_file
+from scripts.benches.shared.common import BenchOptions, say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,12 +26,12 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Child, Supervisor
-from scripts.benches import paired
-from scripts.benches.averaging_peer import READY_FILE
-from scripts.benches.common import OutputOptions, fail_on_exit, largest_of, say, wait_for_json, write_json
-from scripts.benches.judged import LESS, MORE
-from scripts.benches.proc import loopback_bytes
-from scripts.benches.swarm_averager import averaging_config
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import OutputOptions, fail_on_exit, largest_of, say, wait_for_json, write_json
+from scripts.benches.shared.judged import LESS, MORE
+from scripts.benches.shared.proc import loopback_bytes
+from scripts.benches.sides.averaging_peer import READY_FILE
+from scripts.benches.sides.swarm_averager import averaging_config
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.errors import DeadlineExceeded, IntegrityError
 
@@ -185,10 +185,10 @@ def run(options: Options) -> dict[str, Any]:
 def _start_groups(options: Options, children: Supervisor, folder: Path) -> dict[str, Group]:
     say("the processes start")
     numbers = range(options.peers)
-    ours = Group("ours", "scripts.benches.swarm_averager", options, children, folder)
+    ours = Group("ours", "scripts.benches.sides.swarm_averager", options, children, folder)
     contacts = ours.start(numbers, *(arm.codec for arm in ARMS if arm.side == ours.side))
     ours.ask("meet", contacts=contacts)
-    theirs = Group("hivemind", "scripts.benches.hivemind_averager", options, children, folder)
+    theirs = Group("hivemind", "scripts.benches.sides.hivemind_averager", options, children, folder)
     # The first one has to be there before others can join it.
     (first,) = theirs.start(numbers[:1])
     theirs.start(numbers[1:], *first["addresses"])

@@ -22,10 +22,10 @@ from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 from torch import Tensor
 
 from peers import cli
-from scripts.benches import paired
-from scripts.benches.common import BenchOptions, compute_like_peers, say, with_corpus
-from scripts.benches.judged import LESS, MORE
-from scripts.benches.reference import Reference
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
+from scripts.benches.shared.judged import LESS, MORE
+from scripts.benches.sides.reference import Reference
 from swarm.compression import layout
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.compression.layout import SIDE, TILE

@@ -3,8 +3,8 @@
     scripts/bench compare OLD NEW
 
 The files are those of `scripts/bench all` (with --only NAME for a single bench). Judged is what a bench declares in its
-JUDGED (judged.py); everything else is shown where it changed. A bench that has failed, and a judged figure that is gone
-or no longer finite, are worse.
+JUDGED (shared/judged.py); everything else is shown where it changed. A bench that has failed, and a judged figure that
+is gone or no longer finite, are worse.
 """
 
 import math
@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from scripts.benches import figures_file
 from scripts.benches.catalogue import MEASURING, module_of
-from scripts.benches.common import OutputOptions
-from scripts.benches.judged import Judgement
+from scripts.benches.shared import figures_file
+from scripts.benches.shared.common import OutputOptions
+from scripts.benches.shared.judged import Judgement
 
 NAMING = ("name", "megabits", "round_trip_ms")
 """Fields that say which of a list's entries one is."""

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from peers import cli
-from scripts.benches import paired
-from scripts.benches.common import OutputOptions, require_multiple, say
-from scripts.benches.judged import MORE
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import OutputOptions, require_multiple, say
+from scripts.benches.shared.judged import MORE
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import HIDDEN, TOKENS, GraphBudget, StageBackend

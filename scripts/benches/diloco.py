@@ -1,7 +1,8 @@
 """What do rarer and smaller averages cost? Validation loss and bytes of each way to average, at equal tokens.
 
-Every arm (diloco_arms has the table) trains the same small model on the same samples, a process for each arm and
-seed; the averaging code is the swarm's own, over calls instead of gRPC. Takes long: `--arms` and `--seeds` take less.
+Every arm (sides/diloco/arms.py has the table) trains the same small model on the same samples, a process for each arm
+and seed; the averaging code is the swarm's own, over calls instead of gRPC. Takes long: `--arms` and `--seeds` take
+less.
 """
 
 import itertools
@@ -19,11 +20,11 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Child, Supervisor, last_line
-from scripts.benches import figures_file, paired
-from scripts.benches.common import POLL_SECONDS, BenchOptions, say, with_corpus
-from scripts.benches.diloco_arms import ARMS, run_config
-from scripts.benches.diloco_kept import Kept
-from scripts.benches.judged import MORE
+from scripts.benches.shared import figures_file, paired
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus
+from scripts.benches.shared.judged import MORE
+from scripts.benches.sides.diloco.arms import ARMS, run_config
+from scripts.benches.sides.diloco.kept import Kept
 from swarm.errors import PeerUnavailable
 
 COMPARISONS = {
@@ -126,7 +127,7 @@ def _train_all(
 
 def _command(arm: str, seed: int, options: Options) -> list[str]:
     arguments = [arm, str(seed), str(options.rounds_at_200), options.dataset]
-    return [sys.executable, "-m", "scripts.benches.diloco_arm", *arguments]
+    return [sys.executable, "-m", "scripts.benches.sides.diloco.arm", *arguments]
 
 
 def summary(runs: Sequence[Figures]) -> dict[str, Any]:

@@ -20,12 +20,12 @@ import torch
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.faults import FaultySwarm
-from scripts.benches.judged import MORE
-from scripts.benches.lines import FAST, Lines, serve
 from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
-from scripts.benches.throttle import Throttle
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.lines import FAST, Lines, serve
+from scripts.benches.shared.throttle import Throttle
+from scripts.benches.sides.faulty_swarm import FaultySwarm
 from swarm.audit.audit import audit
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.rpc.channels import ChannelPool

@@ -1,16 +1,16 @@
 """Does everybody do as much as he can, when peers are unequal and come and go?
 
 Two stages of three peers and a trainer, real processes over TLS on this machine. Computing is a pause of fixed length
-(paced_stage.py), so that each peer has a capacity of its own: at either stage one is three times slower than its mates.
-Those of stage 1 are twice as fast as those of stage 0, so stage 0 is the poorest all the time, and what the swarm can
-do rises and falls with its peers. Three times in a row it is counted what they commit:
+(sides/paced_stage.py), so that each peer has a capacity of its own: at either stage one is three times slower than its
+mates. Those of stage 1 are twice as fast as those of stage 0, so stage 0 is the poorest all the time, and what the
+swarm can do rises and falls with its peers. Three times in a row it is counted what they commit:
 
     all         everybody who was there at the start
     joined      from the moment that another peer serves stage 0, and nobody waits for anything
     left        from the moment that a peer of stage 0 is told to leave
 
 All of it is done by the queue of the project and, in turn, by processes that choose peers in turn or at random
-(routing_program.py); slots and Busy answers are the same in all three.
+(sides/routing_program.py); slots and Busy answers are the same in all three.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ from typing import Any, Literal
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
-from scripts.benches.judged import LESS, MORE
-from scripts.benches.lines import NEVER
-from scripts.benches.paced_stage import PACE
-from scripts.benches.probe import LEAST_SECONDS, watch
+from scripts.benches.shared.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
+from scripts.benches.shared.judged import LESS, MORE
+from scripts.benches.shared.lines import NEVER
+from scripts.benches.shared.probe import LEAST_SECONDS, watch
+from scripts.benches.sides.paced_stage import PACE
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import DeadlineExceeded
 
@@ -160,7 +160,7 @@ def _config(options: Options, policy: Policy) -> RunConfig:
     return RunConfig(
         run=f"bench-heterogeneous-{policy.replace('_', '-')}",
         model=ModelConfig(
-            num_layers=2, d_model=64, num_heads=4, d_ff=32, custom_class="scripts.benches.paced_stage:Narrow"
+            num_layers=2, d_model=64, num_heads=4, d_ff=32, custom_class="scripts.benches.sides.paced_stage:Narrow"
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=SAMPLES, max_tokens=4_000_000),
@@ -224,4 +224,4 @@ def _environment(seconds: float) -> dict[str, str]:
 
 
 def _program(policy: Policy, name: str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "scripts.benches.routing_program", policy, name, *arguments]
+    return [sys.executable, "-m", "scripts.benches.sides.routing_program", policy, name, *arguments]

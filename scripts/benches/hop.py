@@ -30,11 +30,18 @@ from torch import Tensor
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches import paired
-from scripts.benches.common import BenchOptions, SwarmProcesses, compute_like_peers, say, wait_for_json, with_corpus
-from scripts.benches.identity_stage import VOCABULARY, Identity
-from scripts.benches.judged import MORE
-from scripts.benches.moe_server import EXPERT
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import (
+    BenchOptions,
+    SwarmProcesses,
+    compute_like_peers,
+    say,
+    wait_for_json,
+    with_corpus,
+)
+from scripts.benches.shared.judged import MORE
+from scripts.benches.sides.identity_stage import VOCABULARY, Identity
+from scripts.benches.sides.moe_server import EXPERT
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
@@ -235,7 +242,7 @@ def _connect_expert(shape: Shape, children: Supervisor, folder: Path) -> TheirEx
     folder.mkdir()
     ready_file = folder / "moe.json"
     arguments = [str(ready_file), str(shape.num_positions), str(shape.width)]
-    children.start(f"moe-server-{shape.width}", [sys.executable, "-m", "scripts.benches.moe_server", *arguments])
+    children.start(f"moe-server-{shape.width}", [sys.executable, "-m", "scripts.benches.sides.moe_server", *arguments])
     addresses = wait_for_json(ready_file, children)["addresses"]
     dht = hivemind.DHT(initial_peers=addresses, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     server_id = PeerID.from_base58(addresses[0].rsplit("/", 1)[1])

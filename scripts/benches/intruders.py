@@ -27,9 +27,9 @@ import torch
 from peers import cli
 from peers.supervisor import Supervisor
 from peers.token_option import VARIABLE
-from scripts.benches import proc
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
-from scripts.benches.judged import MORE
+from scripts.benches.shared import proc
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
+from scripts.benches.shared.judged import MORE
 from swarm.certificates import Role
 from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
@@ -145,7 +145,7 @@ def _beside(children: Supervisor, kind: str, file: Path) -> Iterator[Beside]:
     """Run the other process."""
     name = f"{kind}-{time.monotonic_ns()}"
     tally = file.with_name(f"{name}.json")
-    child = children.start(name, [sys.executable, "-m", "scripts.benches.intruder", kind, str(file), str(tally)])
+    child = children.start(name, [sys.executable, "-m", "scripts.benches.sides.intruder", kind, str(file), str(tally)])
     # Its imports are no part of the measurement.
     time.sleep(4.0)
     began = proc.cpu_seconds(child.pid)

@@ -1,8 +1,8 @@
 """Is training starved while a round is exchanged over slow links?
 
 Two stages with two peers each and a trainer, real processes over TLS, each behind a home line of so many Mb/s up and
-as many down (throttle.py), train the same model in three ways, in turn. Computing is a pause of fixed length
-(paced_stage.py), so that it is the lines that are measured and not what else the processor does:
+as many down (shared/throttle.py), train the same model in three ways, in turn. Computing is a pause of fixed length
+(sides/paced_stage.py), so that it is the lines that are measured and not what else the processor does:
 
     normal      rounds so long that none ends
     overlap     round after round is averaged, and the peers go on training meanwhile
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peers import cli
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.judged import MORE
-from scripts.benches.lines import NEVER, Lines, serve
-from scripts.benches.probe import LEAST_SECONDS, Watched, longest_gap, watch
-from scripts.benches.throttle import Throttle
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.lines import NEVER, Lines, serve
+from scripts.benches.shared.probe import LEAST_SECONDS, Watched, longest_gap, watch
+from scripts.benches.shared.throttle import Throttle
 from swarm.config import (
     AveragingConfig,
     DataConfig,
@@ -56,7 +56,7 @@ class Options(BenchOptions):
     parameters: int = 6_000_000
     """Parameters of each stage."""
     d_model: int = 256
-    """Width of the activations: what a sample sends over a line, in about the time of paced_stage.py."""
+    """Width of the activations: what a sample sends over a line, in about the time of sides/paced_stage.py."""
     microbatch_size: int = 8
     """Samples in a microbatch, of 128 tokens."""
     codec: Literal["fp32", "fp16", "int8"] = "int8"
@@ -116,7 +116,7 @@ def _config(options: Options, arm: Arm) -> RunConfig:
         run=f"bench-link-{arm}",
         model=ModelConfig(
             num_layers=2, d_model=options.d_model, num_heads=4, d_ff=options.parameters // options.d_model,
-            custom_class="scripts.benches.paced_stage:Paced",
+            custom_class="scripts.benches.sides.paced_stage:Paced",
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(

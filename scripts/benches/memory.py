@@ -1,6 +1,6 @@
 """How much memory does a stage peer take, and where does it go? What arithmetic says, against what processes took.
 
-Each case is a stage between two others with two members, each a process of its own (memory_stage.py), in the
+Each case is a stage between two others with two members, each a process of its own (sides/memory_stage.py), in the
 synchronous setting and with DiLoCo, with graphs kept and with forwards computed again. Bytes are those of the process
 above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
 round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
@@ -21,9 +21,8 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches import memory_sizes as sizes
-from scripts.benches import paired
-from scripts.benches.common import (
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import (
     OutputOptions,
     compute_like_peers,
     require_multiple,
@@ -31,8 +30,9 @@ from scripts.benches.common import (
     wait_for_json,
     write_config,
 )
-from scripts.benches.judged import LESS
-from scripts.benches.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
+from scripts.benches.shared.judged import LESS
+from scripts.benches.sides import memory_sizes as sizes
+from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import HIDDEN, GraphBudget, StageBackend
@@ -116,7 +116,7 @@ def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) ->
         write_config(config, folder / "run.toml")
         for number in range(MEMBERS):
             arguments = [str(folder), str(number), str(GRAPH_BYTES[graphs]), str(num_in_flight)]
-            command = [sys.executable, "-m", "scripts.benches.memory_stage", *arguments]
+            command = [sys.executable, "-m", "scripts.benches.sides.memory_stage", *arguments]
             children.start(f"member-{number}", command, environment={**ENVIRONMENT, **MALLOC[malloc]})
         measured = wait_for_json(folder / "0.json", children)
         wait_for_json(folder / "1.json", children)

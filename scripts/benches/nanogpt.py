@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.judged import LESS
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.shared.judged import LESS
 from swarm.config import (
     AveragingConfig,
     DataConfig,

@@ -19,9 +19,9 @@ import torch
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
-from scripts.benches.judged import MORE
-from scripts.benches.reference import Reference
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
+from scripts.benches.shared.judged import MORE
+from scripts.benches.sides.reference import Reference
 from swarm import identity
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.transport import GrpcTransport

@@ -4,8 +4,8 @@ Three sides train the same two-stage model on the same microbatches with the sam
 turns. A turn is one round of 40 microbatches, one optimizer step:
 
     swarm     two stage peers and a trainer, over TLS; any of them may drop at any moment
-    moe       two servers of hivemind.moe, driven through RemoteExpert (moe_stage.py, moe_trainer.py)
-    static    torch.distributed.pipelining, 1F1B over gloo (static_stage.py), which tolerates nothing
+    moe       two servers of hivemind.moe, driven through RemoteExpert (sides/moe_stage.py, sides/moe_trainer.py)
+    static    torch.distributed.pipelining, 1F1B over gloo (sides/static_stage.py), which tolerates nothing
 
 A server of hivemind.moe runs the forward again for a backward (ModuleBackend.backward), a third more computing; the
 other two sides keep graphs. Start-up, a first turn of each side, whose memory is all new, and the first step of each
@@ -22,8 +22,8 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches import paired
-from scripts.benches.common import (
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import (
     BenchOptions,
     SwarmProcesses,
     require_multiple,
@@ -32,8 +32,8 @@ from scripts.benches.common import (
     with_corpus,
     write_config,
 )
-from scripts.benches.judged import MORE
-from scripts.benches.turns import Worker
+from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 
 NUM_STAGES = 2
@@ -121,7 +121,7 @@ def _start_static(folder: Path, steps: int, children: Supervisor) -> list[Worker
     for rank in range(NUM_STAGES):
         results = folder / f"static-{rank}"
         arguments = [str(folder / "run.toml"), str(results), str(rank), str(port), str(steps)]
-        command = [sys.executable, "-m", "scripts.benches.static_stage", *arguments]
+        command = [sys.executable, "-m", "scripts.benches.sides.static_stage", *arguments]
         workers.append(Worker(f"static-{rank}", command, results, children))
     for worker in workers:
         worker.until_stopped()
@@ -133,12 +133,12 @@ def _start_moe(folder: Path, steps: int, children: Supervisor) -> Worker:
     for stage in range(NUM_STAGES):
         ready = folder / f"moe-{stage}.json"
         arguments = [str(folder / "run.toml"), str(stage), str(ready), *addresses[:1]]
-        children.start(f"moe-{stage}", [sys.executable, "-m", "scripts.benches.moe_stage", *arguments])
+        children.start(f"moe-{stage}", [sys.executable, "-m", "scripts.benches.sides.moe_stage", *arguments])
         addresses.append(wait_for_json(ready, children)["addresses"][0])
     results = folder / "moe"
     arguments = [str(folder / "run.toml"), str(results), str(steps), *addresses]
     trainer = Worker(
-        "moe-trainer", [sys.executable, "-m", "scripts.benches.moe_trainer", *arguments], results, children
+        "moe-trainer", [sys.executable, "-m", "scripts.benches.sides.moe_trainer", *arguments], results, children
     )
     trainer.until_stopped()
     return trainer

@@ -21,8 +21,8 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches import paired
-from scripts.benches.common import (
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import (
     BenchOptions,
     SwarmProcesses,
     require_multiple,
@@ -30,8 +30,8 @@ from scripts.benches.common import (
     with_corpus,
     write_config,
 )
-from scripts.benches.judged import MORE
-from scripts.benches.turns import Worker
+from scripts.benches.shared.judged import MORE
+from scripts.benches.shared.turns import Worker
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, Setting, StagesConfig
 
 JUDGED = {"ratio_to_limit.*": MORE, "ratio_to_single_process.*": MORE}
@@ -151,7 +151,7 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
 def _whole_model(name: str, threads: int, steps: int, children: Supervisor, folder: Path) -> Worker:
     results = folder / name
     arguments = [str(folder / "run.toml"), str(results), str(threads), str(steps)]
-    command = [sys.executable, "-m", "scripts.benches.whole_model", *arguments]
+    command = [sys.executable, "-m", "scripts.benches.sides.whole_model", *arguments]
     worker = Worker(name, command, results, children)
     worker.until_stopped()
     return worker

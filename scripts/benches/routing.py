@@ -2,8 +2,8 @@
 
 The router is the one that trainers and stage peers use, with as many peers as a stage might have; sizes take turns, and
 each choice is followed by what its outcome teaches. `record_bytes` and what follows from it is arithmetic: a record as
-it is signed for the DHT, times how often it is renewed and read. What real DHT nodes use is measured by routing_dht, in
-swarms as large as fit here.
+it is signed for the DHT, times how often it is renewed and read. What real DHT nodes use is measured by
+sides/routing_dht.py, in swarms as large as fit here.
 """
 
 import random
@@ -16,10 +16,10 @@ from typing import Any
 
 from peers import cli
 from peers.stage_server import ANNOUNCE_SECONDS
-from scripts.benches import routing_dht
-from scripts.benches.common import OutputOptions, say
-from scripts.benches.judged import LESS
-from scripts.benches.routing_dht import REPLICAS, full_record
+from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.judged import LESS
+from scripts.benches.sides import routing_dht
+from scripts.benches.sides.routing_dht import REPLICAS, full_record
 from swarm import identity
 from swarm.clock import ManualClock
 from swarm.dht.directory import NUM_OFTEN

@@ -19,8 +19,8 @@ from typing import Any
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches import paired, proc
-from scripts.benches.common import (
+from scripts.benches.shared import paired, proc
+from scripts.benches.shared.common import (
     POLL_SECONDS,
     STALL_SECONDS,
     BenchOptions,
@@ -32,7 +32,7 @@ from scripts.benches.common import (
     stalled,
     with_corpus,
 )
-from scripts.benches.judged import LESS
+from scripts.benches.shared.judged import LESS
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
 from swarm.rpc.entry import Entry

@@ -1,9 +1,10 @@
 """What is left of a swarm's throughput over long and slow lines, for layers of three sizes?
 
 Two stages of one peer and a trainer, real processes over TLS, each behind a line of so many Mb/s up and as many down
-(throttle.py), so long that a call and its answer between any two of them take so much longer. Computing is a pause of
-fixed length (paced_stage.py). How many microbatches are in flight is what the trainer and the peers find out. A swarm
-goes through all round trips, the shortest first: what it has learnt is too little for the next one, never too much.
+(shared/throttle.py), so long that a call and its answer between any two of them take so much longer. Computing is a
+pause of fixed length (sides/paced_stage.py). How many microbatches are in flight is what the trainer and the peers find
+out. A swarm goes through all round trips, the shortest first: what it has learnt is too little for the next one, never
+too much.
 
 The rows are those of the SWARM paper's table of GPU utilisation over round trips (arXiv 2301.11913, at 500 Mb/s and
 without overlap), with the compute and the transfers that the study `utilisation` reads off it
@@ -20,12 +21,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peers import cli
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.judged import MORE, MORE_OF_DIFFERENCE
-from scripts.benches.lines import NEVER, Lines, serve
-from scripts.benches.paced_stage import PACE, Narrow
-from scripts.benches.probe import LEAST_SECONDS, rate_between_commits, watch
-from scripts.benches.throttle import Throttle
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.shared.judged import MORE, MORE_OF_DIFFERENCE
+from scripts.benches.shared.lines import NEVER, Lines, serve
+from scripts.benches.shared.probe import LEAST_SECONDS, rate_between_commits, watch
+from scripts.benches.shared.throttle import Throttle
+from scripts.benches.sides.paced_stage import PACE, Narrow
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.simulation import published
 from swarm.simulation.studies.utilisation import Layers, read_off
@@ -180,7 +181,7 @@ def _config(options: Options, name: RowName) -> RunConfig:
         run=f"bench-wan-{name}",
         model=ModelConfig(
             num_layers=2, d_model=max(1, round(channels / Narrow.WIDTH)) * Narrow.WIDTH, num_heads=4, d_ff=32,
-            custom_class="scripts.benches.paced_stage:Narrow",
+            custom_class="scripts.benches.sides.paced_stage:Narrow",
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(

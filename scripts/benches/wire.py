@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from peers import cli
-from scripts.benches import paired
-from scripts.benches.common import BenchOptions, compute_like_peers, require_multiple, say, with_corpus
-from scripts.benches.judged import MORE
-from scripts.benches.wire_chain import WireChain
+from scripts.benches.shared import paired
+from scripts.benches.shared.common import BenchOptions, compute_like_peers, require_multiple, say, with_corpus
+from scripts.benches.shared.judged import MORE
+from scripts.benches.sides.wire_chain import WireChain
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS

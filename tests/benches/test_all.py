@@ -10,9 +10,9 @@ import torch
 from peers import cli
 from scripts.benches import __main__ as command
 from scripts.benches import all as all_benches
-from scripts.benches import figures_file
 from scripts.benches.all import Options, arguments_of
 from scripts.benches.catalogue import MEASURING, module_of
+from scripts.benches.shared import figures_file
 
 FIGURES = {"figures": {"ratio": 1.0}}
 

@@ -25,10 +25,10 @@ from scripts.benches.allreduce import (
     held,
     until_sent,
 )
-from scripts.benches.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
-from scripts.benches.common import wait_for_json, write_json
-from scripts.benches.proc import loopback_bytes
-from scripts.benches.swarm_averager import averaging_config
+from scripts.benches.shared.common import wait_for_json, write_json
+from scripts.benches.shared.proc import loopback_bytes
+from scripts.benches.sides.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
+from scripts.benches.sides.swarm_averager import averaging_config
 from swarm.averaging.completion import Completion
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 

@@ -16,12 +16,12 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
 from peers.supervisor import Supervisor
-from scripts.benches import proc
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast, Role, Usage
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.program import read_clock, set_clock, wind
-from scripts.benches.throttle import Throttle
+from scripts.benches.shared import proc
+from scripts.benches.shared.throttle import Throttle
 from tests.support.swarm import wait_until
 
 

@@ -11,7 +11,7 @@ import pytest
 from scripts.benches import compare
 from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.compare import Options, verdict
-from scripts.benches.judged import LESS, MORE, MORE_OF_DIFFERENCE, Judgement
+from scripts.benches.shared.judged import LESS, MORE, MORE_OF_DIFFERENCE, Judgement
 
 Outcomes = Mapping[str, Mapping[str, Any]]
 """What some benches gave."""

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.benches import diloco, figures_file
-from scripts.benches.common import with_corpus
+from scripts.benches import diloco
 from scripts.benches.diloco import Options, goals, summary
-from scripts.benches.diloco_arms import ARMS, Arm, num_rounds, run_config, total_samples
-from scripts.benches.diloco_kept import Kept
-from scripts.benches.diloco_swarm import DrivenSwarm
-from scripts.benches.reference import Reference
+from scripts.benches.shared import figures_file
+from scripts.benches.shared.common import with_corpus
+from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config, total_samples
+from scripts.benches.sides.diloco.driven_swarm import DrivenSwarm
+from scripts.benches.sides.diloco.kept import Kept
+from scripts.benches.sides.reference import Reference
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 

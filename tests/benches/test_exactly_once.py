@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from peers.supervisor import Child, Supervisor
-from scripts.benches import faults
-from scripts.benches.common import SwarmProcesses
 from scripts.benches.exactly_once import FAULTS, Options, _config, _held, _plant, _was_put_to_test
-from scripts.benches.faults import FaultySwarm
+from scripts.benches.shared.common import SwarmProcesses
+from scripts.benches.sides import faulty_swarm
+from scripts.benches.sides.faulty_swarm import FaultySwarm
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from tests.audit.honest import HonestRun
 
@@ -69,7 +69,7 @@ def test_a_joiner_that_fails_after_the_last_step_fails_the_bench(
         faulty._joining.append((faulty.swarm.children.start("joiner", ["sh", "-c", joiner]), 0))
         return True
 
-    monkeypatch.setattr(faults, "START_SECONDS", 2.0)
+    monkeypatch.setattr(faulty_swarm, "START_SECONDS", 2.0)
     with Supervisor(tmp_path) as children:
         faulty = FaultySwarm(_OneStep(_config(Options()), children, tmp_path), random.Random(0))
         with pytest.raises(error, match=line):

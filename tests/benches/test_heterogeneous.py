@@ -15,7 +15,7 @@ from scripts.benches.heterogeneous import (
     share_of_capacity,
     work_over_capacity,
 )
-from scripts.benches.routing_program import COSTS, replace_choice
+from scripts.benches.sides.routing_program import COSTS, replace_choice
 from swarm.clock import ManualClock
 from swarm.errors import DeadlineExceeded
 from swarm.routing.peer_queue import PeerQueue

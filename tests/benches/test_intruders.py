@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from scripts.benches.intruder import BEGIN, Intruder
 from scripts.benches.intruders import KINDS, require_let_in
+from scripts.benches.sides.intruder import BEGIN, Intruder
 from swarm.errors import IntegrityError
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.benches import memory, memory_stage
-from scripts.benches import memory_sizes as sizes
-from scripts.benches.common import write_config
+from scripts.benches import memory
 from scripts.benches.memory import SETTINGS, Options, expected_bytes, run_config, summary
-from scripts.benches.paired import Ratio
+from scripts.benches.shared.common import write_config
+from scripts.benches.shared.paired import Ratio
+from scripts.benches.sides import memory_sizes as sizes
+from scripts.benches.sides import memory_stage
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import GRADIENT, GraphBudget, StageBackend, reply_specs

@@ -1,4 +1,4 @@
-"""The command line of benches and studies: its exit code."""
+"""The command line of benches and studies: its exit code, and what it lists."""
 
 import sys
 from types import ModuleType
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from scripts.benches.common import OutputOptions
+from scripts.benches import __main__ as command
 from scripts.benches.menu import run_named
+from scripts.benches.shared.common import OutputOptions
 
 
 def _module(figures: dict[str, Any]) -> ModuleType:
@@ -33,3 +34,12 @@ def test_a_module_s_own_exit_code_comes_first(monkeypatch: pytest.MonkeyPatch) -
     vars(module)["exit_code"] = lambda figures: 3
     monkeypatch.setattr(sys, "argv", ["bench", "gate"])
     assert run_named("bench", "benches", {"gate": ""}, lambda name: module) == 3
+
+
+def test_an_unknown_name_gets_the_list_of_benches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "speed"])
+    assert command.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(name in line for name in command.BENCHES)

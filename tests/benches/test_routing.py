@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import proc, routing_dht
 from scripts.benches.routing import Options
-from scripts.benches.routing_dht import Counters, measure, traffic
+from scripts.benches.shared import proc
+from scripts.benches.sides import routing_dht
+from scripts.benches.sides.routing_dht import Counters, measure, traffic
 
 RECORD_BYTES = 1000
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.benches.common import with_corpus
-from scripts.benches.reference import Reference
+from scripts.benches.shared.common import with_corpus
+from scripts.benches.sides.reference import Reference
+from scripts.benches.sides.wire_chain import WireChain
 from scripts.benches.wire import ARMS, Options, run_config, summary
-from scripts.benches.wire_chain import WireChain
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS
 
 

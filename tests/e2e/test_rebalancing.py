@@ -15,7 +15,7 @@ import pytest
 
 from peers.network import agree_on_config
 from peers.supervisor import Supervisor
-from scripts.benches.paced_stage import PACE
+from scripts.benches.sides.paced_stage import PACE
 from swarm.clock import SystemClock
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
@@ -30,7 +30,7 @@ SECONDS_PER_SAMPLE = 0.4
 PERIOD_SECONDS = 40.0
 MEASURED_SECONDS = 90.0
 LEAST_SHARE = 0.85
-CUSTOM_CLASS = "scripts.benches.paced_stage:PacedTransformer"
+CUSTOM_CLASS = "scripts.benches.sides.paced_stage:PacedTransformer"
 CHANGES = {
     "num_layers = 2": f'num_layers = 3\ncustom_class = "{CUSTOM_CLASS}"',
     "num_stages = 2": f"num_stages = {NUM_STAGES}",

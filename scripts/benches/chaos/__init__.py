@@ -1,0 +1,1 @@
+"""A real swarm under a storm of faults: scripts/chaos."""

@@ -2,11 +2,11 @@
 
     scripts/chaos --setting synchronous --minutes 15 --faults-per-hour 400 --seed 0 --json
 
-Starts a swarm of real processes whose calls go through a proxy (../throttle.py) and has faults of all kinds (faults.py)
-come as a Poisson process, each to somebody drawn by the seed. What died is started again after seconds, with the same
-command line. The storm comes in parts; before each and after the last the swarm trains undisturbed for a while. At the
-end the audit goes through everybody's event log, and figures.py says how much was committed, how fast and how soon
-again.
+Starts a swarm of real processes whose calls go through a proxy (../shared/throttle.py) and has faults of all kinds
+(faults.py) come as a Poisson process, each to somebody drawn by the seed. What died is started again after seconds,
+with the same command line. The storm comes in parts; before each and after the last the swarm trains undisturbed for a
+while. At the end the audit goes through everybody's event log, and figures.py says how much was committed, how fast and
+how soon again.
 
 Computing is mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
 """
@@ -31,9 +31,9 @@ from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.figures import Struck
-from scripts.benches.common import POLL_SECONDS, BenchOptions, allow_class, say, with_corpus, write_config
-from scripts.benches.paced_stage import PACE
-from scripts.benches.throttle import Throttle
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, allow_class, say, with_corpus, write_config
+from scripts.benches.shared.throttle import Throttle
+from scripts.benches.sides.paced_stage import PACE
 from swarm.config import (
     AveragingConfig,
     DataConfig,
@@ -162,7 +162,7 @@ def _config(options: Options) -> RunConfig:
         run=f"chaos-{options.setting}",
         model=ModelConfig(
             num_layers=options.stages, d_model=32, num_heads=2,
-            custom_class="scripts.benches.paced_stage:PacedTransformer",
+            custom_class="scripts.benches.sides.paced_stage:PacedTransformer",
         ),
         stages=StagesConfig(num_stages=options.stages),
         data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=4, max_tokens=1_000_000),

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.supervisor import Child, Exit, Supervisor
-from scripts.benches import proc
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
-from scripts.benches.common import POLL_SECONDS, START_SECONDS, program, say
-from scripts.benches.throttle import Link, Throttle
+from scripts.benches.shared import proc
+from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, program, say
+from scripts.benches.shared.throttle import Link, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 USAGE_SECONDS = 5.0

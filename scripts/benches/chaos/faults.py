@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
-from scripts.benches import proc
 from scripts.benches.chaos.cast import Cast, Role
 from scripts.benches.chaos.program import set_clock
+from scripts.benches.shared import proc
 
 DOWN_SECONDS = (1.0, 5.0)
 """Until what was killed is started again, as systemd or a user in a loop would."""

@@ -1,0 +1,1 @@
+"""The swarm on virtual time, and beside a real one: scripts/simulate."""

@@ -1,13 +1,13 @@
 """Is a simulated swarm as fast as a real one?
 
 Real peers and a trainer, processes of their own over TLS on this machine, whose computing is a pause of fixed length
-(../paced_stage.py), so that they need few cores; and the same swarm in virtual time, with the same pauses. Compared are
-microbatches per second that the peers of stage 0 commit while no round ends, and which peer does how much of its
-stage's work.
+(../sides/paced_stage.py), so that they need few cores; and the same swarm in virtual time, with the same pauses.
+Compared are microbatches per second that the peers of stage 0 commit while no round ends, and which peer does how much
+of its stage's work.
 
 Half of the settings are saturated: whatever is chosen, the poorest stage's peers are busy. In the others the trainer
 keeps few microbatches in flight, so that throughput is their number over the time that one of them takes: who is
-chosen, credits, queues and the length of the lines (../throttle.py) all count.
+chosen, credits, queues and the length of the lines (../shared/throttle.py) all count.
 
 What it takes on this machine to hand a microbatch on, beside its computing, is measured before: one peer, to which the
 trainer gives one microbatch after the other. It is all that the simulation is told of the real swarm.
@@ -26,11 +26,11 @@ from typing import Any, Literal
 
 from peers import cli
 from peers.supervisor import Supervisor
-from scripts.benches.common import BenchOptions, SwarmProcesses, say, with_corpus
-from scripts.benches.lines import FAST, NEVER, Lines, serve
-from scripts.benches.paced_stage import PACE
-from scripts.benches.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
-from scripts.benches.throttle import Throttle
+from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
+from scripts.benches.shared.lines import FAST, NEVER, Lines, serve
+from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_commits, watch
+from scripts.benches.shared.throttle import Throttle
+from scripts.benches.sides.paced_stage import PACE
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.simulation.choosers.chooser import Answer, Ours
@@ -236,7 +236,7 @@ def _config(options: Options, num_stages: int) -> RunConfig:
     return RunConfig(
         run="validate",
         model=ModelConfig(
-            num_layers=num_stages, d_model=32, num_heads=2, custom_class="scripts.benches.paced_stage:Paced"
+            num_layers=num_stages, d_model=32, num_heads=2, custom_class="scripts.benches.sides.paced_stage:Paced"
         ),
         stages=StagesConfig(num_stages=num_stages),
         data=DataConfig(

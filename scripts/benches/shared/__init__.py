@@ -1,0 +1,1 @@
+"""How benches measure: what several of them use, and nobody runs."""

@@ -1,0 +1,84 @@
+"""Sides that are measured in turns, and how they compare: repetition by repetition.
+
+What else a machine does comes and goes. Two turns of one repetition see about the same of it, two medians do not: so a
+ratio is the median of the repetitions' own ratios.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from scripts.benches.shared.common import say
+
+Side = TypeVar("Side")
+
+Turns = Mapping[str, Sequence[float]]
+"""What each side's turns gave, one value a repetition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """One side over another."""
+
+    median: float
+    """Of the repetitions' ratios."""
+    extremes: tuple[float, float]
+    """The least and the largest of them."""
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[int], float]], repetitions: int, *, what: str = "", unit: str = "s"
+) -> dict[str, list[float]]:
+    """Let each side have its turn in every repetition, in every second one the other way round.
+
+    Args:
+        sides: the work of each, by its name: it is given the repetition's number, and gives what was measured.
+        what: is compared, for the report of progress; there is none without it.
+        unit: of what is measured.
+    """
+    values: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(repetitions):
+        for name in order(list(sides), number):
+            values[name].append(sides[name](number))
+        latest = ", ".join(f"{name} {_rounded(turns[-1])} {unit}" for name, turns in values.items())
+        if what:
+            say(f"{what}, {number + 1} of {repetitions}: {latest}")
+    return values
+
+
+def order(sides: Sequence[Side], number: int) -> Sequence[Side]:
+    """Who comes when in a repetition: every second one goes the other way round."""
+    return sides if number % 2 == 0 else sides[::-1]
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
+    """Compare two sides' turns of the same repetitions."""
+    ratios = [one / other for one, other in zip(over, under, strict=True)]
+    return Ratio(median=statistics.median(ratios), extremes=(min(ratios), max(ratios)))
+
+
+def medians(turns: Turns) -> dict[str, float]:
+    """Each side's own."""
+    return {name: statistics.median(values) for name, values in turns.items()}
+
+
+def spread(values: Sequence[float]) -> float:
+    """Their standard deviation; none of a single one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def figures(ratios: Mapping[str, Ratio | Mapping[str, Ratio]]) -> dict[str, Any]:
+    """Ratios as a bench gives them: each by its name, and the extremes of all under `ratio_range`."""
+    return {
+        **{name: _each(found, lambda one: one.median) for name, found in ratios.items()},
+        "ratio_range": {name: _each(found, lambda one: list(one.extremes)) for name, found in ratios.items()},
+    }
+
+
+def _each(found: Ratio | Mapping[str, Ratio], value: Callable[[Ratio], Any]) -> Any:
+    return value(found) if isinstance(found, Ratio) else {name: value(one) for name, one in found.items()}

@@ -1,0 +1,195 @@
+"""Watches the peers of a run from outside while they train: microbatches, rounds, and how long a short call takes.
+
+Used by the benches that measure a swarm in steady training, and by `validate`. It asks every peer to describe itself,
+with the deadline of a report to a leader and, where the peers have lines, over a line like theirs: what delays it would
+delay a heartbeat. Changes nothing at the peers.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+
+from scripts.benches.shared.common import START_SECONDS, ServingPeer, SwarmProcesses, fail_on_exit
+from scripts.benches.shared.lines import Lines
+from scripts.benches.shared.throttle import Link
+from swarm.averaging.timing import Timing
+from swarm.errors import DeadlineExceeded
+from swarm.rpc import tls
+from swarm.rpc.channels import CLIENT_OPTIONS
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+
+POLL_SECONDS = 0.2
+LEAST_SECONDS = 2.0
+"""Of a measurement: some polls."""
+ANSWER_SECONDS = Timing().report_seconds
+
+
+@dataclass
+class Watched:
+    """What one peer told over a while.
+
+    Attributes:
+        committed: by time, microbatches committed so far.
+        delays: seconds that each answer took; a deadline that was missed counts as that long.
+        first, last: the first and the last answer.
+        rounds: those committed meanwhile, by number.
+        up, down: bytes per second over its lines, if it has any.
+    """
+
+    stage: int
+    committed: list[tuple[float, int]] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
+    num_missed: int = 0
+    first: pb.DescribeReply = field(default_factory=pb.DescribeReply)
+    last: pb.DescribeReply = field(default_factory=pb.DescribeReply)
+    rounds: dict[int, pb.RoundReport] = field(default_factory=dict)
+    up: float = 0.0
+    down: float = 0.0
+
+    @property
+    def num_committed(self) -> int:
+        """From the first answer to the last."""
+        return self.committed[-1][1] - self.committed[0][1]
+
+    @property
+    def microbatches_per_second(self) -> float:
+        """From the first answer to the last, of at least two."""
+        return self.num_committed / (self.committed[-1][0] - self.committed[0][0])
+
+    def heard(self, reply: pb.DescribeReply, now: float) -> None:
+        """Take an answer."""
+        if not self.committed:
+            self.first = reply
+        self.last = reply
+        self.committed.append((now, reply.counters.committed))
+        self.rounds |= {report.round: report for report in reply.rounds if report.round >= self.first.round}
+
+
+def rate_between_commits(watched: Sequence[Watched]) -> float:
+    """Microbatches per second of these peers together, from the first commit that was seen to the last.
+
+    For a steady flow of few: between polls there may be one more or less. Pauses at the edges are not seen.
+
+    Raises:
+        DeadlineExceeded: they committed too few.
+    """
+    commits = sorted(
+        (now, after - before)
+        for one in watched
+        for (_, before), (now, after) in pairwise(one.committed)
+        if after > before
+    )
+    if not commits or commits[-1][0] == commits[0][0]:
+        raise DeadlineExceeded("hardly a microbatch was committed: measure for longer; is the machine busy?")
+    seconds = commits[-1][0] - commits[0][0]
+    return sum(number for _, number in commits[1:]) / seconds
+
+
+def longest_gap(watched: Sequence[Watched]) -> float:
+    """Seconds in which none of the peers committed a microbatch; as exact as the polls are frequent."""
+    times = [one.committed[0][0] for one in watched]
+    for one in watched:
+        times += [now for (_, before), (now, after) in pairwise(one.committed) if after > before]
+    times.append(max(one.committed[-1][0] for one in watched))
+    return max(after - before for before, after in pairwise(sorted(times)))
+
+
+async def watch(
+    swarm: SwarmProcesses, peers: Sequence[ServingPeer] = (), *, warm_up_seconds: float, seconds: float,
+    check: Callable[[], object] | None = None,
+) -> list[Watched]:  # fmt: skip
+    """Wait until microbatches are committed, then for the warm-up, and then watch; gives what was seen of each peer.
+
+    Args:
+        peers: all of the swarm's, if none are named.
+        check: raises if the swarm is not as it should be; unless told otherwise, if a process has ended.
+
+    Raises:
+        PeerUnavailable: a process has ended.
+        DeadlineExceeded: nothing was committed, or a peer hardly ever answered.
+    """
+    peers = peers or swarm.peers
+    check = check or (lambda: fail_on_exit(swarm.children))
+    lines = swarm.children if isinstance(swarm.children, Lines) else None
+    run_id = swarm.config.run_id
+    channels = [_channel(peer, lines.own if lines else None) for peer in peers]
+    try:
+        await _until_trained(run_id, channels, check)
+        warm_at = time.monotonic() + warm_up_seconds
+        while (left := warm_at - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, POLL_SECONDS))
+            check()
+        watched = await asyncio.gather(*(
+            _poll(run_id, channel, peer.record.stage, lines.links[peer.child.name] if lines else None, seconds)
+            for channel, peer in zip(channels, peers, strict=True)
+        ))  # fmt: skip
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+    check()
+    for peer, one in zip(peers, watched, strict=True):
+        if len(one.committed) < 2:
+            raise DeadlineExceeded(f"{peer.child.name} hardly answered in {seconds:.0f} s: is the machine busy?")
+    return watched
+
+
+async def _poll(run_id: str, channel: grpc.aio.Channel, stage: int, link: Link | None, seconds: float) -> Watched:
+    watched, began_at = Watched(stage=stage), time.monotonic()
+    up, down = _num_bytes(link)
+    while (asked_at := time.monotonic()) < began_at + seconds:
+        try:
+            watched.heard(await _describe(run_id, channel), time.monotonic())
+        except grpc.aio.AioRpcError:
+            watched.num_missed += 1
+        watched.delays.append(time.monotonic() - asked_at)
+        await asyncio.sleep(POLL_SECONDS)
+    seconds = time.monotonic() - began_at
+    up_now, down_now = _num_bytes(link)
+    watched.up, watched.down = (up_now - up) / seconds, (down_now - down) / seconds
+    return watched
+
+
+def _num_bytes(link: Link | None) -> tuple[int, int]:
+    return (link.up.num_bytes, link.down.num_bytes) if link else (0, 0)
+
+
+async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], check: Callable[[], object]) -> None:
+    """Until one more microbatch was committed."""
+
+    async def committed() -> int:
+        replies = [await _describe(run_id, channel, START_SECONDS) for channel in channels]
+        return sum(reply.counters.committed for reply in replies)
+
+    deadline, before = time.monotonic() + START_SECONDS, None
+    while True:
+        check()
+        with suppress(grpc.aio.AioRpcError):  # A line that is full, or a machine that is busy, may miss a ping.
+            now = await committed()
+            before = now if before is None else before
+            if now > before:
+                return
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"no microbatch in {START_SECONDS:.0f} s: is the machine busy with other work?")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def _describe(
+    run_id: str, channel: grpc.aio.Channel, timeout_seconds: float = ANSWER_SECONDS
+) -> pb.DescribeReply:
+    call: Any = StageServiceStub(channel).Describe
+    reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id), timeout=timeout_seconds)
+    return reply
+
+
+def _channel(peer: ServingPeer, own: Link | None) -> grpc.aio.Channel:
+    proxy = (("grpc.http_proxy", f"http://{own.proxy}"),) if own else ()
+    credentials = tls.pinned_credentials(peer.record.certificate_pem)
+    return grpc.aio.secure_channel(
+        peer.record.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS, *proxy)
+    )

@@ -1,0 +1,70 @@
+"""Processes that work one after another, so that each has the machine to itself while it is measured.
+
+`take_turns` is the process's end: it stops itself (SIGSTOP) whenever it has nothing to do, and so takes no time from
+the others. `Worker` is the bench's, which continues it. What a turn took is written to a file.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peers.supervisor import Child, Supervisor
+from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, fail_on_exit, wait_for_json, write_json
+from swarm.errors import DeadlineExceeded
+
+TURN_SECONDS = 24 * 3600.0
+"""Longest turn: as much can be asked as somebody has the patience for. That its process has died is noticed at once."""
+
+
+def take_turns(results: Path, work: Callable[[], None]) -> None:
+    """Do `work` each time this process is continued, until it is killed; writes `results`/N.json with the seconds."""
+    for turn in itertools.count():
+        signal.raise_signal(signal.SIGSTOP)
+        start = time.perf_counter()
+        work()
+        write_json(results / f"{turn}.json", {"seconds": time.perf_counter() - start})
+
+
+class Worker:
+    """A process that takes turns, stopped but for these."""
+
+    def __init__(self, name: str, command: Sequence[str], results: Path, children: Supervisor) -> None:
+        """Start it; it is to call `take_turns` with the folder `results`."""
+        self._children = children
+        self._results = results
+        self._results.mkdir(parents=True)
+        self._turn = 0
+        self._child: Child = children.start(name, command)
+
+    def until_stopped(self) -> None:
+        """Return when it waits for its next turn: at the start, or after its turn is over.
+
+        Raises:
+            PeerUnavailable: some child ended meanwhile.
+            DeadlineExceeded: it took longer than START_SECONDS.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            # A process that has ended can stop no more, and waitid says so by an error.
+            with contextlib.suppress(ChildProcessError):
+                if os.waitid(os.P_PID, self._child.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                    return
+            fail_on_exit(self._children)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{self._child.name} is not ready after {START_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
+
+    def begin(self) -> None:
+        """Let it have its turn."""
+        os.kill(self._child.pid, signal.SIGCONT)
+
+    def seconds(self) -> float:
+        """What its turn took, once it is over. Raises as `until_stopped` does, after TURN_SECONDS."""
+        result = wait_for_json(self._results / f"{self._turn}.json", self._children, timeout_seconds=TURN_SECONDS)
+        self._turn += 1
+        self.until_stopped()
+        return float(result["seconds"])

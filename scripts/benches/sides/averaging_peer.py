@@ -1,0 +1,85 @@
+"""What the processes of the allreduce bench share: the values they average, and the orders they get.
+
+Imported by swarm_averager and hivemind_averager, which are those processes, and by the bench itself. An order is a
+file with a number in the process's folder, and so is the answer. A measurement begins at an agreed reading of the
+monotonic clock, which all processes of a machine share. Never averages anything.
+
+Shapes: P parameters.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.benches.shared.common import write_json
+
+SIDE = 1024
+"""Rows and columns of the matrices, as a small llama has them."""
+POLL_SECONDS = 0.01
+READY_FILE = "ready.json"
+
+
+def values(member: int, num_parameters: int) -> torch.Tensor:
+    """One member's vector, shape (P,): standard normal, the same wherever it is made."""
+    return torch.randn(num_parameters, generator=torch.Generator().manual_seed(member))
+
+
+def as_tensors(vector_P: torch.Tensor) -> list[torch.Tensor]:
+    """Views of a vector as a model has its parameters: SIDE x SIDE matrices, and what is left."""
+    num_full = vector_P.numel() // (SIDE * SIDE) * SIDE * SIDE
+    rest = vector_P[num_full:]
+    return [*vector_P[:num_full].view(-1, SIDE, SIDE), *([rest] if rest.numel() else [])]
+
+
+def exact_mean(members: Sequence[int], num_parameters: int) -> torch.Tensor:
+    """The members' average in float64, shape (P,)."""
+    sum_P = torch.zeros(num_parameters, dtype=torch.float64)
+    for member in members:
+        sum_P += values(member, num_parameters)
+    return sum_P / len(members)
+
+
+def distance(held: Sequence[torch.Tensor], mean_P: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the mean."""
+    difference_P = torch.cat([tensor.flatten() for tensor in held]).double() - mean_P
+    return float(torch.linalg.vector_norm(difference_P) / torch.linalg.vector_norm(mean_P))
+
+
+def digest(held: Sequence[torch.Tensor]) -> str:
+    """SHA-256 of what a member holds, in hexadecimal."""
+    sha256 = hashlib.sha256()
+    for tensor in held:
+        sha256.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return sha256.hexdigest()
+
+
+def compare(held: Sequence[torch.Tensor], means: Mapping[str, Sequence[int]], num_parameters: int) -> dict[str, Any]:
+    """What a member holds: its digest, and how far it is from the average of each of these sets of members."""
+    distances = {name: distance(held, exact_mean(members, num_parameters)) for name, members in means.items()}
+    return {"digest": digest(held), "distances": distances}
+
+
+@dataclass(eq=False)
+class Orders:
+    """The orders that one process gets, in turn."""
+
+    folder: Path
+    number: int = 0
+
+    def poll(self) -> dict[str, Any] | None:
+        """The next order, once it has come: its `name` and its arguments."""
+        path = self.folder / f"{self.number}.json"
+        if not path.exists():
+            return None
+        order: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return order
+
+    def answer(self, reply: dict[str, Any]) -> None:
+        """Answer the order that `poll` gave, and wait for the one after it."""
+        write_json(self.folder / f"{self.number}.reply.json", reply)
+        self.number += 1

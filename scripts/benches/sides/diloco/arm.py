@@ -1,0 +1,116 @@
+"""A process that trains one arm of the diloco bench with one seed.
+
+    python -m scripts.benches.sides.diloco.arm ARM SEED ROUNDS_AT_200 DATASET
+
+Its last line of stdout is one JSON object. One thread of torch's, and everything on one event loop.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from peers import process
+from scripts.benches.shared.common import with_corpus
+from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config
+from scripts.benches.sides.diloco.driven_swarm import DrivenSwarm
+from scripts.benches.sides.reference import Reference
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.model.transformer import build_transformer
+
+HELD_OUT_SAMPLES = 2048
+HELD_OUT_BATCHES = 16
+CURVE_POINTS = 5
+
+
+@dataclass(eq=False)
+class Curve:
+    """Held-out losses on the way, the last one at the end."""
+
+    config: RunConfig
+    data: Microbatches
+    num_rounds: int
+    points: list[tuple[int, float]] = field(default_factory=list)
+    """Tokens, and nats a token."""
+
+    def __post_init__(self) -> None:
+        self._model = build_transformer(self.config, device="cpu")
+        samples = np.concatenate(self.data.held_out(HELD_OUT_SAMPLES))
+        self._batches = torch.from_numpy(samples).long().chunk(HELD_OUT_BATCHES)
+
+    def after_round(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Measure, if it is time to, with the weights that the round came to."""
+        done = number + 1
+        if done * CURVE_POINTS // self.num_rounds > number * CURVE_POINTS // self.num_rounds:
+            tokens = done * self.config.rounds.round_samples * self.config.data.sequence_length
+            self.points.append((tokens, self._held_out_loss(weights)))
+
+    @torch.no_grad()
+    def _held_out_loss(self, weights: Mapping[str, torch.Tensor]) -> float:
+        self._model.load_state_dict(dict(weights))
+        losses = [float(self._model.loss(batch)) * len(batch) for batch in self._batches]
+        return sum(losses) / sum(len(batch) for batch in self._batches)
+
+
+def train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int) -> dict[str, Any]:
+    """Train an arm; gives its figures."""
+    started_at = time.perf_counter()
+    curve = Curve(config, data, rounds)
+    averaging = _train_single(config, data, curve) if arm.kind == "single" else asyncio.run(_train(arm, curve))
+    tokens, val_loss = curve.points[-1]
+    return {
+        "val_loss": val_loss,
+        "outer_steps": rounds,
+        "tokens": tokens,
+        **averaging,
+        "curve": curve.points,
+        "seconds": time.perf_counter() - started_at,
+    }
+
+
+def _train_single(config: RunConfig, data: Microbatches, curve: Curve) -> dict[str, Any]:
+    reference = Reference(config, data)
+    for number in range(curve.num_rounds):
+        reference.step(number)
+        curve.after_round(number, reference.weights)
+    return {"bytes_per_peer": 0, "compression_ratio": 1.0, "lost_tokens": 0, "attempts": 0}
+
+
+async def _train(arm: Arm, curve: Curve) -> dict[str, Any]:
+    ratios: list[float] = []
+    async with asyncio.TaskGroup() as tasks:
+        swarm = DrivenSwarm(curve.config, curve.data, tasks)
+        await swarm.start(arm.num_workers)
+        for number in range(curve.num_rounds):
+            # Another one each time, so that it is the leader's turn now and then.
+            await swarm.train_round(replaced=number // 2 % arm.num_workers if arm.churn and number % 2 else None)
+            curve.after_round(number, swarm.anchor)
+            ratios.append(swarm.workers[0].last_report.compression_ratio)
+        swarm.stop()
+    return {
+        "bytes_per_peer": swarm.bytes_averaged // arm.num_workers,
+        "compression_ratio": sum(ratios) / len(ratios),
+        "lost_tokens": swarm.num_lost_samples * curve.config.data.sequence_length,
+        "attempts": swarm.num_attempts,
+    }
+
+
+def main(name: str, seed: int, rounds_at_200: int, dataset: str) -> None:
+    """Train, and print the figures."""
+    torch.set_num_threads(1)
+    process.setup_logging(f"bench diloco {name}", "warning")
+    arm = ARMS[name]
+    config, data = with_corpus(run_config(arm, seed=seed, rounds_at_200=rounds_at_200, dataset=dataset))
+    print(json.dumps(train(arm, config, data, num_rounds(config, rounds_at_200))))
+
+
+if __name__ == "__main__":
+    process.prepare_environment()
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

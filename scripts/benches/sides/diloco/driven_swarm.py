@@ -1,0 +1,224 @@
+"""A one-stage swarm in one process: every peer's own stage, weights and averager, and a driver that feeds them.
+
+Used by the diloco bench's arms. What peers do to weights and with each other is the swarm's own code; taken away are
+the network, the compute threads and the trainer. The driver hands out microbatches one after another, and none while
+a round is exchanged, unless the run overlaps the two: so a run is the same every time.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.averaging.averager import Averager
+from swarm.averaging.timing import Timing
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.errors import DeadlineExceeded, IntegrityError
+from swarm.microbatch import Microbatch
+from swarm.model.stages import build_stage
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.backend import TOKENS, GraphBudget, StageBackend
+from swarm.stage.member import StageMember
+from swarm.stage.runtime import Runtime
+from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import Staging
+from swarm.stage.task_queue import Priority
+from swarm.stage.weights import StageWeights
+from swarm.types import PeerId, PeerRecord, PeerState
+
+PATIENCE_SECONDS = 60.0
+TIMING = Timing(
+    report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
+    late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
+    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS,
+)  # fmt: skip
+"""Nobody is given up for being slow: all workers share one thread, and that perhaps a busy machine. A killed one's
+calls fail at once."""
+ROUND_SECONDS = 120.0
+"""Longest wait for something that takes milliseconds on an idle machine."""
+POLL_SECONDS = 0.0005
+
+_Result = TypeVar("_Result")
+
+
+class InlineRuntime(Runtime):
+    """The compute thread's place: work is done where it is asked for, at once."""
+
+    def __init__(self) -> None:
+        super().__init__(queue_capacity=1)
+
+    async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
+        return work(), 0.0
+
+
+class Worker:
+    """One peer."""
+
+    def __init__(self, number: int, config: RunConfig, network: MemoryNetwork, tasks: asyncio.TaskGroup) -> None:
+        module = build_stage(config, 0, device="cpu")
+        self.weights = StageWeights(config, module, lineage="")
+        backend = StageBackend(
+            config=config, stage=0, module=module, weights=self.weights, staging=Staging(),
+            budget=GraphBudget(limit_bytes=1 << 30),
+        )  # fmt: skip
+        self.stage = Stage(
+            config=config, backend=backend, runtime=InlineRuntime(), hop=None, clock=SystemClock(), tasks=tasks,
+            limits=StageLimits(max_in_flight=1),
+        )  # fmt: skip
+        self.member = StageMember(self.stage, num_alive=lambda: len(network.records(0)))
+        self.record = PeerRecord(
+            peer_id=PeerId(f"{number:040x}"), stage=0, endpoint=f"memory:{number}", state=PeerState.SERVING,
+            announced_at=0.0,
+        )  # fmt: skip
+        self.averager = Averager(
+            config=config, own=self.record, member=self.member, peers=network.records,
+            transport=MemoryTransport(network), clock=SystemClock(), timing=TIMING,
+        )  # fmt: skip
+        self.stage.on_change = self.averager.notify
+        self.averaging = tasks.create_task(self.averager.run())
+
+    @property
+    def last_report(self) -> pb.RoundReport:
+        """Of the newest committed round."""
+        return self.member.reports[-1]
+
+    async def join(self) -> None:
+        """Get the others' state, if there is any."""
+        await asyncio.sleep(0)
+        await self.averager.join()
+        self.stage.serving = True
+
+    async def train(self, index: int, tokens_BT1: torch.Tensor) -> None:
+        """Do what follows from one microbatch, its inner step included."""
+        microbatch = Microbatch(
+            index=index, round=self.stage.round, num_samples=len(tokens_BT1), accumulate_only_at=None
+        )  # fmt: skip
+        slot = self.stage.admit(microbatch)
+        try:
+            computation = await self.stage.begin(microbatch, {TOKENS: tokens_BT1}, {}, self)
+            while not computation.done:
+                await computation.news(ROUND_SECONDS)
+            computation.result()
+            self.stage.acknowledge(computation)
+        finally:
+            self.stage.leave(slot)
+        while self.stage.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
+            await asyncio.sleep(0)
+
+
+class DrivenSwarm:
+    """Workers that train round after round. To be used, and stopped, inside the task group that it is given."""
+
+    def __init__(self, config: RunConfig, data: Microbatches, tasks: asyncio.TaskGroup) -> None:
+        self._config = config
+        self._data = data
+        self._tasks = tasks
+        self._network = MemoryNetwork()
+        self._numbers = itertools.count(1)
+        self._indices = itertools.count()
+        self.workers: list[Worker] = []
+        self.bytes_averaged = 0
+        """Sent and received by all workers."""
+        self.num_attempts = 0
+        """At committing a round."""
+        self.num_lost_samples = 0
+        """Trained by workers that were killed, and in no average."""
+
+    @property
+    def round(self) -> int:
+        """The round that all workers are in."""
+        return self.workers[0].weights.round.number
+
+    @property
+    def anchor(self) -> Mapping[str, torch.Tensor]:
+        """The weights that this round began with, by their names in the whole model."""
+        anchor = self.workers[0].weights.anchor(self.round)
+        assert anchor is not None, "the current round's is always there"
+        return anchor
+
+    async def start(self, num_workers: int) -> None:
+        """Have so many workers."""
+        self.workers = [await self._new_worker() for _ in range(num_workers)]
+
+    def stop(self) -> None:
+        """End what the workers have running."""
+        for worker in self.workers:
+            worker.averaging.cancel()
+
+    async def train_round(self, replaced: int | None = None) -> None:
+        """Train one round, and have it committed by all workers.
+
+        Args:
+            replaced: a worker, by its place, that is killed in the middle of the round; a fresh one takes its place.
+
+        Raises:
+            DeadlineExceeded: the round does not get committed.
+            IntegrityError: the workers hold different states after it, or one of them was left out.
+        """
+        number = self.round
+        if replaced is not None:
+            await self._feed(self._config.rounds.round_samples // 2)
+            await self._replace(replaced)
+        overlap_steps = self._config.averaging.overlap_steps
+        if overlap_steps:
+            self._network.line.clear()
+        await self._feed(self._config.rounds.round_samples)
+        if overlap_steps:
+            await self._until(lambda: all(worker.weights.round.closed for worker in self.workers), "closed")
+            await self._train_during_exchange(overlap_steps)
+            self._network.line.set()
+        await self._until(lambda: all(worker.weights.round.number > number for worker in self.workers), "committed")
+        digests = {worker.member.state_digest for worker in self.workers}
+        if len(digests) > 1:
+            raise IntegrityError(f"after round {number} the workers hold different states")
+        reports = [worker.last_report for worker in self.workers]
+        if reports[0].num_members < len(self.workers):
+            raise IntegrityError(f"only {reports[0].num_members} workers took part in round {number}")
+        self.bytes_averaged += sum(report.bytes_sent + report.bytes_received for report in reports)
+        self.num_attempts += reports[0].attempts
+
+    async def _feed(self, num_samples: int) -> None:
+        """Hand out microbatches in turn until the workers have so many samples of the round."""
+        turns = itertools.cycle(self.workers)
+        while sum(worker.member.progress().num_samples for worker in self.workers) < num_samples:
+            await self._until(self._all_open, "open")
+            await self._train_next(next(turns))
+
+    async def _train_during_exchange(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            for worker in self.workers:
+                await self._train_next(worker)
+        assert not any(worker.weights.backlog_samples for worker in self.workers), "inner steps go on meanwhile"
+
+    async def _train_next(self, worker: Worker) -> None:
+        index = next(self._indices)
+        await worker.train(index, torch.from_numpy(self._data.tokens(index)))
+
+    async def _replace(self, place: int) -> None:
+        dead = self.workers[place]
+        self._network.remove(dead.record)
+        dead.averaging.cancel()
+        self.num_lost_samples += dead.member.progress().num_samples
+        self.workers[place] = await self._new_worker()
+
+    async def _new_worker(self) -> Worker:
+        worker = Worker(next(self._numbers), self._config, self._network, self._tasks)
+        self._network.add(worker.record, worker.averager)
+        await worker.join()
+        return worker
+
+    def _all_open(self) -> bool:
+        return not any(worker.weights.round.closed for worker in self.workers)
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            async with asyncio.timeout(ROUND_SECONDS):
+                while not condition():  # noqa: ASYNC110 - what is waited for is spread over the workers
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise DeadlineExceeded(f"round {self.round} is not {what} after {ROUND_SECONDS:.0f} s") from None

@@ -1,0 +1,64 @@
+"""What the diloco bench has trained already: a file for each arm and seed, with what its figures are of.
+
+Used by the bench with --keep, which so goes on where it was stopped. Figures of other rounds or of another text are
+refused; those of another version of the code are taken, and named. Trains nothing.
+
+JSON: {"of": {"rounds_at_200", "dataset", "digest", "version"}, "figures": {...}}.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.benches.shared import figures_file
+from scripts.benches.shared.common import say, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The files in a folder, and what they have to be of."""
+
+    folder: Path
+    rounds_at_200: int
+    """Outer steps of the arm with H = 200."""
+    dataset: str
+    """As the command line has it."""
+    digest: str
+    """Of the text that was found there."""
+
+    def read(self, arm: str, seed: int) -> Mapping[str, Any] | None:
+        """The figures of an arm and seed, if they are kept; says so if another version of the code made them.
+
+        Raises:
+            ValueError: they are of something else, or there is no telling.
+        """
+        path = self._path(arm, seed)
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            of, figures = found["of"], found["figures"]
+            rounds, dataset, digest, version = (of[name] for name in ("rounds_at_200", "dataset", "digest", "version"))
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--keep: {path} does not say what its figures are of; name another folder") from None
+        if (rounds, digest) != (self.rounds_at_200, self.digest):
+            raise ValueError(
+                f"--keep: {path} is of {rounds} rounds at H = 200 of {dataset} ({digest[:12]}), and not of "
+                f"{self.rounds_at_200} of {self.dataset} ({self.digest[:12]}); name another folder"
+            )
+        if version != (current := figures_file.version()):
+            say(f"{arm}, seed {seed}, is kept, OF ANOTHER VERSION ({version}; this is {current})")
+        kept: Mapping[str, Any] = figures
+        return kept
+
+    def write(self, arm: str, seed: int, figures: Mapping[str, Any], version: str) -> None:
+        """Keep the figures of an arm and seed, made by that version of the code."""
+        of = {
+            "rounds_at_200": self.rounds_at_200, "dataset": self.dataset, "digest": self.digest, "version": version,
+        }  # fmt: skip
+        write_json(self._path(arm, seed), {"of": of, "figures": dict(figures)})
+
+    def _path(self, arm: str, seed: int) -> Path:
+        return self.folder / f"{arm}-{seed}.json"

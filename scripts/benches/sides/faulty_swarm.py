@@ -1,0 +1,164 @@
+"""Faults on purpose, in a swarm of real processes that a trainer feeds: one in every second step, at a random moment.
+
+Used by the bench `exactly-once`. Kills and replaces peers, one by one or two neighbours at once, and disturbs what two
+processes send to each other. Leaves at every stage a peer that holds its state. Judges nothing.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from peers.supervisor import Child
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    STALL_SECONDS,
+    START_SECONDS,
+    ServingPeer,
+    SwarmProcesses,
+    fail_on_exit,
+    say,
+)
+from scripts.benches.shared.lines import Lines, serve
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+
+EVERY = 2
+"""Steps from one fault to the next."""
+MAX_IN_FLIGHT = 4
+"""Microbatches under way: few, so that the cores are left to those who join."""
+HELD_SECONDS = (0.5, 2.0)
+"""For how long what is going to be lost is held back: long enough for the work behind it to be done."""
+ONE_WAY_SECONDS = 6.0
+"""Longer than it takes to notice that a neighbour is unreachable."""
+
+
+@dataclass(eq=False)
+class FaultySwarm:
+    """A swarm, and what is done to it while it trains."""
+
+    swarm: SwarmProcesses
+    rng: random.Random
+    faults: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+    owed: int = 0
+    """Faults that are due: they wait while nobody can be spared."""
+    _joining: list[tuple[Child, int]] = field(default_factory=list)
+    _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+
+    def train(self, steps: int, fault: Callable[["FaultySwarm"], bool]) -> None:
+        """Have a trainer train so many steps; in every second one, do `fault`, which says whether it could.
+
+        Raises:
+            PeerUnavailable: the trainer, or a peer that nobody killed, ended; one that was joining, too.
+            DeadlineExceeded: no step for a very long time, or a peer did not come to serve.
+        """
+        trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
+        self._stepped_at = time.monotonic()
+        num_steps, planned, due_at = 0, 1, 0.0
+        while not self._has_ended(trainer):
+            now = time.monotonic()
+            if (taken := len(self.swarm.steps("trainer"))) > num_steps:
+                seconds, self._stepped_at = (now - self._stepped_at) / (taken - num_steps), now
+                num_steps = taken
+                # After the last step there is nothing that could fail.
+                while planned <= num_steps and planned < steps:
+                    planned += EVERY
+                    self.owed += 1
+                    due_at = now + self.rng.uniform(0.0, seconds)
+                    say(f"step {num_steps}, {dict(self.faults)}, {len(self.swarm.peers)} peers")
+            if self.owed and now >= due_at and fault(self):
+                self.owed -= 1
+            for entry in [entry for entry in self._timeline if entry[0] <= now]:
+                self._timeline.remove(entry)
+                entry[1]()
+            self._take_in()
+            if now - self._stepped_at > STALL_SECONDS:
+                raise DeadlineExceeded(f"no step for {STALL_SECONDS:.0f} s after step {num_steps}")
+            time.sleep(POLL_SECONDS)
+        for _, undo in self._timeline:
+            undo()
+        self._until_all_serve()
+
+    def _until_all_serve(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            fail_on_exit(self.swarm.children)
+            self._take_in()
+            if not self._joining:
+                return
+            if time.monotonic() > deadline:
+                name = self._joining[0][0].name
+                raise DeadlineExceeded(f"{name} does not serve {START_SECONDS:.0f} s after the last step")
+            time.sleep(POLL_SECONDS)
+
+    def _has_ended(self, trainer: Child) -> bool:
+        ends = self.swarm.children.exits()
+        for end in ends:
+            if end.name != trainer.name or end.returncode != 0:
+                raise PeerUnavailable(f"{end.name} ended early: {end.reason}")
+        return bool(ends)
+
+    def _take_in(self) -> None:
+        """Whoever has joined is a peer like any other."""
+        for child, stage in list(self._joining):
+            if self.swarm.ready_file(child.name).exists():
+                self._joining.remove((child, stage))
+                self.swarm.peers.append(self.swarm.until_ready(child, stage))
+                serve(self.swarm, self.swarm.peers[-1:])
+
+    # -- kills ---------------------------------------------------------------------------------------------------------
+
+    def _spare(self, stage: int) -> list[ServingPeer]:
+        """Peers of a stage of which one may be killed."""
+        peers = [peer for peer in self.swarm.peers if peer.record.stage == stage]
+        return peers if len(peers) > 1 else []
+
+    def kill(self, stages: Sequence[int]) -> bool:
+        """Kill a peer of each of these stages at once, and start another in its place; False if one is too poor."""
+        candidates = [self._spare(stage) for stage in stages]
+        if not all(candidates):
+            return False
+        victims = [self.rng.choice(peers) for peers in candidates]
+        for victim in victims:
+            self.swarm.peers.remove(victim)
+            self.swarm.children.kill9(victim.child)
+        self._joining += [(self.swarm.launch_peer(stage), stage) for stage in stages]
+        self.faults["kill"] += len(victims)
+        return True
+
+    def kill_one(self) -> bool:
+        """A peer of a random stage."""
+        return self.kill([self.rng.randrange(self.swarm.config.stages.num_stages)])
+
+    def kill_neighbours(self) -> bool:
+        """A peer of a random stage and one of the next."""
+        stage = self.rng.randrange(self.swarm.config.stages.num_stages - 1)
+        return self.kill([stage, stage + 1])
+
+    # -- the network ---------------------------------------------------------------------------------------------------
+
+    def disturb(self) -> bool:
+        """Lose what a process has answered, or acknowledged, or let bytes pass one way only, for a while."""
+        lines = self.swarm.children
+        assert isinstance(lines, Lines)
+        stage = self.rng.randrange(self.swarm.config.stages.num_stages)
+        target = self.rng.choice([peer for peer in self.swarm.peers if peer.record.stage == stage])
+        callers = [peer.child.name for peer in self.swarm.peers if peer.record.stage == stage - 1]
+        caller = lines.links[self.rng.choice(callers or [f"{self.swarm.folder.name}-trainer"])]
+        callee = lines.links[target.child.name]
+        kind = self.rng.choice(["lost_replies", "lost_acks", "one_way"])
+        self.faults[kind] += 1
+        ends = (caller, callee) if kind == "lost_acks" else (callee, caller)
+        if kind == "one_way" and self.rng.random() < 0.5:
+            ends = ends[::-1]
+        lines.throttle.hinder(*ends)
+        seconds = ONE_WAY_SECONDS if kind == "one_way" else self.rng.uniform(*HELD_SECONDS)
+
+        def end() -> None:
+            if kind != "one_way":
+                lines.throttle.break_connections(caller, callee)
+            lines.throttle.clear(*ends)
+
+        self._timeline.append((time.monotonic() + seconds, end))
+        return True

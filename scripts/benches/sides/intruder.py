@@ -1,0 +1,138 @@
+"""An intruder of the bench `intruders`: a process that misuses a peer as fast as it can, or computes in peace.
+
+    python -m scripts.benches.sides.intruder KIND FILE TALLY
+
+FILE is JSON: endpoint, certificate_pem, run_id and the intruder's own token. An intruder writes to TALLY, JSON as well,
+how many calls it has begun and how those came out that have ended. Runs until it is killed.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from scripts.benches.shared.common import write_json
+from swarm.identity import generate
+from swarm.rpc import tls
+from swarm.rpc.channels import CLIENT_OPTIONS
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
+from swarm.stage.backend import HIDDEN
+from swarm.token import Token
+from swarm.types import PROTOCOL_VERSION
+
+AT_ONCE = 64
+TALLY_SECONDS = 0.25
+"""How often the tally is written."""
+TRAIN, BEGIN = "/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.AveragingService/Begin"
+FAULTS = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
+
+
+class Intruder:
+    """One connection, and what is sent over it."""
+
+    def __init__(self, channel: grpc.aio.Channel, target: dict[str, Any]) -> None:
+        self._channel = channel
+        self._random = random.Random(0)
+        self._address = pb.Address(run_id=target["run_id"], protocol_version=PROTOCOL_VERSION, stage=1)
+        self._samples = target["num_samples"]
+        self._num_calls = 0
+        self._outcomes: Counter[str] = Counter()
+
+    async def malformed(self) -> None:
+        """Bytes that are no message, or one of nonsense."""
+        call: Any = self._channel.unary_unary(BEGIN)
+        await call(self._random.randbytes(self._random.randrange(200)), timeout=20)
+
+    async def opens(self) -> None:
+        """A microbatch that is right as far as it goes: it takes a slot, and is given up."""
+        async with asyncio.timeout(5):
+            call = await self._open()
+            await call.read()
+        call.cancel()
+
+    async def idle(self) -> None:
+        """A stream that says nothing."""
+        call: Any = self._channel.stream_stream(TRAIN)()
+        await call.read()
+
+    async def slow(self) -> None:
+        """A tensor of which a byte comes now and then."""
+        call = await self._open()
+        header = TensorHeader(name=HIDDEN, encoding="fp32", shape=(1, 1, 1), num_bytes=4)
+        # Read meanwhile: once a write has failed, gRPC no longer tells what the peer said.
+        answer = asyncio.create_task(call.read())
+        with contextlib.suppress(*FAULTS):
+            while not call.done():
+                await call.write(pb.TrainRequest(chunks=[TensorChunk(header=header, data=b"x")]).SerializeToString())
+                await asyncio.sleep(1.0)
+        await answer
+
+    async def _open(self) -> Any:
+        opening = pb.Open(
+            address=self._address, microbatch=self._random.randrange(1 << 40), num_samples=self._samples
+        )  # fmt: skip
+        call: Any = self._channel.stream_stream(TRAIN)()
+        await call.write(pb.TrainRequest(open=opening).SerializeToString())
+        return call
+
+    async def run(self, kind: str, tally: Path) -> None:
+        """Do it again and again, many at a time."""
+
+        async def again() -> None:
+            while True:
+                self._num_calls += 1
+                outcome = "OK"
+                try:
+                    await getattr(self, kind)()
+                except (*FAULTS, TimeoutError) as error:
+                    outcome = error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
+                    await asyncio.sleep(0)
+                self._outcomes[outcome] += 1
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.create_task(again())
+            while True:
+                await asyncio.sleep(TALLY_SECONDS)
+                write_json(tally, {"at": time.monotonic(), "calls": self._num_calls, "outcomes": self._outcomes})
+
+
+def compute(share: float) -> None:
+    """Be busy for a share of the time."""
+    while True:
+        began = time.perf_counter()
+        while time.perf_counter() - began < 0.02 * share:
+            pass
+        time.sleep(0.02 * (1.0 - share))
+
+
+def main() -> None:
+    kind, file, tally = sys.argv[1:]
+    target = json.loads(Path(file).read_text(encoding="utf-8"))
+    if kind == "harmless":
+        compute(target["share"])
+    else:
+        asyncio.run(intrude(target, kind, Path(tally)))
+
+
+async def intrude(target: dict[str, Any], kind: str, tally: Path) -> None:
+    """A channel belongs to the loop that it was made in."""
+    identity = Token.parse(target["token"]).admit(generate())
+    credentials = tls.pinned_credentials(target["certificate_pem"], identity)
+    options = (*CLIENT_OPTIONS, *tls.PINNED_OPTIONS)
+    channel = grpc.aio.secure_channel(target["endpoint"], credentials, options=options)
+    await Intruder(channel, target).run(kind, tally)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    main()

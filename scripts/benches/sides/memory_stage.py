@@ -1,0 +1,310 @@
+"""A process with one member of a stage that has another stage on either side; it tells what memory it takes.
+
+    python -m scripts.benches.sides.memory_stage FOLDER NUMBER GRAPH_BYTES IN_FLIGHT
+
+Started by the memory bench, twice for each case: the two average with each other. Stage, compute thread, weights,
+averager, TLS and gRPC are those of a peer; the stages before and after are stood in for here. Microbatches come one by
+one and wait for their gradients until IN_FLIGHT of them do; from then on one is finished for each that is begun. Two
+rounds are trained, and the second one is measured. Writes `NUMBER.json` to FOLDER.
+"""
+
+import asyncio
+import itertools
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from peers import process
+from scripts.benches.shared.common import write_json
+from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
+from scripts.benches.sides.diloco.driven_swarm import TIMING
+from swarm import config as configs
+from swarm.averaging.averager import Averager
+from swarm.averaging.reduction import Payload
+from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
+from swarm.clock import SystemClock
+from swarm.compression.codec import Buffer
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.hop import Hop, HopListener, HopReply, Tensors
+from swarm.identity import generate
+from swarm.microbatch import Microbatch
+from swarm.model.stages import build_stage
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, GraphBudget, StageBackend, request_specs
+from swarm.stage.member import StageMember
+from swarm.stage.runtime import Runtime
+from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import Staging
+from swarm.stage.weights import StageWeights
+from swarm.types import PeerId, PeerRecord, PeerState
+
+STAGE = 1
+MEMBERS = 2
+WAVES = 3
+"""Times IN_FLIGHT microbatches, that a member trains in a round."""
+POLL_SECONDS = 0.001
+SETTLE_SECONDS = 1.0
+"""After a round: its calls end a little later than the round does."""
+
+
+class Answer(HopReply):
+    """Comes from nobody who would have to be told."""
+
+    async def ack(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class NextStage(Hop):
+    """The next stage's place: answers when it is let, first come, first served, with random gradients."""
+
+    def __init__(self) -> None:
+        self.stage = STAGE + 1
+        self.num_waiting = 0
+        self._passes = asyncio.Semaphore(0)
+
+    @property
+    def is_held_up(self) -> bool:
+        return False
+
+    def answer_one(self) -> None:
+        """Let the first one that waits have its gradient."""
+        self._passes.release()
+
+    async def train(
+        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
+    ) -> HopReply:
+        self.num_waiting += 1
+        try:
+            await self._passes.acquire()
+        finally:
+            self.num_waiting -= 1
+        gradient_BTD = 1e-3 * torch.randn_like(tensors[HIDDEN])
+        return Answer(
+            loss=0.0, num_tokens=0, tensors={GRADIENT: gradient_BTD}, route={}, num_reroutes=0, num_busy=0,
+            _call=Stream(None),
+        )  # fmt: skip
+
+
+class HeldTransport(GrpcTransport):
+    """To the other member, over a line that can be held; the other stages, asked for their barrier, are ready."""
+
+    def __init__(self, channels: ChannelPool) -> None:
+        super().__init__(channels)
+        self.line = asyncio.Event()
+
+    async def call(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        if peer.stage != STAGE:
+            ready: Any = pb.BarrierReply(ready=True)
+            reply: Reply = ready
+            return reply
+        return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
+
+    async def exchange(
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
+    ) -> Payload:
+        await self.line.wait()
+        return await super().exchange(peer, opening, part, reply_bytes=reply_bytes, timeout_seconds=timeout_seconds)
+
+
+class Member:
+    """One member, and what it is fed."""
+
+    def __init__(
+        self, config: RunConfig, number: int, *, graph_bytes: int, num_in_flight: int, records: list[PeerRecord],
+        transport: HeldTransport, tasks: asyncio.TaskGroup,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._number = number
+        self._num_in_flight = num_in_flight
+        self._transport = transport
+        self._tasks = tasks
+        module = build_stage(config, STAGE, device="cpu")
+        self._weights = StageWeights(config, module, lineage="")
+        backend = StageBackend(
+            config=config, stage=STAGE, module=module, weights=self._weights, staging=Staging(),
+            budget=GraphBudget(limit_bytes=graph_bytes),
+        )  # fmt: skip
+        self.runtime = Runtime(queue_capacity=64)
+        self._next = NextStage()
+        self._stage = Stage(
+            config=config, backend=backend, runtime=self.runtime, hop=self._next, clock=SystemClock(), tasks=tasks,
+            limits=StageLimits(max_in_flight=2 * num_in_flight),
+        )  # fmt: skip
+        self._member = StageMember(self._stage, num_alive=lambda: MEMBERS)
+        self.averager = Averager(
+            config=config, own=records[number], member=self._member, transport=transport, clock=SystemClock(),
+            timing=TIMING, peers=lambda stage: [record for record in records if record.stage == stage],
+        )  # fmt: skip
+        self._stage.on_change = self.averager.notify
+        self._stage.serving = True
+        self._microbatches: deque[asyncio.Task[None]] = deque()
+        """Those that wait for their gradients, oldest first."""
+        self._indices = itertools.count(number, MEMBERS)
+        self._figures: dict[str, int] = {}
+
+    async def measure(self, baseline_bytes: int) -> dict[str, int]:
+        """Train two rounds; gives bytes above the baseline, of the second."""
+        await self._train_round()
+        forget_peak()
+        await self._train_round()
+        while self._microbatches:
+            await self._finish_one()
+        await asyncio.sleep(SETTLE_SECONDS)
+        self._figures["after_round"] = before_bytes = resident_bytes()
+        snapshot = await self._member.snapshot()
+        with_snapshot_bytes = resident_bytes()
+        del snapshot
+        return {
+            **{name: value - baseline_bytes for name, value in self._figures.items()},
+            "snapshot": with_snapshot_bytes - before_bytes,
+        }
+
+    async def _train_round(self) -> None:
+        number = self._weights.round.number
+        size = self._config.data.microbatch_size
+        due = self._config.rounds.round_samples // size // MEMBERS - self._weights.round_samples // size
+        synchronous = self._config.rounds.synchronous
+        self._transport.line.clear()
+        if synchronous:
+            # The weights of a round are those of its microbatches alone: its end finds nothing in flight.
+            self._indices = itertools.count(number * self._config.microbatches_per_round + self._number, MEMBERS)
+        while len(self._microbatches) < self._num_in_flight:
+            await self._begin_one()
+        for finished in range(due):
+            if finished == self._num_in_flight:
+                self._figures |= {"in_flight": resident_bytes(), "training_peak": peak_bytes()}
+            await self._finish_one()
+            if not synchronous or finished < due - self._num_in_flight:
+                await self._begin_one()
+        while not self._weights.round.closed:  # noqa: ASYNC110 - set on the compute thread
+            await asyncio.sleep(POLL_SECONDS)
+        forget_peak()
+        if not synchronous:
+            # An inner step while the round is exchanged.
+            for _ in range(self._num_in_flight):
+                await self._finish_one()
+                await self._begin_one()
+        self._transport.line.set()
+        while self._weights.round.number == number:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(POLL_SECONDS)
+        self._figures["round_peak"] = peak_bytes()
+
+    async def _begin_one(self) -> None:
+        """Begin a microbatch, and return when it waits for its gradient."""
+        self._microbatches.append(self._tasks.create_task(self._train(next(self._indices))))
+        while self._next.num_waiting < len(self._microbatches):  # noqa: ASYNC110 - computed by a thread
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _finish_one(self) -> None:
+        """Have the oldest one finished, and what follows from it done."""
+        self._next.answer_one()
+        await self._microbatches.popleft()
+
+    async def _train(self, index: int) -> None:
+        tensors = random_inputs(self._config)
+        size = self._config.data.microbatch_size
+        microbatch = Microbatch(index=index, round=self._stage.round, num_samples=size, accumulate_only_at=None)
+        slot = self._stage.admit(microbatch)
+        computation = await self._stage.begin(microbatch, tensors, {}, self)
+        while not computation.done:
+            await computation.news(TIMING.average_seconds)
+        computation.result()
+        self._stage.acknowledge(computation)
+        self._stage.leave(slot)
+        while self._stage.num_settling:  # noqa: ASYNC110 - done by a thread
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
+    """What the stage before would send."""
+    specs = request_specs(config, STAGE)
+    return {TOKENS: torch.zeros(specs[TOKENS].shape, dtype=torch.int32), HIDDEN: torch.randn(specs[HIDDEN].shape)}
+
+
+def warm_up() -> None:
+    """Compute something, so that what torch loads for its first gradient is not the stage's."""
+    config = RunConfig(
+        model=ModelConfig(num_layers=2, d_model=64, num_heads=2), stages=StagesConfig(num_stages=1),
+        data=DataConfig(sequence_length=32, microbatch_size=2),
+        rounds=RoundsConfig(setting="diloco", round_samples=2, inner_batch_samples=2),
+    )  # fmt: skip
+    module = build_stage(config, 0, device="cpu")
+    backend = StageBackend(
+        config=config, stage=0, module=module, weights=StageWeights(config, module, lineage=""),
+        staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
+    )  # fmt: skip
+    _, _, accumulated = backend.forward_loss(
+        0, 0, {TOKENS: torch.zeros(2, 33, dtype=torch.int32)}, accumulate=True
+    )  # fmt: skip
+    assert accumulated is not None
+    backend.settle(accumulated)
+
+
+async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) -> None:
+    """Meet the other one, be measured, and stay until it is as well."""
+    torch.set_num_threads(1)
+    config = configs.load(folder / "run.toml")
+    identity, channels = generate(), ChannelPool()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
+    record = PeerRecord(
+        peer_id=identity.peer_id, stage=STAGE, endpoint=f"127.0.0.1:{port}", state=PeerState.SERVING, announced_at=0.0,
+        certificate_pem=identity.certificate_pem,
+    )  # fmt: skip
+    (folder / f"{number}.record.tmp").write_text(record.model_dump_json(), encoding="utf-8")
+    (folder / f"{number}.record.tmp").rename(folder / f"{number}.record")
+    texts = await _all_there([folder / f"{member}.record" for member in range(MEMBERS)])
+    records = [PeerRecord.model_validate_json(text) for text in texts]
+    # Somebody to ask at the other stages.
+    neighbour = record.model_copy(update={"peer_id": generate().peer_id})
+    records += [neighbour.model_copy(update={"stage": stage}) for stage in (STAGE - 1, STAGE + 1)]
+    warm_up()
+    baseline_bytes = resident_bytes()
+    async with asyncio.TaskGroup() as tasks:
+        member = Member(
+            config, number, graph_bytes=graph_bytes, num_in_flight=num_in_flight, records=records,
+            transport=HeldTransport(channels), tasks=tasks,
+        )  # fmt: skip
+        servicer = AveragingServicer(member.averager, own_id=identity.peer_id)
+        add_AveragingServiceServicer_to_server(servicer, server)
+        # A peer that is slow is asked whether it lives.
+        add_HealthServicer_to_server(HealthServicer(), server)
+        await server.start()
+        member.runtime.start()
+        averaging = tasks.create_task(member.averager.run())
+        figures = await member.measure(baseline_bytes)
+        write_json(folder / f"{number}.json", {**figures, "baseline": baseline_bytes})
+        await _all_there([folder / f"{member}.json" for member in range(MEMBERS)])
+        averaging.cancel()
+    member.runtime.stop(TIMING.average_seconds)
+    await server.stop(0)
+    await channels.close()
+
+
+async def _all_there(paths: list[Path]) -> list[str]:
+    """Wait for files that other processes write; gives what is in them."""
+    while not all(path.exists() for path in paths):  # noqa: ASYNC110 - what other processes do
+        await asyncio.sleep(POLL_SECONDS)
+    return [path.read_text(encoding="utf-8") for path in paths]
+
+
+if __name__ == "__main__":
+    process.keep_freed_memory()
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

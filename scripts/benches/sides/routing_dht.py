@@ -1,0 +1,261 @@
+"""What the directory costs each peer, by the size of the swarm: bytes, CPU and memory of real DHT nodes.
+
+Used by routing. Each peer is a DhtNode with a p2pd of its own, and does with it what swarm-peer does while it serves:
+it announces a full record, publishes the run's configuration and reads the peers of all stages, at the program's own
+intervals. All peers are in this process, and begin at random moments. Bytes are those that pass through each p2pd, by
+the kernel's count, encrypted and without the headers of TCP and IP. The loopback's count, which has these, stands
+beside them; other work on the machine adds to it. A record is checked once in a process, so here once for all peers;
+what that costs is told apart.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import statistics
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import swarm
+from peers.network import REFRESH_SECONDS, KnownPeers
+from peers.stage_peer import republish
+from peers.stage_server import ANNOUNCE_SECONDS, RECORD_SECONDS
+from scripts.benches.shared import proc
+from scripts.benches.shared.common import say
+from swarm import identity
+from swarm.clock import SystemClock
+from swarm.config import RunConfig, StagesConfig
+from swarm.dht import node as dht_node
+from swarm.dht.directory import Directory, stretch
+from swarm.dht.node import DhtNode
+from swarm.dht.records import open_record, seal
+from swarm.errors import IntegrityError, PeerUnavailable
+from swarm.routing.router import Router
+from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+SETTLE_SECONDS = RECORD_SECONDS + 2 * ANNOUNCE_SECONDS
+"""Then all have announced themselves, and the records that nodes keep which are no longer nearest to their key have
+expired. The configuration's copies last longer, and are few."""
+REPLICAS = 5
+"""Nodes that keep a key: hivemind's default, and ours."""
+EXTRAPOLATED = (100, 1000, 10000)
+NUM_CHECKED = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What the peers have used until now, or within some time.
+
+    Attributes:
+        seconds: of the clock.
+        loopback_bytes: what the machine has sent to itself.
+        process_cpu_seconds: this process's.
+        p2pd_cpu_seconds: those of all p2pd.
+        passed_bytes: what each p2pd has written: to other nodes what came from its process, and to its process what
+            came from other nodes. So it is what the peer has sent and received.
+        num_readings: how often a peer has begun to read all stages.
+    """
+
+    seconds: float
+    loopback_bytes: int
+    process_cpu_seconds: float
+    p2pd_cpu_seconds: float
+    passed_bytes: tuple[int, ...]
+    num_readings: int
+
+    def since(self, before: "Counters") -> "Counters":
+        """What was added."""
+        return Counters(
+            seconds=self.seconds - before.seconds,
+            loopback_bytes=self.loopback_bytes - before.loopback_bytes,
+            process_cpu_seconds=self.process_cpu_seconds - before.process_cpu_seconds,
+            p2pd_cpu_seconds=self.p2pd_cpu_seconds - before.p2pd_cpu_seconds,
+            passed_bytes=tuple(now - then for now, then in zip(self.passed_bytes, before.passed_bytes, strict=True)),
+            num_readings=self.num_readings - before.num_readings,
+        )
+
+
+class Peer:
+    """As much of a stage peer as its DHT node sees."""
+
+    def __init__(self, node: DhtNode, config: RunConfig, stage: int, rng: random.Random) -> None:
+        self.num_readings = 0
+        self._clock = SystemClock()
+        self._who = identity.generate()
+        self._config = config
+        self._record = full_record(self._who, stage=stage, dht_address=node.addresses()[0])
+        self._rng = rng
+        self._directory = Directory(node, self._who, config.run_id, self._clock)
+        self._known = KnownPeers(Router(self._clock, rng), own_id=self._who.peer_id)
+
+    @property
+    def num_known(self) -> int:
+        """Peers that it knows, itself included."""
+        return sum(map(len, self._known.records.values()))
+
+    async def serve(self) -> None:
+        """Keep announced and up to date, until cancelled."""
+        stages = range(self._config.stages.num_stages)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._later(self._keep_announced()))
+            tasks.create_task(self._later(self._directory.watch(stages, self._update, REFRESH_SECONDS)))
+            tasks.create_task(self._later(republish(self._directory, self._config)))
+
+    async def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        # Else they would all go to the same nodes at the same time.
+        with contextlib.closing(work):
+            await asyncio.sleep(self._rng.uniform(0.0, ANNOUNCE_SECONDS))
+            await work
+
+    async def _keep_announced(self) -> None:
+        while True:
+            try:
+                record = self._record.model_copy(update={"announced_at": self._clock.time()})
+                await self._directory.announce_peer(record, RECORD_SECONDS)
+            except PeerUnavailable as error:
+                logger.warning("not announced: %s", error)
+            await asyncio.sleep(ANNOUNCE_SECONDS)
+
+    def _update(self, stage: int, records: Sequence[PeerRecord]) -> None:
+        self.num_readings += stage == 0
+        self._known.update(stage, records)
+
+
+def full_record(
+    who: identity.Identity, *, stage: int = 0,
+    dht_address: str = "/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
+) -> PeerRecord:  # fmt: skip
+    """As full as a serving peer's is."""
+    return PeerRecord(
+        peer_id=who.peer_id, name="a-machine-of-the-usual-name-12345", software_version=swarm.__version__,
+        announced_at=1.7e9 + 0.123456, stage=stage, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
+        state=PeerState.SERVING, samples_per_second=12.345678901234567, queue_length=3, round=1234, samples=1234567,
+        lineage="0123456789abcdef" * 4, movable=True, moves=1, dht_address=dht_address,
+        device="cuda:0",
+    )  # fmt: skip
+
+
+def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_bytes: int, seed: int) -> dict[str, Any]:
+    """The figures of swarms of these sizes, from the smallest, each of which the next one's newcomers join."""
+    config = RunConfig(stages=StagesConfig(num_stages=num_stages))
+    rng = random.Random(seed)
+    peers: list[Peer] = []
+    used: dict[int, Counters] = {}
+    process_bytes: list[int] = []
+    p2pd_bytes: dict[str, float] = {}
+    with contextlib.ExitStack() as nodes:
+        entrance: list[str] = []
+        for size in sizes:
+            while len(peers) < size:
+                node = dht_node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=entrance)
+                nodes.callback(node.shutdown)
+                entrance = entrance or node.addresses()
+                peers.append(Peer(node, config, len(peers) % num_stages, rng))
+            used[size] = asyncio.run(_observe(peers, seconds))
+            process_bytes.append(proc.resident_bytes())
+            p2pd_bytes[str(size)] = statistics.mean(map(proc.resident_bytes, _p2pds()))
+            say(f"a DHT of {size} nodes has been observed")
+    return {
+        **traffic(used, record_bytes=record_bytes),
+        "dht_check_cpu_seconds_per_record": _check_cpu_seconds(),
+        "dht_p2pd_bytes": p2pd_bytes,
+        "dht_process_bytes_per_peer": (process_bytes[-1] - process_bytes[0]) / (sizes[-1] - sizes[0]),
+    }
+
+
+async def _observe(peers: Sequence[Peer], seconds: float) -> Counters:
+    """Have all serve, and count once they have settled."""
+    async with asyncio.TaskGroup() as tasks:
+        serving = [tasks.create_task(peer.serve()) for peer in peers]
+        await asyncio.sleep(SETTLE_SECONDS)
+        before = _count(peers)
+        await asyncio.sleep(seconds)
+        used = _count(peers).since(before)
+        for task in serving:
+            task.cancel()
+    if any(peer.num_known != len(peers) for peer in peers):
+        known = sorted(peer.num_known for peer in peers)
+        raise IntegrityError(f"of {len(peers)} peers some know only {known[0]}: is the machine busy with other work?")
+    return used
+
+
+def _count(peers: Sequence[Peer]) -> Counters:
+    p2pds = _p2pds()
+    return Counters(
+        seconds=time.monotonic(),
+        loopback_bytes=proc.loopback_bytes(),
+        process_cpu_seconds=time.process_time(),
+        p2pd_cpu_seconds=sum(map(proc.cpu_seconds_of_all, p2pds)),
+        passed_bytes=tuple(map(proc.written_bytes, p2pds)),
+        num_readings=sum(peer.num_readings for peer in peers),
+    )
+
+
+def read_bytes_per_second(num_peers: int, record_bytes: int) -> float:
+    """By arithmetic: each peer's record once in each reading."""
+    return num_peers * record_bytes / (REFRESH_SECONDS * stretch(num_peers))
+
+
+def traffic(used: Mapping[int, Counters], *, record_bytes: int) -> dict[str, Any]:
+    """Figures by the number of peers, and what follows for more of them."""
+
+    def by_size(values: Mapping[int, float]) -> dict[str, float]:
+        return {str(size): value for size, value in values.items()}
+
+    # What one sends another receives, so each is half of what passes.
+    sent = {size: statistics.mean(u.passed_bytes) / 2 / u.seconds for size, u in used.items()}
+    # All receive about the same.
+    busiest = {size: max(u.passed_bytes) / u.seconds - sent[size] for size, u in used.items()}
+    # With fewer peers, the copies of a key grow as well; all these read at the same interval.
+    sizes = [size for size in used if size > REPLICAS and stretch(size) == 1.0]
+    per_peer, fixed = statistics.linear_regression(sizes, [sent[size] for size in sizes])
+    return {
+        "dht_bytes_per_second": by_size(sent),
+        "dht_loopback_bytes_per_second": by_size(
+            {size: u.loopback_bytes / u.seconds / size for size, u in used.items()}
+        ),
+        "dht_busiest_bytes_per_second": by_size(busiest),
+        "dht_bytes_over_arithmetic": by_size(
+            {size: value / read_bytes_per_second(size, record_bytes) for size, value in sent.items()}
+        ),
+        "dht_fixed_bytes_per_second": fixed,
+        "dht_added_bytes_per_second_per_peer": per_peer,
+        "dht_extrapolated_bytes_per_second": by_size(
+            {size: fixed + per_peer * size / stretch(size) for size in EXTRAPOLATED}
+        ),
+        # So many read, and so much each.
+        "dht_extrapolated_busiest_bytes_per_second": by_size(
+            {size: busiest[sizes[-1]] * (size / sizes[-1]) ** 2 / stretch(size) for size in EXTRAPOLATED}
+        ),
+        "dht_process_cpu_seconds_per_second": by_size(
+            {size: u.process_cpu_seconds / u.seconds / size for size, u in used.items()}
+        ),
+        "dht_p2pd_cpu_seconds_per_second": by_size(
+            {size: u.p2pd_cpu_seconds / u.seconds / size for size, u in used.items()}
+        ),
+        "dht_machine_cpu_seconds_per_second": by_size(
+            {size: (u.process_cpu_seconds + u.p2pd_cpu_seconds) / u.seconds for size, u in used.items()}
+        ),
+        "dht_seconds_between_readings": by_size({size: u.seconds * size / u.num_readings for size, u in used.items()}),
+    }
+
+
+def _check_cpu_seconds() -> float:
+    """What a new record of a known peer costs a reader."""
+    who, key = identity.generate(), "run.0123456789abcdef.stage.0"
+    lives = [1e9 + number for number in range(NUM_CHECKED)]
+    records = [seal(who, key, full_record(who), expiration) for expiration in lives]
+    began = time.process_time()
+    for record, expiration in zip(records, lives, strict=True):
+        open_record(PeerRecord, key, who.peer_id, record, expiration, now=expiration)
+    return (time.process_time() - began) / NUM_CHECKED
+
+
+def _p2pds() -> list[int]:
+    """Process ids."""
+    return sorted(pid for pid, name in proc.children(os.getpid()).items() if name == "p2pd")

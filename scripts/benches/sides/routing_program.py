@@ -1,0 +1,54 @@
+"""One of the project's programs that chooses peers by another rule than the queue's, for the bench `heterogeneous`.
+
+    python -m scripts.benches.sides.routing_program POLICY NAME ARGUMENTS...
+
+POLICY is `queue` (changes nothing), `round_robin` or `random`. Only what a choice costs is replaced, and nobody goes
+before his time; peers that are busy, banned or asked before are left out as ever: the other rules know when to leave a
+peer alone, not what it manages.
+"""
+
+import heapq
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from swarm.routing.peer_queue import PeerQueue
+
+COSTS: dict[str, Callable[[random.Random], float] | None] = {
+    "queue": None,
+    # The least finish time is that of who was chosen longest ago.
+    "round_robin": lambda rng: 1.0,
+    # An exponential time is as long as before, however much of it has passed: so the least is anybody's, each time.
+    "random": lambda rng: rng.expovariate(1.0),
+}
+
+
+def replace_choice(cost: Callable[[random.Random], float]) -> None:
+    """Have every queue of this process charge this for a choice, whoever is chosen and whatever for, idle or not."""
+
+    def charge(self: Any, member: Any, num_samples: int) -> Any:
+        member.priority = max(member.priority, self._virtual_now) + cost(self._rng)
+        member.num_chosen += 1
+        return member.record
+
+    def enter(self: Any, member: Any) -> None:
+        member.priority = max(member.priority, self._virtual_now + cost(self._rng))
+        heapq.heappush(self._ready, (member.priority, member.ticket, member))
+
+    def idle_member(self: Any, num_samples: int, now: float, exclude: Any) -> None:
+        return None
+
+    PeerQueue._charge = charge  # type: ignore[method-assign]
+    PeerQueue._idle_member = idle_member  # type: ignore[method-assign]
+    PeerQueue._enter = enter  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    policy, program = sys.argv[1:3]
+    if (cost := COSTS[policy]) is not None:
+        replace_choice(cost)
+    sys.argv = [f"swarm-{program}", *sys.argv[3:]]
+    from peers import commands
+
+    getattr(commands, program)()

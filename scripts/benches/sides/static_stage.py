@@ -1,0 +1,69 @@
+"""A process that trains one stage of a static pipeline, torch.distributed.pipelining with 1F1B over gloo.
+
+    python -m scripts.benches.sides.static_stage CONFIG RESULTS RANK PORT STEPS
+
+What `peers` compares a swarm with: the model's stages, the loss and the optimizer are the swarm's own, and all else is
+torch's. Each turn (see ../shared/turns.py) trains STEPS steps.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from scripts.benches.shared.common import compute_like_peers, with_corpus
+from scripts.benches.shared.turns import take_turns
+from scripts.benches.sides.reference import BareStage, torch_adamw
+from swarm import config as configs
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.model.stages import token_loss
+
+
+class StaticStage:
+    """One rank of the pipeline."""
+
+    def __init__(self, config: RunConfig, data: Microbatches, rank: int) -> None:
+        self._config, self._data = config, data
+        self._module = BareStage(config, rank)
+        self._adamw = torch_adamw(self._module, config.optimizer)
+        self._is_first, self._is_last = rank == 0, rank == config.stages.num_stages - 1
+        stage = PipelineStage(self._module, rank, config.stages.num_stages, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, config.microbatches_per_round, loss_fn=token_loss)
+        self._numbers = itertools.count()
+
+    def step(self) -> None:
+        """An optimizer step on the next round's microbatches."""
+        tokens_BT1 = self._tokens(next(self._numbers))
+        inputs = (tokens_BT1[:, :-1],) if self._is_first else ()
+        self._schedule.step(*inputs, target=tokens_BT1[:, 1:] if self._is_last else None)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+
+    def _tokens(self, number: int) -> Tensor:
+        size = self._config.microbatches_per_round
+        microbatches = [torch.from_numpy(self._data.tokens(number * size + index)) for index in range(size)]
+        return torch.cat(microbatches).long()
+
+
+def main(config_path: Path, results: Path, rank: int, port: int, steps: int) -> None:
+    """Train when it is this side's turn, until killed."""
+    compute_like_peers()
+    config, data = with_corpus(configs.load(config_path))
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=config.stages.num_stages)
+    stage = StaticStage(config, data, rank)
+    stage.step()
+
+    def work() -> None:
+        for _ in range(steps):
+            stage.step()
+
+    take_turns(results, work)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))

@@ -1,0 +1,90 @@
+"""What benches share: configurations, files that processes wait for, a peer's settings."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.supervisor import Child, Supervisor
+from scripts.benches import startup
+from scripts.benches.catalogue import module_of
+from scripts.benches.shared import common
+from scripts.benches.shared.common import SwarmProcesses, largest_of, wait_for_json, write_config, write_json
+from swarm import config as configs
+from swarm.config import DataConfig, RunConfig
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+
+
+def test_a_written_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    data = DataConfig(dataset='a "quoted" name', held_out_fraction=1e-3)
+    config = dataclasses.replace(RunConfig(), data=data)
+    write_config(config, tmp_path / "run.toml")
+    assert configs.load(tmp_path / "run.toml") == config
+
+
+@pytest.mark.parametrize("name", ["codecs", "hop", "wire"])
+def test_what_is_timed_in_the_bench_s_own_process_has_a_peer_s_settings(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare() -> None:
+        raise InterruptedError("nothing was measured before this")
+
+    bench = module_of(name)
+    monkeypatch.setattr(bench, "compute_like_peers", prepare)
+    with pytest.raises(InterruptedError):
+        bench.run(bench.Options())
+
+
+def test_a_child_that_ends_is_noticed_by_who_waits_for_its_file(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        children.start("short", [sys.executable, "-c", "print('no luck')"])
+        with pytest.raises(PeerUnavailable, match="short ended early: no luck"):
+            wait_for_json(tmp_path / "never.json", children)
+        write_json(tmp_path / "there.json", {"port": 7})
+        assert wait_for_json(tmp_path / "there.json", children) == {"port": 7}
+
+
+class _Trained(SwarmProcesses):
+    """A swarm without peers, whose trainer is a line of the shell's in the trainer's folder."""
+
+    line = ""
+
+    def launch_trainer(self, name: str, *arguments: Any, **options: Any) -> Child:
+        self.metrics(name).parent.mkdir(parents=True)
+        return self.children.start(name, ["sh", "-c", f"cd {self.metrics(name).parent} && {self.line}"])
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Trained]:
+    for module in (common, startup):
+        monkeypatch.setattr(module, "STALL_SECONDS", 1.0)
+    with Supervisor(tmp_path / "logs", grace_seconds=1.0) as children:
+        yield _Trained(RunConfig(), children, tmp_path)
+
+
+def test_a_trainer_is_waited_for_as_long_as_it_takes_steps(trained: _Trained) -> None:
+    trained.line = """for i in 1 2 3 4 5; do sleep 0.3; echo '{"train/loss": 2.0}' >> metrics.jsonl; done"""
+    assert len(trained.train("slow", 5)) == 5
+
+
+@pytest.mark.parametrize("work", [lambda swarm: swarm.train("trainer", 1), startup._first_step], ids=["train", "start"])
+@pytest.mark.parametrize("first", ["true", """echo '{"train/loss": 2.0}' >> metrics.jsonl"""], ids=["none", "one"])
+@pytest.mark.timeout(30)
+def test_a_trainer_that_takes_no_step_or_does_not_end_is_given_up(
+    first: str, work: Callable[[_Trained], object], trained: _Trained
+) -> None:
+    trained.line = f"{first}; echo waiting for nobody; sleep 60"
+    with pytest.raises(DeadlineExceeded, match=r"^trainer took no step for 1 s; the last that it said: waiting"):
+        work(trained)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_error_is_larger_than_one_that_is_not_finite(value: float, place: int) -> None:
+    errors = [1.0, 3.0, 2.0]
+    assert largest_of(errors) == 3.0
+    assert largest_of([*errors[:place], value, *errors[place:]]) == math.inf

@@ -1,0 +1,107 @@
+"""What the benches make of the answers of peers that they watch."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from peers.supervisor import Supervisor
+from scripts.benches.shared import probe
+from scripts.benches.shared.common import ServingPeer, SwarmProcesses
+from scripts.benches.shared.probe import Watched, longest_gap, rate_between_commits, watch
+from swarm.config import RunConfig
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+from swarm.rpc.v1 import stage_pb2 as pb
+
+
+def _watched(*committed: tuple[float, int]) -> Watched:
+    return Watched(stage=0, committed=list(committed))
+
+
+def test_a_rate_is_from_commit_to_commit_not_from_poll_to_poll() -> None:
+    """One every second, seen in polls that begin just after one and end just before the next."""
+    steady = _watched((0.9, 0), (1.0, 1), (1.5, 1), (2.0, 2), (3.0, 3), (3.9, 3))
+    assert rate_between_commits([steady]) == pytest.approx(1.0)
+    assert steady.microbatches_per_second == pytest.approx(1.0)
+    assert _watched((0.0, 0), (1.0, 1), (2.0, 2), (2.9, 2)).microbatches_per_second == pytest.approx(2 / 2.9)
+
+
+def test_peers_of_a_stage_are_counted_together() -> None:
+    one = _watched((0.0, 5), (1.0, 6), (3.0, 8))
+    other = _watched((0.0, 1), (2.0, 2), (5.0, 3))
+    assert rate_between_commits([one, other]) == pytest.approx(4 / 4.0)
+
+
+@pytest.mark.parametrize("committed", [[], [(0.0, 1)], [(0.0, 1), (1.0, 1)], [(0.0, 1), (1.0, 2)]])
+def test_hardly_a_commit_is_no_rate(committed: list[tuple[float, int]]) -> None:
+    with pytest.raises(DeadlineExceeded, match="measure for longer"):
+        rate_between_commits([_watched(*committed)])
+
+
+def test_the_longest_gap_is_that_of_all_together() -> None:
+    one = _watched((0.0, 0), (1.0, 1), (4.0, 1))
+    other = _watched((0.0, 0), (3.0, 1), (4.0, 2))
+    assert longest_gap([one, other]) == pytest.approx(2.0)
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SwarmProcesses:
+    """A swarm of one peer that nobody started, watched in a hurry."""
+    monkeypatch.setattr(probe, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "START_SECONDS", 0.1)
+    record = SimpleNamespace(stage=0, endpoint="host:1", certificate_pem="")
+    peer = ServingPeer(child=cast(Any, SimpleNamespace(name="peer-0")), record=cast(Any, record), dht_address="")
+    made = SwarmProcesses(RunConfig(), Supervisor(tmp_path), tmp_path)
+    made.peers.append(peer)
+
+    class Channel:
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(probe, "_channel", lambda peer, own: Channel())
+    return made
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, *committed: int) -> None:
+    """Of the peer, one a poll; the last one for ever, and none if there is none."""
+    left = list(committed)
+
+    async def describe(run_id: str, channel: object, timeout_seconds: float = 0.0) -> pb.DescribeReply:
+        if len(left) > 1:
+            return pb.DescribeReply(counters=pb.StageCounters(committed=left.pop(0)))
+        await asyncio.sleep(0.2)
+        return pb.DescribeReply(counters=pb.StageCounters(committed=left[0]))
+
+    monkeypatch.setattr(probe, "_describe", describe)
+
+
+async def test_what_was_committed_while_it_was_watched(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch, 0, 3, 4, 5, 7, 7)
+    (watched,) = await watch(swarm, warm_up_seconds=0.02, seconds=0.1)
+    assert [number for _, number in watched.committed] == [4, 5, 7, 7]
+    assert watched.num_committed == 3
+
+
+async def test_a_swarm_that_commits_nothing_is_given_up(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch, 2)
+    with pytest.raises(DeadlineExceeded, match="no microbatch in"):
+        await watch(swarm, warm_up_seconds=0.0, seconds=0.1)
+
+
+async def test_a_peer_that_stops_answering_is_named(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    _answers(monkeypatch, 0, 1, 1)
+    with pytest.raises(DeadlineExceeded, match="peer-0 hardly answered"):
+        await watch(swarm, warm_up_seconds=0.0, seconds=0.1)
+
+
+async def test_a_process_that_ends_ends_the_watch_at_once(
+    swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _answers(monkeypatch, 0, 1, 1)
+
+    def check() -> None:
+        raise PeerUnavailable("trainer ended early")
+
+    with pytest.raises(PeerUnavailable, match="trainer ended early"):
+        await watch(swarm, warm_up_seconds=1000.0, seconds=0.1, check=check)

@@ -1,0 +1,89 @@
+"""What is read of processes: CPU time, memory, children and bytes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts.benches.shared import proc
+
+MIB = 1 << 20
+BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
+STAY = BURN + "print(flush=True)\ntime.sleep(60)\n"
+PARENT = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {BURN!r}])
+subprocess.run([sys.executable, "-c", {STAY!r}])
+"""
+
+
+def test_children_that_live_and_that_have_ended_count() -> None:
+    process = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        # 0.6 s, less what the kernel's counters cut off: each is in whole ticks of 10 ms.
+        assert 0.5 <= proc.cpu_seconds_of_all(process.pid) < 3.0
+        # Without them, what it takes to start.
+        assert proc.cpu_seconds(process.pid) <= proc.cpu_seconds_of_all(process.pid) - 0.5
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_memory_is_read_and_a_peak_forgotten() -> None:
+    proc.forget_peak()
+    before_bytes = proc.resident_bytes()
+    held = torch.ones(64 * MIB // 4)
+    assert proc.resident_bytes() - before_bytes > 60 * MIB
+    del held
+    assert proc.resident_bytes() - before_bytes < 30 * MIB
+    assert proc.peak_bytes() - before_bytes > 60 * MIB
+    proc.forget_peak()
+    assert proc.peak_bytes() - before_bytes < 30 * MIB
+
+
+def test_children_have_names_until_they_are_waited_for() -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # It has its name once it answers.
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"hello\n"
+        assert proc.children(os.getpid())[process.pid] == "cat"
+        assert not proc.is_zombie(process.pid)
+        assert proc.status(process.pid)["Threads"] == "1"
+        assert proc.num_descriptors(process.pid) >= 3
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert proc.is_zombie(process.pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.pid not in proc.children(os.getpid())
+    assert proc.children(process.pid) == {}
+    with pytest.raises(OSError, match="No such file"):
+        proc.cpu_seconds(process.pid)
+
+
+def test_bytes_that_are_sent_are_counted() -> None:
+    before, written = proc.loopback_bytes(), proc.written_bytes(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        receiver, _ = server.accept()
+        with receiver:
+            # No more than the connection's buffers take.
+            os.write(sender.fileno(), bytes(10_000))
+            assert len(receiver.recv(10_000, socket.MSG_WAITALL)) == 10_000
+    assert proc.loopback_bytes() - before >= 10_000
+    assert proc.written_bytes(os.getpid()) - written >= 10_000
+
+
+def test_cores_are_idle_for_a_part_of_the_time() -> None:
+    idle, everything = proc.idle_and_all_ticks()
+    assert 0 <= idle <= everything

@@ -1,0 +1,220 @@
+"""The lines of the benches: how much passes, whose turn it is, and how long it is under way."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Self, cast
+
+import pytest
+
+from scripts.benches.shared.throttle import CHUNK_BYTES, DelayLine, Line, Link, Throttle
+
+RATE = 1_000_000.0
+
+
+@pytest.fixture
+def throttle() -> Iterator[Throttle]:
+    with Throttle(RATE) as throttle:
+        yield throttle
+
+
+@pytest.fixture
+async def sink() -> AsyncIterator[str]:
+    """A server that takes everything, answers "done" at the end, and says where it is."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(CHUNK_BYTES):
+            pass
+        writer.write(b"done")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+
+
+async def _send(link: Link, endpoint: str, num_bytes: int) -> float:
+    """Send to an endpoint through a machine's lines; gives the seconds until all of it had arrived."""
+    began_at = time.monotonic()
+    reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
+    writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
+    assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+    writer.write(bytes(num_bytes))
+    writer.write_eof()
+    assert await reader.read() == b"done"
+    writer.close()
+    return time.monotonic() - began_at
+
+
+def test_a_line_serves_in_turn_and_catches_up_on_little() -> None:
+    line = Line(1000.0)
+    assert line.queue(100, now=5.0) == pytest.approx(5.08)  # An idle line is 0.02 s ahead.
+    assert line.queue(100, now=5.0) == pytest.approx(5.18)
+    assert line.queue(100, now=9.0) == pytest.approx(9.08)
+    assert line.num_bytes == 300
+
+
+async def test_all_connections_of_a_machine_share_its_line(throttle: Throttle, sink: str) -> None:
+    link = throttle.link()
+    seconds = await asyncio.gather(*(_send(link, sink, 100_000) for _ in range(3)))
+    assert max(seconds) > 0.3 - 0.02
+    assert min(seconds) > 0.2, "neither comes first"
+    assert link.up.num_bytes == 300_000
+    assert link.down.num_bytes == 3 * len(b"done")
+
+
+async def test_the_line_of_whoever_is_called_counts_as_well(throttle: Throttle, sink: str) -> None:
+    one, other, callee = throttle.link(), throttle.link(), throttle.link()
+    throttle.serve(sink, callee)
+    seconds = await asyncio.gather(_send(one, sink, 150_000), _send(other, sink, 150_000))
+    assert max(seconds) > 0.3 - 0.02
+    assert (one.up.num_bytes, callee.down.num_bytes, callee.up.num_bytes) == (150_000, 300_000, 2 * len(b"done"))
+
+
+async def test_nobody_there_ends_the_connection(throttle: Throttle) -> None:
+    reader, writer = await asyncio.open_connection(*throttle.link().proxy.split(":"))
+    writer.write(b"CONNECT 127.0.0.1:1 HTTP/1.1\r\n\r\n")
+    assert await reader.read() == b""
+    writer.close()
+
+
+class _Echo:
+    """A client of a server that sends everything back, over a machine's lines."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, link: Link, endpoint: str) -> Self:
+        reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
+        writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        return cls(reader, writer)
+
+    async def call(self, text: bytes, timeout_seconds: float) -> bytes | None:
+        """The answer; None if there was none in time."""
+        self._writer.write(text)
+        return await self.answer(timeout_seconds)
+
+    async def answer(self, timeout_seconds: float) -> bytes | None:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._reader.read(100)
+        except TimeoutError:
+            return None
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Where it is, and what has arrived there."""
+    arrived: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while chunk := await reader.read(100):
+            arrived.append(chunk)
+            writer.write(chunk)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}", arrived
+
+
+async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[str, list[bytes]]) -> None:
+    endpoint, arrived = echo
+    caller, callee = throttle.link(), throttle.link()
+    throttle.serve(endpoint, callee)
+    client = await _Echo.connect(caller, endpoint)
+    throttle.hinder(caller, callee)
+    assert await client.call(b"one", 0.3) is None
+    assert not arrived
+    throttle.clear(caller, callee)
+    assert await client.answer(5.0) == b"one"
+    throttle.hinder(caller, callee, bytes_per_second=10.0)
+    began_at = time.monotonic()
+    assert await client.call(b"12345", 5.0) == b"12345"
+    assert time.monotonic() - began_at > 0.4
+
+
+async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
+    throttle: Throttle, echo: tuple[str, list[bytes]]
+) -> None:
+    endpoint, arrived = echo
+    caller, callee = throttle.link(), throttle.link()
+    throttle.serve(endpoint, callee)
+    client = await _Echo.connect(caller, endpoint)
+    throttle.hinder(caller, callee, bytes_per_second=1e6)
+    throttle.hinder(caller, callee)
+    throttle.clear(caller, callee, bytes_per_second=1e6)
+    assert throttle.num_obstacles == 1
+    assert await client.call(b"one", 0.3) is None
+    assert not arrived
+    throttle.clear(caller, callee)
+    assert throttle.num_obstacles == 0
+    assert await client.answer(5.0) == b"one"
+
+
+async def test_a_long_line_delays_and_holds_as_much_as_fits(throttle: Throttle, sink: str) -> None:
+    """A chunk at a time, it would take 13 round trips of 0.2 s if each had to arrive before the next."""
+    throttle.round_trip_seconds = 0.2
+    link = throttle.link()
+    assert await _send(link, sink, 1) > 0.2
+    assert 0.2 + 0.2 - 0.02 < await _send(link, sink, 200_000) < 2.0
+
+
+class _Writer:
+    """Stands in for a connection: what was written, with the loop's time."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.written: list[bytes] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, chunk: bytes) -> None:
+        self.written.append(chunk)
+
+
+async def test_bytes_arrive_in_their_order_though_the_line_gets_shorter() -> None:
+    loop, writer = asyncio.get_running_loop(), _Writer()
+    line = DelayLine(cast(asyncio.StreamWriter, writer), loop)
+    line.send(b"first", 0.1)
+    for number in range(20):
+        line.send(b"%d" % number, 0.0)
+    began_at = loop.time()
+    await line.end()
+    assert loop.time() - began_at > 0.05
+    assert writer.written == [b"first", *(b"%d" % number for number in range(20))]
+
+
+async def test_an_answer_that_is_held_back_is_lost_with_its_connection(
+    throttle: Throttle, echo: tuple[str, list[bytes]]
+) -> None:
+    endpoint, arrived = echo
+    caller, callee, stranger = (throttle.link() for _ in range(3))
+    throttle.serve(endpoint, callee)
+    client, other = await _Echo.connect(caller, endpoint), await _Echo.connect(stranger, endpoint)
+    throttle.hinder(callee, caller)
+    assert await client.call(b"lost", 0.3) is None
+    assert arrived == [b"lost"], "the work was done"
+    throttle.break_connections(caller, callee)
+    assert await client.answer(5.0) == b""
+    throttle.clear(callee, caller)
+    assert await (await _Echo.connect(caller, endpoint)).call(b"again", 5.0) == b"again"
+    assert await other.call(b"not concerned", 5.0) == b"not concerned"
+
+
+async def test_a_line_whose_other_end_is_gone_comes_to_its_end() -> None:
+    class Closing:
+        def is_closing(self) -> bool:
+            return True
+
+    class Writer:
+        transport = Closing()
+
+    line = DelayLine(cast(asyncio.StreamWriter, Writer()), asyncio.get_running_loop())
+    line.send(b"a", 0.01)
+    async with asyncio.timeout(5.0):
+        await line.end()
