@@ -85,11 +85,14 @@ class KnownPeers:
 
     def others(self, stage: int) -> list[PeerRecord]:
         """The other peers that serve a stage."""
-        return [r for r in self.peers(stage) if r.state is PeerState.SERVING and r.peer_id != self.own_id]
+        return self._others(stage, PeerState.SERVING)
 
     def leaving(self, stage: int) -> list[PeerRecord]:
         """The other peers that are about to leave a stage, or have just left it."""
-        return [r for r in self.peers(stage) if r.state is PeerState.LEAVING and r.peer_id != self.own_id]
+        return self._others(stage, PeerState.LEAVING)
+
+    def _others(self, stage: int, state: PeerState) -> list[PeerRecord]:
+        return [r for r in self.peers(stage) if r.state is state and r.peer_id != self.own_id]
 
     def entries(self, limit: int) -> list[Entry]:
         """Up to `limit` other peers that serve, to be asked by those who only look, spread over the stages."""

@@ -392,7 +392,7 @@ class Hop:
             return HopReply(
                 loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
                 route={**route, self.stage: peer_id}, num_reroutes=done.num_reroutes + retries.num_failures,
-                num_busy=retries.num_busy,  _call=call,
+                num_busy=retries.num_busy, _call=call,
             )  # fmt: skip
 
     async def _evaluate_once(

@@ -245,9 +245,11 @@ class Directory:
     def _compatible(self, key: _Key[Record], records: list[Record]) -> list[Record]:
         compatible = [record for record in records if record.protocol_version == PROTOCOL_VERSION]
         num_others = len(records) - len(compatible)
-        if num_others and key.name not in self._has_incompatible:
+        if not num_others:
+            self._has_incompatible.discard(key.name)
+        elif key.name not in self._has_incompatible:
+            self._has_incompatible.add(key.name)
             logger.warning("left out, since they run another release of swarm: %d under %s", num_others, key.name)
-        (self._has_incompatible.add if num_others else self._has_incompatible.discard)(key.name)
         return compatible
 
     async def _announce(self, key: str, record: BaseModel, lifetime_seconds: float) -> None:
