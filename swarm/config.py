@@ -349,8 +349,9 @@ class WireConfig:
     __pydantic_config__ = _STRICT
 
     dtype: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
-    """Numbers on the wire; computation stays as it is. `int8`: a byte each, and a scale for every 128. All but `fp32`
-    round, so that a synchronous run is that of one process that rounds at the same places."""
+    """Numbers on the wire; computation stays as it is. `fp16`: with a scale for each tensor, so that small gradients
+    survive. `int8`: a byte each, and a scale for every 128. All but `fp32` round, so that a synchronous run is that of
+    one process that rounds at the same places."""
 
 
 @dataclass(frozen=True, kw_only=True)

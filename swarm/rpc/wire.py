@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from swarm.compression.quantize import Int8
+from swarm.compression.scaled import ScaledHalf
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 
@@ -20,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 as many."""
 
 LARGEST = 65504.0
-"""Largest magnitude of an activation or its gradient: what float16 can carry, whatever the element type. Beyond it
+"""Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it
 training has diverged, or somebody wants it to: products of such numbers overflow float32."""
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -31,7 +32,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Element types by their names on the wire."""
 
-_INT8 = Int8()
+_INT8, _FP16 = Int8(), ScaledHalf()
 ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
 """All that may travel between stages: the element types, and what a codec made, as bytes."""
 _NAMES = {dtype: name for name, dtype in ENCODINGS.items()}
@@ -161,7 +162,10 @@ def require_in_range(name: str, tensor: torch.Tensor) -> None:
         high = _INT8.largest(tensor)
         low = -high
     else:
+        scale = 1.0
+        if tensor.dtype is torch.float16:
+            scale, tensor = _FP16.scale(tensor), tensor[1:]
         # NaN is passed on by aminmax, and fails every comparison.
-        low, high = (float(extreme) for extreme in torch.aminmax(tensor))
+        low, high = (scale * float(extreme) for extreme in torch.aminmax(tensor))
     if not (low >= -LARGEST and high <= LARGEST):
         raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST:.0f}")

@@ -1,7 +1,7 @@
 """What crosses between two stages: how hidden states and their gradients are encoded, and what a receiver expects.
 
-Called by stage/backend on the compute thread. Floating-point types are converted where the stage computes, blocks are
-made and read on the CPU. Encoding rounds the same way every time: a microbatch that is computed
+Called by stage/backend on the compute thread. Floating-point types are converted, and fp16 scaled, where the stage
+computes; blocks are made and read on the CPU. Encoding rounds the same way every time: a microbatch that is computed
 again with the same weights gives the same bytes, and the same bytes give the same numbers. Never talks to anyone.
 
 Shapes: B samples of a microbatch, T tokens, R numbers a token that travel, N all numbers of a tensor.
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from swarm.compression.codec import simple_codec
+from swarm.compression.scaled import ScaledHalf
 from swarm.config import RunConfig
 from swarm.rpc.wire import DTYPES, TensorSpec
 from swarm.stage.staging import Download, Staging
+
+_FP16 = ScaledHalf()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +28,18 @@ class Boundary:
     width: int
 
     def spec(self, num_samples: int, length: int) -> TensorSpec:
-        """What travels: a tensor of the encoding's type, or bytes where the encoding is a codec's."""
-        shape = (num_samples, length, self.width)
+        """What travels: a tensor of the encoding's type, with fp16 a row of numbers, and bytes with a codec."""
+        num_numbers = num_samples * length * self.width
+        if self.encoding == _FP16.name:
+            return TensorSpec(shape=(_FP16.num_elements(num_numbers),), encoding=self.encoding)
         if self.encoding not in DTYPES:
-            shape_of_bytes = (simple_codec(self.encoding).num_bytes(num_samples * length * self.width),)
-            return TensorSpec(shape=shape_of_bytes, encoding=self.encoding)
-        return TensorSpec(shape=shape, encoding=self.encoding)
+            return TensorSpec(shape=(simple_codec(self.encoding).num_bytes(num_numbers),), encoding=self.encoding)
+        return TensorSpec(shape=(num_samples, length, self.width), encoding=self.encoding)
 
     def encode(self, tensor_BTR: torch.Tensor, staging: Staging) -> Download:
         """What travels of a tensor, on its way to the CPU. Float32 on the CPU is not copied."""
+        if self.encoding == _FP16.name:
+            return staging.download(_FP16.encode(tensor_BTR))
         if self.encoding in DTYPES:
             return staging.download(tensor_BTR.detach().to(DTYPES[self.encoding]))
         return staging.download(tensor_BTR.detach().float(), self._encode_blocks)
@@ -45,10 +51,12 @@ class Boundary:
         """What `encode` gave, as float32 (B, T, R) on the device.
 
         Raises:
-            MalformedMessage: bytes that no codec made.
+            MalformedMessage: what nothing encodes to.
         """
+        shape = (num_samples, length, self.width)
+        if self.encoding == _FP16.name:
+            return staging.upload(wire[1:]).float().mul_(_FP16.scale(wire)).view(shape)
         if self.encoding not in DTYPES:
-            shape = (num_samples, length, self.width)
             wire = simple_codec(self.encoding).decode(wire.numpy().data, num_samples * length * self.width).view(shape)
         return staging.upload(wire).float()
 

@@ -114,10 +114,23 @@ def test_infinities_that_cancel_are_refused() -> None:
 
 
 def test_whatever_float16_can_carry_is_accepted() -> None:
-    for dtype in (torch.float32, torch.float16):
-        require_in_range("hidden", torch.tensor([65_504.0, -65_504.0], dtype=dtype))
+    require_in_range("hidden", torch.tensor([65_504.0, -65_504.0]))
+    require_in_range("hidden", _fp16(142, 32_752.0, -32_752.0))
     require_in_range("hidden", torch.full((8,), 60_000.0, dtype=torch.bfloat16))
     require_in_range("hidden", torch.empty(0))
+
+
+def _fp16(exponent: int, *numbers: float) -> torch.Tensor:
+    """As docs/protocol.md has it: the numbers are to be multiplied by 2^(exponent - 141)."""
+    return torch.tensor([exponent, *numbers], dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "tensor", [_fp16(142, 0.0, 32_768.0), _fp16(143, -16_400.0), _fp16(254, 1.0), _fp16(15, float("nan"))]
+)
+def test_scaled_numbers_are_judged_by_what_they_mean(tensor: torch.Tensor) -> None:
+    with pytest.raises(MalformedMessage, match="'hidden' holds NaN, infinity, or numbers beyond 65504"):
+        require_in_range("hidden", tensor)
 
 
 def _int8(*scales: float, code: int = 1) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What crosses between stages: as small as promised, the same bytes every time, and close to what was meant."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -37,20 +38,46 @@ def _travel(boundary: Boundary, tensor: torch.Tensor) -> torch.Tensor:
 def test_halves_and_quarters_of_the_bytes() -> None:
     num_bytes = {name: Boundary(encoding=name, width=256).spec(8, 128).num_bytes for name in _DTYPES}
     assert num_bytes["fp32"] == 8 * 128 * 256 * 4
-    assert [num_bytes["fp32"] / num_bytes[name] for name in _DTYPES] == pytest.approx([1, 2, 2, 512 / 130])
+    assert [num_bytes["fp32"] / num_bytes[name] for name in _DTYPES] == pytest.approx([1, 2, 2, 512 / 130], rel=1e-5)
+    assert _boundary("fp16").spec(3, 7) == TensorSpec(shape=(1 + 3 * 7 * 96,), encoding="fp16"), "the scale comes first"
     assert _boundary("int8").spec(3, 7) == TensorSpec(shape=(130 * 16,), encoding="int8"), "the last block is filled up"
 
 
-@pytest.mark.parametrize("scale", [1.0, 3e-6, 0.0])
+@pytest.mark.parametrize("scale", [1e4, 1.0, 3e-6, 1e-30, 0.0])
 @pytest.mark.parametrize("name", _DTYPES)
 def test_what_arrives_is_what_the_protocol_says(name: str, scale: float) -> None:
     """Activations, gradients of a mean over many tokens, and nothing at all."""
     arrived = _travel(_boundary(name), _hidden(scale))
     assert arrived.shape == (3, 7, 96)
     assert torch.equal(arrived, rounded(_hidden(scale), name))
-    if name != "fp16":
-        error = float((arrived - _hidden(scale)).norm())
-        assert error <= {"fp32": 0.0, "bf16": 2e-3, "int8": 7e-3}[name] * float(_hidden(scale).norm())
+    error = (arrived - _hidden(scale)).double().norm()
+    assert error <= {"fp32": 0.0, "bf16": 2e-3, "fp16": 3e-4, "int8": 7e-3}[name] * _hidden(scale).double().norm()
+
+
+@pytest.mark.parametrize("largest", [65504.0, 65503.9, 32768.0, 32767.9, 1.0, 0.99999997, 2.0**-111, 1e-38, 1e-45])
+def test_the_largest_number_neither_overflows_nor_vanishes_in_fp16(largest: float) -> None:
+    tensor = torch.zeros(3, 7, 96)
+    tensor[0, 0, 0], tensor[1, 1, 1] = -largest, largest / 2**20
+    arrived = _travel(_boundary("fp16"), tensor)
+    assert torch.allclose(arrived, tensor, rtol=1e-3, atol=1e-37 if largest < 1e-30 else 0.0)
+
+
+def test_a_power_of_two_more_or_less_changes_no_bit_of_fp16() -> None:
+    boundary = _boundary("fp16")
+    plain = boundary.encode(_hidden(), _STAGING).wait()
+    for exponent in (-80, -20, 10):
+        scaled = boundary.encode(_hidden(2.0**exponent), _STAGING).wait()
+        assert torch.equal(scaled[1:], plain[1:])
+        assert torch.equal(_travel(boundary, _hidden(2.0**exponent)), _travel(boundary, _hidden()) * 2.0**exponent)
+
+
+@pytest.mark.parametrize("exponent", [14.0, 255.0, 127.5, -1.0, math.nan, math.inf])
+def test_a_scale_that_nobody_encodes_is_refused(exponent: float) -> None:
+    wire = _boundary("fp16").encode(_hidden(), _STAGING).wait().clone()
+    wire[0] = exponent
+    for use in (partial(require_in_range, "hidden"), lambda wire: _boundary("fp16").decode(wire, 3, 7, _STAGING)):
+        with pytest.raises(MalformedMessage, match="fp16"):
+            use(wire)
 
 
 @pytest.mark.parametrize("name", _DTYPES)

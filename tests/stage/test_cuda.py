@@ -69,7 +69,7 @@ async def test_bf16_products_are_near_those_of_float32(checkpointing: bool) -> N
             assert float((value - expected[name]).norm()) <= 0.05 * float(expected[name].norm()), name
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8"])
 @pytest.mark.parametrize("devices", [("cpu", DEVICE, "cpu"), (DEVICE, "cpu", DEVICE)])
 async def test_what_travels_is_the_same_from_and_to_either(dtype: Any, devices: Sequence[str]) -> None:
     config = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype=dtype))

@@ -64,7 +64,7 @@ async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig
         assert chain.counts("committed") == chain.counts("forwards") == chain.counts("backwards") == [6, 6, 6]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
 async def test_a_chain_that_rounds_is_one_process_that_rounds_there(dtype: Any) -> None:
     """And so is its evaluation; token ids and logits are as they were."""
     config = dataclasses.replace(_DROPOUT, wire=WireConfig(dtype=dtype))
