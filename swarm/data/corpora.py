@@ -5,23 +5,20 @@ Trainers and evaluation call `prepare`; the first peer publishes the digest, and
 the same files get the same tokens in the same order.
 
 Documents (files, or rows of a Hugging Face dataset) stay whole, and each is followed by the tokenizer's
-separator. Files are ordered by the hash of their path below their common folder, so that the corpus's end, which
-is held out, is a fair sample of it. Only UTF-8 files without NUL characters count as text; others are skipped.
+separator. Which files there are, and in what order, data/text_files says; those that it skips are named in the log.
 """
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import logging
 import os
 import shutil
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,28 +26,43 @@ from typing import Any
 import numpy as np
 
 from swarm.config import DataConfig
-from swarm.data import tokenizers
+from swarm.data import text_files, tokenizers
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import CorpusMismatch
 
 logger = logging.getLogger(__name__)
 
 _HUGGING_FACE = "hf:"
-_STDLIB = "stdlib"
-_NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# The build's own settings: they differ between machines with the same Python.
-_NOT_STDLIB_FILES = ("_sysconfigdata", "python-config")
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
 """How long it may take until a folder that is new is locked."""
-_PIECE_CHARACTERS = 2**18
-"""Files are read and tokenized in pieces of whole lines, about this long: memory stays flat for a file of any size."""
+_MOST_NAMED = 20
+"""Skipped files that are named in the log; of the others only their number is told."""
 _SAY_SECONDS = 10.0
 """Between two lines that say how far a long one is."""
 
 _Document = Iterable[str]
 """The pieces of one document, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Source:
+    """Where a corpus comes from.
+
+    Attributes:
+        identity: what tells on this machine whether the source has changed.
+        documents: reads them, and adds to `no_text` what it skips.
+        unreadable: reason by path, of files that were skipped without being read.
+        no_text: likewise, of those that hold no text.
+        num_files: skipped ones included.
+    """
+
+    identity: list[Any]
+    documents: Callable[[], Iterator[_Document]]
+    unreadable: Mapping[str, str]
+    no_text: dict[str, str]
+    num_files: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,31 +103,32 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     tokenizer = tokenizers.load(config.tokenizer)
     _sweep(cache_dir)
     try:
-        source, documents = _open(config)
-        key = hashlib.sha256(
-            json.dumps([_CACHE_VERSION, config.dataset, config.max_tokens, tokenizer.identity, source]).encode()
-        ).hexdigest()
+        source = _open(config)
+        origin = [_CACHE_VERSION, config.dataset, config.max_tokens, tokenizer.identity, source.identity]
+        key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         path = cache_dir / f"{key[:32]}.tokens"
         if not path.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            _write(path, documents(), tokenizer, config)
+            _write(path, source, tokenizer, config)
         tokens = np.memmap(path, dtype=tokenizers.token_dtype(tokenizer.vocab_size), mode="r")
-        digest = _digest_path(path).read_text(encoding="ascii")
+        about = json.loads(_about_path(path).read_text(encoding="utf-8"))
     except OSError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"cannot prepare data.dataset {config.dataset!r} in {cache_dir}: {reason}") from None
+    _say_skipped(config.dataset, {**source.unreadable, **about["no_text"]}, source.num_files)
     num_training_tokens = len(tokens) - int(len(tokens) * config.held_out_fraction)
     _check_length(config, num_training_tokens, len(tokens) - num_training_tokens)
     return Corpus(
-        tokens=tokens, num_training_tokens=num_training_tokens, vocab_size=tokenizer.vocab_size, digest=digest
-    )
+        tokens=tokens, num_training_tokens=num_training_tokens, vocab_size=tokenizer.vocab_size,
+        digest=about["digest"],
+    )  # fmt: skip
 
 
 def check_digest(config: DataConfig, corpus: Corpus) -> None:
     """Raise CorpusMismatch if the run was started with other text than `corpus`. A run without a digest takes any."""
     if config.digest in ("", corpus.digest):
         return
-    if config.dataset == _STDLIB:
+    if config.dataset == text_files.STDLIB:
         version = ".".join(map(str, sys.version_info[:3]))
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"
     elif config.dataset.startswith(_HUGGING_FACE):
@@ -131,64 +144,40 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
     )
 
 
-def _open(config: DataConfig) -> tuple[list[Any], Callable[[], Iterator[_Document]]]:
-    """What identifies the source on this machine, and how to read its documents."""
+def _open(config: DataConfig) -> _Source:
+    no_text: dict[str, str] = {}
     if config.dataset.startswith(_HUGGING_FACE):
-        return [config.hf_config, config.hf_split, config.hf_text_field], lambda: _hugging_face_rows(config)
-    files = _in_corpus_order(_find_files(config.dataset))
-    stats = [(str(path), path.stat()) for path in files]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats], lambda: (
-        _pieces(path) for path in files if _is_text(path)
-    )
+        return _Source(
+            identity=[config.hf_config, config.hf_split, config.hf_text_field],
+            documents=lambda: _hugging_face_rows(config), unreadable={}, no_text=no_text, num_files=0,
+        )  # fmt: skip
+    found = text_files.find(config.dataset)
+
+    def documents() -> Iterator[_Document]:
+        for path in found.files:
+            if reason := text_files.fault(path):
+                no_text[_shown(path)] = reason
+            else:
+                yield text_files.pieces(path)
+
+    stats = [(str(path), path.stat()) for path in found.files]
+    return _Source(
+        identity=[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats], documents=documents,
+        unreadable={_shown(path): reason for path, reason in found.unreadable.items()}, no_text=no_text,
+        num_files=len(found.files) + len(found.unreadable),
+    )  # fmt: skip
 
 
-def _find_files(dataset: str) -> list[Path]:
-    if dataset == _STDLIB:
-        found = _files_under(Path(sysconfig.get_path("stdlib")), skipped_folders=_NOT_STDLIB_TEXT)
-        return [path for path in found if path.suffix == ".py" and not path.name.startswith(_NOT_STDLIB_FILES)]
-    path = Path(os.path.expanduser(dataset)).absolute()  # Of an unknown user it leaves as it is what Path refuses.
-    if path.is_dir():
-        return _files_under(path)
-    if path.is_file():
-        return [path]
-    if not glob.has_magic(dataset):
-        raise ValueError(
-            f"data.dataset {dataset!r} does not exist; give 'stdlib', a file, folder or glob of text, or 'hf:NAME'"
-        )
-    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    return [match for match in matches if match.is_file()]
+def _shown(path: Path) -> str:
+    """A path as a line of the log can hold it, whatever bytes its name is made of."""
+    return "".join(c if c.isprintable() else "?" for c in str(path))
 
 
-def _files_under(root: Path, *, skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
-    found: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped_folders]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return [path for path in found if path.is_file()]
-
-
-def _in_corpus_order(files: list[Path]) -> list[Path]:
-    if not files:
-        return []
-    root = os.path.commonpath([path.parent for path in files])
-
-    def rank(path: Path) -> bytes:
-        return hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()
-
-    return sorted(files, key=rank)
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        return all("\0" not in piece for piece in _pieces(path))
-    except UnicodeDecodeError:
-        return False
-
-
-def _pieces(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", newline="") as file:
-        while lines := file.readlines(_PIECE_CHARACTERS):
-            yield "".join(lines)
+def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> None:
+    for path, reason in sorted(skipped.items())[:_MOST_NAMED]:
+        logger.warning("skipped %s: %s", path, reason)
+    if skipped:
+        logger.warning("%d of the %d files of %s were skipped", len(skipped), num_files, dataset)
 
 
 def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:
@@ -218,7 +207,7 @@ def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:
         yield [row[config.hf_text_field]]
 
 
-def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, config: DataConfig) -> None:
+def _write(path: Path, source: _Source, tokenizer: Tokenizer, config: DataConfig) -> None:
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256(f"{tokenizer.identity}\n{dtype.str}\n".encode())
     remaining = most = config.max_tokens or sys.maxsize
@@ -226,7 +215,7 @@ def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, con
     with _own_folder(path.parent) as folder:
         written = folder / path.name
         with written.open("wb") as file:
-            for ids in _encode(documents, tokenizer):
+            for ids in _encode(source.documents(), tokenizer):
                 data = ids[:remaining].tobytes()
                 digest.update(data)
                 file.write(data)
@@ -243,11 +232,23 @@ def _write(path: Path, documents: Iterator[_Document], tokenizer: Tokenizer, con
             file.flush()
             os.fsync(file.fileno())
             if not file.tell():
-                raise ValueError(f"data.dataset {config.dataset!r} holds no text; give it files of UTF-8 text")
-        _digest_path(written).write_text(digest.hexdigest(), encoding="ascii")
-        # The digest first: who sees the tokens finds their digest too.
-        _digest_path(written).replace(_digest_path(path))
+                raise ValueError(
+                    f"data.dataset {config.dataset!r} holds no text{_first_fault(source)}; give it files of UTF-8 text"
+                )
+        about = {"digest": digest.hexdigest(), "no_text": source.no_text}
+        _about_path(written).write_text(json.dumps(about), encoding="utf-8")
+        # This file first: a process that sees the tokens finds it too.
+        _about_path(written).replace(_about_path(path))
         written.replace(path)
+
+
+def _first_fault(source: _Source) -> str:
+    skipped = sorted({**source.unreadable, **source.no_text}.items())
+    if not skipped:
+        return ""
+    path, reason = skipped[0]
+    others = f", and {len(skipped) - 1} more were skipped" if len(skipped) > 1 else ""
+    return f" ({path}: {reason}{others})"
 
 
 @contextlib.contextmanager
@@ -278,8 +279,9 @@ def _encode(documents: Iterator[_Document], tokenizer: Tokenizer) -> Iterator[To
         yield tokenizer.separator
 
 
-def _digest_path(tokens_path: Path) -> Path:
-    return tokens_path.with_suffix(".sha256")
+def _about_path(tokens_path: Path) -> Path:
+    """Of the file that says about a corpus: its digest, and which files hold no text."""
+    return tokens_path.with_suffix(".json")
 
 
 def _check_length(config: DataConfig, num_training: int, num_held_out: int) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers as library
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
+from tokenizers.trainers import BpeTrainer
 
 from swarm.config import DataConfig
-from swarm.data import corpora
+from swarm.data import corpora, text_files, tokenizers
 from swarm.errors import CorpusMismatch
 
 NUM_FILES = 30
@@ -104,24 +105,115 @@ def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatc
     assert not second.tokens.flags.writeable
 
 
+def _add_what_is_no_text(folder: Path) -> list[str]:
+    """Files that are skipped; gives the lines that say so."""
+    (folder / "image.txt").write_bytes(b"PNG\0\0")
+    (folder / "latin.txt").write_bytes(b"." * 240_000 + b"na\xefve")
+    (folder / "broken.txt").symlink_to(folder / "nowhere")
+    return [
+        f"skipped {folder}/broken.txt: No such file or directory",
+        f"skipped {folder}/image.txt: a NUL character at byte 3",
+        f"skipped {folder}/latin.txt: not UTF-8 at byte 240002",
+        f"3 of the {NUM_FILES + 3} files of {folder} were skipped",
+    ]
+
+
 def test_only_text_counts(folder: Path, cache: Path) -> None:
     clean = corpora.prepare(_config(folder), cache_dir=cache)
-    (folder / "image.txt").write_bytes(b"PNG\0\0")
-    (folder / "latin.txt").write_bytes(b"na\xefve")
+    _add_what_is_no_text(folder)
     (folder / ".hidden.txt").write_text("secret")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("secret")
-    (folder / "broken.txt").symlink_to(folder / "nowhere")
     assert corpora.prepare(_config(folder), cache_dir=cache).digest == clean.digest
+
+
+def test_skipped_files_are_named_each_time(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpora.prepare(_config(folder), cache_dir=cache)
+    assert not caplog.messages
+    lines = _add_what_is_no_text(folder)
+    for _ in range(2):
+        caplog.clear()
+        corpora.prepare(_config(folder), cache_dir=cache)
+        assert caplog.messages == lines
+
+
+def test_of_many_skipped_files_some_are_named_and_all_are_counted(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(50):
+        (folder / f"{number}.png").write_bytes(b"\x89PNG")
+    corpora.prepare(_config(folder), cache_dir=cache)
+    assert len(caplog.messages) == 21
+    assert caplog.messages[-1] == f"50 of the {NUM_FILES + 50} files of {folder} were skipped"
+
+
+def test_a_name_that_no_line_can_hold(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / os.fsdecode(b"new\nline\xff")).write_bytes(b"\xff")
+    for _ in range(2):
+        corpora.prepare(_config(folder), cache_dir=cache)
+        assert caplog.messages[-2] == f"skipped {folder}/new?line?: not UTF-8 at byte 0"
 
 
 def test_one_file_keeps_its_characters(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and line ends leave no trace."""
-    monkeypatch.setattr(corpora, "_PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 10)
     text = "one\r\ntwo\rthree \u4e2d\u6587\n\n" * 40
     path = tmp_path / "one.txt"
     path.write_bytes(text.encode())
     assert _decoded(corpora.prepare(_config(path), cache_dir=cache)) == text + "\n"
+
+
+def _byte_level_bpe(path: Path) -> str:
+    tokenizer = library.Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    alphabet = ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the bees of this swarm learn one language together"], trainer)
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def test_pieces_leave_no_trace_in_the_tokens_of_a_long_line(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tokenizer whose tokens begin with the space before a word, as most do."""
+    tokenizer = tokenizers.load(_byte_level_bpe(tmp_path / "tokenizer.json"))
+    text = "".join(f"the bees{' ' * (number % 4)} of this, {number} swarms\t learn " for number in range(300))
+    path = tmp_path / "line.txt"
+    path.write_text(text)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 100)
+    corpus = corpora.prepare(_config(path, tokenizer=str(tmp_path / "tokenizer.json")), cache_dir=cache)
+    assert corpus.tokens.tolist() == [*tokenizer.encode(text), *tokenizer.separator]
+
+
+@pytest.mark.parametrize("words", ["the bees of this swarm ", "\u4e2d\u6587"])
+@pytest.mark.parametrize(("tokenizer", "size_mib", "piece_characters"), [("bytes", 64, 2**18), ("bpe", 2, 2**14)])
+def test_a_file_of_one_line_is_not_held_whole(
+    tmp_path: Path, cache: Path, tokenizer: str, words: str, size_mib: int, piece_characters: int
+) -> None:
+    """Peak memory stays far below the 190 MiB and more that it takes to tokenize the line at once."""
+    path = tmp_path / "line.txt"
+    block = (words * 2**20)[: 2**20 // len(words.encode()) * len(words)]
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(size_mib):
+            file.write(block)
+    if tokenizer == "bpe":
+        tokenizer = _byte_level_bpe(tmp_path / "tokenizer.json")
+    program = (
+        "import resource, sys; from pathlib import Path; from swarm.config import DataConfig\n"
+        "from swarm.data import corpora, text_files\n"
+        "text_files.PIECE_CHARACTERS = int(sys.argv[4])\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == 'darwin' "
+        "else 2**10)\n"
+        "before = peak()\n"
+        "corpora.prepare(DataConfig(dataset=sys.argv[1], tokenizer=sys.argv[2]), cache_dir=Path(sys.argv[3]))\n"
+        "print(peak() - before)"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(path), tokenizer, str(cache), str(piece_characters)],
+        capture_output=True, text=True, check=True, cwd=Path(corpora.__file__).parents[2],
+    )  # fmt: skip
+    assert int(answer.stdout) < 80
 
 
 def test_max_tokens(folder: Path, cache: Path) -> None:
@@ -162,7 +254,7 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
     expected = sum(path.read_bytes()) + ord("\n")
     assert answers[0] == answers[1]
     assert answers[0].split()[1] == str(expected)
-    assert sorted(file.suffix for file in cache.iterdir()) == [".sha256", ".tokens"]
+    assert sorted(file.suffix for file in cache.iterdir()) == [".json", ".tokens"]
 
 
 def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> None:
@@ -201,11 +293,12 @@ def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> Non
     assert not list(cache.glob(".preparing-*"))
 
 
-def test_stdlib(cache: Path) -> None:
+def test_stdlib(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The default dataset is there on every machine, and its tests are not in it."""
     corpus = corpora.prepare(DataConfig(max_tokens=300_000), cache_dir=cache)
-    names = {path.name for path in corpora._find_files("stdlib")}
+    names = {path.name for path in text_files.find("stdlib").files}
     assert len(corpus.tokens) == 300_000
+    assert not caplog.messages
     assert {"argparse.py", "topics.py"} <= names
     assert not any(name.startswith(("test_argparse", "_sysconfigdata", "python-config")) for name in names)
 
@@ -268,10 +361,23 @@ def test_missing_dataset(tmp_path: Path, cache: Path) -> None:
 
 
 def test_no_text(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "binary").write_bytes(bytes(1000))
     (tmp_path / "empty").mkdir()
-    for dataset in (tmp_path / "binary", tmp_path / "empty", tmp_path / "*.nothing"):
+    for dataset in (tmp_path / "empty", tmp_path / "*.nothing"):
         _refused(_config(dataset), cache, "holds no text; give it files of UTF-8 text")
+
+
+def test_no_text_says_where(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a").write_bytes(b"." * 240_000 + b"\xff" + b"." * 240_000)
+    advice = "give it files of UTF-8 text"
+    _refused(_config(folder / "a"), cache, f"holds no text .*folder/a: not UTF-8 at byte 240000.; {advice}")
+    os.mkfifo(folder / "b")
+    _refused(_config(folder / "b"), cache, f"holds no text .*folder/b: not a regular file.; {advice}")
+    _refused(
+        _config(folder), cache,
+        f"holds no text .*folder/a: not UTF-8 at byte 240000, and 1 more were skipped.; {advice}",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.98])

@@ -1,0 +1,150 @@
+"""Text files: which files a dataset names, in the corpus's order, and their text in pieces.
+
+Used by data/corpora. The choice, the order and the pieces follow from the contents of the files and from their paths
+below their common folder, so that machines with the same files get the same text. A file counts as text if all of it is
+UTF-8 without NUL characters; a file that is not is left out whole. Never holds more than a few pieces of a file.
+"""
+
+import codecs
+import glob
+import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+STDLIB = "stdlib"
+PIECE_CHARACTERS = 2**18
+"""A piece has about so many characters, and never more than three times as many."""
+_CHUNK_BYTES = 2**20
+_NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+# The build's own settings: they differ between machines with the same Python.
+_NOT_STDLIB_FILES = ("_sysconfigdata", "python-config")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a dataset names.
+
+    Attributes:
+        files: those that can be opened, in the corpus's order. Whether they hold text only `fault` tells.
+        unreadable: reason by path, of files and folders that cannot be opened.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    unreadable: dict[Path, str] = field(default_factory=dict)
+
+
+def find(dataset: str) -> Found:
+    """Find the files of `stdlib`, or of a file, folder or glob.
+
+    Hidden files and folders count only if they are named themselves.
+
+    Raises:
+        ValueError: one line, if there is no such thing.
+    """
+    unreadable: dict[Path, str] = {}
+    if dataset == STDLIB:
+        below = _walk(Path(sysconfig.get_path("stdlib")), unreadable, skipped_folders=_NOT_STDLIB_TEXT)
+        paths = [path for path in below if path.suffix == ".py" and not path.name.startswith(_NOT_STDLIB_FILES)]
+    else:
+        paths = _named(dataset, unreadable)
+    unreadable |= {path: reason for path in paths if (reason := _why_unreadable(path))}
+    return Found(_in_corpus_order([path for path in paths if path not in unreadable]), unreadable)
+
+
+def fault(path: Path) -> str:
+    """Read a whole file; gives why it is no text, or cannot be read, and nothing for a text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    num_read = 0
+    try:
+        with path.open("rb") as file:
+            while True:
+                chunk = file.read(_CHUNK_BYTES)
+                num_pending = len(decoder.getstate()[0])  # Bytes of a character that is not complete yet.
+                try:
+                    decoder.decode(chunk, final=not chunk)
+                except UnicodeDecodeError as error:
+                    return f"not UTF-8 at byte {num_read - num_pending + error.start}"
+                if (place := chunk.find(0)) >= 0:
+                    return f"a NUL character at byte {num_read + place}"
+                if not chunk:
+                    return ""
+                num_read += len(chunk)
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def pieces(path: Path) -> Iterator[str]:
+    """The text of a file that has no `fault`, in pieces of whole lines.
+
+    Only a line that runs on for more than `PIECE_CHARACTERS` beyond the end of a piece is cut: before the spaces in
+    front of its last word, where most tokenizers begin a token as well, or at that length where it has no space. In the
+    latter case, and with a tokenizer that marks the beginning of a text, the tokens at a cut may be others than those
+    of the uncut line; they are the same on every machine.
+    """
+    rest = ""
+    with path.open(encoding="utf-8", newline="") as file:
+        while True:
+            # The second read completes the line of which the first one took a part, or adds the next line.
+            piece, line = rest + file.read(PIECE_CHARACTERS), file.readline(PIECE_CHARACTERS)
+            goes_on = len(line) == PIECE_CHARACTERS and line[-1] not in "\r\n"
+            end = _last_word(line) if goes_on else len(line)
+            piece, rest = piece + line[:end], line[end:]
+            if not piece:
+                return
+            yield piece
+
+
+def _last_word(line: str) -> int:
+    """Where the spaces before the last word of a line begin; its length, if nothing stands before them."""
+    return len(line.rpartition(" ")[0].rstrip(" ")) or len(line)
+
+
+def _named(dataset: str, unreadable: dict[Path, str]) -> list[Path]:
+    path = Path(os.path.expanduser(dataset)).absolute()  # Of an unknown user it leaves as it is what Path refuses.
+    if path.is_dir():
+        return _walk(path, unreadable)
+    if os.path.lexists(path):
+        return [path]
+    if not glob.has_magic(dataset):
+        raise ValueError(
+            f"data.dataset {dataset!r} does not exist; give 'stdlib', a file, folder or glob of text, or 'hf:NAME'"
+        )
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    return [match for match in matches if not match.is_dir()]
+
+
+def _walk(root: Path, unreadable: dict[Path, str], *, skipped_folders: frozenset[str] = frozenset()) -> list[Path]:
+    def note(error: OSError) -> None:
+        unreadable[Path(error.filename)] = error.strerror or str(error)
+
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=note):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped_folders]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _why_unreadable(path: Path) -> str:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "not a regular file"  # Nor is it opened: a pipe that nobody writes to would block.
+        path.open("rb").close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _in_corpus_order(files: list[Path]) -> list[Path]:
+    """By the hash of the path: so the end, which is held out, is a fair sample of the whole."""
+    if not files:
+        return []
+    root = os.path.commonpath([path.parent for path in files])
+
+    def rank(path: Path) -> bytes:
+        return hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()
+
+    return sorted(files, key=rank)
