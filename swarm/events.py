@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-FORMAT = 1
+FORMAT = 2
 """Of the lines; an audit refuses others."""
 
 
@@ -171,8 +171,6 @@ class Commit:
     attempt: int
     samples: int
     members: tuple[str, ...]
-    state: str
-    """Digest of anchor and outer state after it."""
     total_squared_norm: float = 0.0
     """What the gradient was clipped by."""
     partners: tuple[str, ...] = ()
@@ -180,6 +178,17 @@ class Commit:
     carried: int = 0
     """Samples that count towards the next round: learnt since the closing or, by one that took no part, since the round
     began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a commit led to. The digest is taken beside training, so steps of the new round may come before it."""
+
+    round: int
+    """The one that began with it."""
+    lineage: str
+    digest: str
+    """Of anchor and outer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,13 +226,13 @@ class Move:
 
 Event = (
     Start | Gap | Hop | Accumulate | RollBack | Ack | Repeat | Grant | Step | Close | Begin | Prepare | Abort | Commit
-    | Install | Join | Leave | Move
+    | State | Install | Join | Leave | Move
 )  # fmt: skip
 
 NAMES: dict[str, type[Event]] = {
     "start": Start, "gap": Gap, "hop": Hop, "accumulate": Accumulate, "roll_back": RollBack, "ack": Ack,
     "repeat": Repeat, "grant": Grant, "step": Step, "close": Close, "begin": Begin, "prepare": Prepare, "abort": Abort,
-    "commit": Commit, "install": Install, "join": Join, "leave": Leave, "move": Move,
+    "commit": Commit, "state": State, "install": Install, "join": Join, "leave": Leave, "move": Move,
 }  # fmt: skip
 """As the lines have them."""
 

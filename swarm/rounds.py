@@ -3,6 +3,7 @@
 Implemented by swarm.stage. All tensors here are float32 on the CPU, unless they belong to a snapshot.
 """
 
+import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -119,6 +120,13 @@ class Snapshot:
     digest: str
 
 
+def known(digest: str) -> "asyncio.Future[str]":
+    """A digest that need not be waited for."""
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    future.set_result(digest)
+    return future
+
+
 class RoundMember(Protocol):
     """A stage as its group sees it. Calls never overlap, but for `progress` and `snapshot`: these come at any time."""
 
@@ -140,8 +148,12 @@ class RoundMember(Protocol):
         """The attempt came to nothing: go on training in this round."""
         ...
 
-    async def apply(self, result: RoundResult) -> str:
-        """Take the outer step and begin the next round; gives BLAKE3 over anchor and outer state."""
+    async def apply(self, result: RoundResult) -> "asyncio.Future[str]":
+        """Take the outer step and begin the next round.
+
+        Gives what will be BLAKE3 over anchor and outer state: of a large state it takes a while, beside training.
+        Several may wait for it, so each has to shield it from its own cancellation.
+        """
         ...
 
     async def snapshot(self) -> Snapshot:

@@ -27,6 +27,7 @@ from swarm.events import (
     Prepare,
     RollBack,
     Start,
+    State,
     Step,
     ranges,
 )
@@ -137,6 +138,8 @@ class History:
                 self._rounds.given_up(self.stage, self._lineage or "", (event.attempt, event.leader))
             case Commit():
                 self._commit(event, line)
+            case State():
+                self._rounds.stood(self.stage, event.round, event.lineage, event.digest, self.name)
             case Install():
                 self._install(event)
             case _:
@@ -265,7 +268,6 @@ class History:
             self.stage, event, file=self.name, boot=self.start.boot, monotonic=line.monotonic,
             synchronous=self._synchronous,
         )  # fmt: skip
-        self._rounds.stood(self.stage, event.round + 1, event.lineage, event.state, self.name)
         self.round, self._lineage = event.round + 1, event.lineage
         self._end_round()
 

@@ -87,7 +87,8 @@ class Participant:
         """Held by whatever calls the stage."""
         self._attempt: Attempt | None = None
         self._result: _Result | None = None
-        self._state_digest = ""
+        self._state_digest: asyncio.Future[str] | None = None
+        """Of the state at the beginning of the round; taken beside training."""
         self.standing = messages.standing_of(member.progress())
         """Where this member is; changes together with what it can answer about the round before."""
         self.group = Group(self.standing.round)
@@ -235,7 +236,8 @@ class Participant:
             )  # fmt: skip
         except Refused as refused:
             return pb.CommitReply(refusal=self._refusal(refused))
-        return pb.CommitReply(state_digest=self._state_digest)
+        assert self._state_digest is not None, "a result was applied"
+        return pb.CommitReply(state_digest=await asyncio.shield(self._state_digest))
 
     async def apply(self, outcome: pb.Outcome) -> None:
         """Apply the prepared result, once. Raises Refused if it is not the prepared one."""
@@ -386,7 +388,8 @@ class Participant:
                 dataclasses.replace(committed.result, contributed=contributed)
             )
             reached = messages.standing_of(self._member.progress())
-            self.is_sound = (self._state_digest, reached) == (committed.state_digest, committed.after)
+            ours, theirs = [await asyncio.shield(digest) for digest in (self._state_digest, committed.state_digest)]
+            self.is_sound = (ours, reached) == (theirs, committed.after)
             if not self.is_sound:
                 self.group.install(committed.before.round)
                 self._attempt = self._result = None

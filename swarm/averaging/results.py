@@ -4,6 +4,7 @@ Made by averaging/participant at a commit, kept by averaging/donor, rebuilt by a
 applied by another peer's participant. Knows nothing of how it travels.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from swarm.averaging import messages
 from swarm.averaging.messages import Standing
 from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
 from swarm.errors import MalformedMessage
-from swarm.rounds import RoundResult
+from swarm.rounds import RoundResult, known
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 
@@ -25,21 +26,22 @@ class Committed:
         before: where a member must stand for it.
         after: where it stands then.
         result: the averaged tensors, which nobody writes to any more, and what belongs to them.
-        state_digest: what `apply` gave.
+        state_digest: what `apply` gave: it may take a while until it is known.
     """
 
     before: Standing
     after: Standing
     result: RoundResult
     outcome: pb.Outcome
-    state_digest: str
+    state_digest: asyncio.Future[str]
 
 
-def pack(committed: Committed, sha256: bytes) -> pb.ResultHeader:
-    """To the wire, but for the tensors' bytes, of which `sha256` is the digest."""
+async def pack(committed: Committed, sha256: bytes) -> pb.ResultHeader:
+    """To the wire, but for the tensors' bytes, of which `sha256` is the digest. Waits until the state's is known."""
     return pb.ResultHeader(
         outcome=committed.outcome, standing=messages.pack_standing(committed.after),
-        state_digest=committed.state_digest, tensors=describe(committed.result.tensors), sha256=sha256,
+        state_digest=await asyncio.shield(committed.state_digest), tensors=describe(committed.result.tensors),
+        sha256=sha256,
     )  # fmt: skip
 
 
@@ -60,7 +62,9 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
         attempts=prepared.ballot.attempt, bytes_sent=0, bytes_received=0, compression_ratio=1.0, seconds=0.0,
         digest=prepared.digest, partners=messages.digests_of(outcome.partners),
     )  # fmt: skip
-    return Committed(before=before, after=after, result=result, outcome=outcome, state_digest=header.state_digest)
+    return Committed(
+        before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest)
+    )
 
 
 class IncomingResult:

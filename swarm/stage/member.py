@@ -1,19 +1,24 @@
 """The stage as a member of its averaging group: closes rounds, applies their result, hands out its state.
 
 Called by averaging/ through the RoundMember protocol. Every change of the weights runs on the compute thread;
-this file only decides in which order.
+this file only decides in which order. What only reads the state at a round's beginning, to digest or to copy it, runs
+beside: nothing writes to that state until the next commit.
 """
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
-from swarm.events import Close, Commit, Events, Install, NoEvents, ranges
-from swarm.rounds import Contribution, Progress, RoundResult, Snapshot
+from swarm.events import Close, Commit, Events, Install, NoEvents, State, ranges
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, known
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
-from swarm.stage.weights import FrozenContribution, Round
+from swarm.stage.staging import HostReader
+from swarm.stage.weights import FrozenContribution, Round, Tensors, digest_of
+
+_Result = TypeVar("_Result")
 
 _KEPT_REPORTS = 16
 
@@ -38,8 +43,12 @@ class StageMember:
         self._closed: tuple[frozenset[int], Contribution] | None = None
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
         """The newest committed rounds, oldest first."""
-        self.state_digest = ""
-        """Of the state at the beginning of the round, where it is known; set on the compute thread, with the state."""
+        self._digest: asyncio.Future[str] | None = None
+        """Of the state at the beginning of the round; None while nobody has asked for that of the initial one."""
+        self._readings: set[asyncio.Future[Any]] = set()
+        """Of the state, on other threads: no round is committed before they are done."""
+        self._may_commit = asyncio.Lock()
+        """Held by a commit, and while a reading begins."""
 
     @property
     def run_samples(self) -> int:
@@ -98,8 +107,20 @@ class StageMember:
             await self._stage.runtime.control(self._weights.reopen)
             self._stage.on_change()
 
-    async def apply(self, result: RoundResult) -> str:
-        """Take the outer step of a committed round. Gives the BLAKE3 of anchor and outer state."""
+    async def state_digest(self) -> str:
+        """BLAKE3 of anchor and outer state at the beginning of the round; waits until it is known."""
+        if self._digest is None:
+            return (await self.snapshot()).digest
+        return await asyncio.shield(self._digest)
+
+    async def apply(self, result: RoundResult) -> asyncio.Future[str]:
+        """Take the outer step of a committed round. Gives what will be the BLAKE3 of anchor and outer state."""
+        async with self._may_commit:
+            if self._readings:
+                await asyncio.wait(set(self._readings))
+            return await self._apply(result)
+
+    async def _apply(self, result: RoundResult) -> asyncio.Future[str]:
         start = time.perf_counter()
         self._closed = None
         if self._stage.config.rounds.synchronous:
@@ -108,30 +129,45 @@ class StageMember:
             self._weights.seal()
             await self._stage.discard_uncommitted(self._stage.round, frozenset())
 
-        def commit() -> float:
+        def commit() -> tuple[float, Tensors, HostReader]:
             parent = self._weights.round.lineage
             rate = self._weights.commit(
                 result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
                 num_members=len(result.members), lineage=result.lineage, contributed=result.contributed,
             )  # fmt: skip
-            self.state_digest = self._weights.state_digest()
             self._events.write(
                 Commit(
                     round=result.round, parent=parent, lineage=result.lineage, digest=result.digest,
                     attempt=result.attempts, samples=result.num_samples, members=result.members,
-                    state=self.state_digest, carried=self._weights.round.stepped_samples,
-                    total_squared_norm=result.total_squared_norm, partners=result.partners,
+                    carried=self._weights.round.stepped_samples, partners=result.partners,
+                    total_squared_norm=result.total_squared_norm,
                 )
             )  # fmt: skip
+            read = self._weights.state(), self._stage.backend.staging.reader()
             # Only now: what it steps with belongs to the round that has begun.
             self._weights.step_if_due()
-            return rate
+            return rate, *read
 
-        rate = await self._stage.runtime.control(commit)
-        self.reports.append(self._report(result, rate, time.perf_counter() - start))
+        rate, state, reader = await self._stage.runtime.control(commit)
+        report = self._report(result, rate, time.perf_counter() - start)
+
+        def take_digest() -> str:
+            digest = report.state_digest = digest_of(state, reader)
+            self._events.write(State(round=result.round + 1, lineage=result.lineage, digest=digest))
+            return digest
+
+        self._digest = self._read(take_digest)
+        self.reports.append(report)
         self._stage.round_began()
         self._on_commit()
-        return self.state_digest
+        return self._digest
+
+    def _read(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """Have another thread read the state, beside training."""
+        reading = asyncio.get_running_loop().run_in_executor(None, work)
+        self._readings.add(reading)
+        reading.add_done_callback(self._readings.discard)
+        return reading
 
     def _report(self, result: RoundResult, learning_rate: float, seconds: float) -> pb.RoundReport:
         """What trainers and status are told of a round that was committed, which took this peer so long."""
@@ -142,23 +178,28 @@ class StageMember:
             num_alive=self._num_alive(), gradient_norm=squared_norm**0.5, learning_rate=learning_rate,
             aggregate_seconds=result.seconds + seconds, bytes_sent=result.bytes_sent,
             bytes_received=result.bytes_received, compression_ratio=result.compression_ratio,
-            attempts=result.attempts, num_samples=result.num_samples, state_digest=self.state_digest,
+            attempts=result.attempts, num_samples=result.num_samples,
             averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
             contribution_norm=result.contribution_norm, exchange_seconds=result.exchange_seconds,
             wait_seconds=max(0.0, result.seconds - result.exchange_seconds), residual_bytes=result.residual_bytes,
         )  # fmt: skip
 
     async def snapshot(self) -> Snapshot:
-        """The state at the last committed round; nobody writes to its tensors."""
+        """The state at the last committed round; nobody writes to its tensors. They are copied beside training."""
 
-        def pin() -> Snapshot:
-            current = self._weights.round
-            return Snapshot(
-                round=current.number, run_samples=current.run_samples, lineage=current.lineage,
-                tensors=self._weights.state_tensors(), digest=self.state_digest or self._weights.state_digest(),
-            )  # fmt: skip
+        def pin() -> tuple[Round, Tensors, HostReader]:
+            return self._weights.round, self._weights.state(), self._stage.backend.staging.reader()
 
-        return await self._stage.runtime.control(pin)
+        async with self._may_commit:
+            current, state, reader = await self._stage.runtime.control(pin)
+            copying = self._read(lambda: {name: reader.copy(value) for name, value in state.items()})
+            if self._digest is None:
+                self._digest = self._read(lambda: digest_of(state, reader))
+            digest = self._digest
+        return Snapshot(
+            round=current.number, run_samples=current.run_samples, lineage=current.lineage,
+            tensors=await asyncio.shield(copying), digest=await asyncio.shield(digest),
+        )  # fmt: skip
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         """Become the state of a snapshot; what was in flight here is undone.
@@ -180,7 +221,6 @@ class StageMember:
         def install() -> None:
             new_round = Round(number=snapshot.round, run_samples=snapshot.run_samples, lineage=snapshot.lineage)
             self._weights.install(snapshot.tensors, new_round, carry=carry)
-            self.state_digest = snapshot.digest
             self._events.write(
                 Install(
                     round=snapshot.round, lineage=snapshot.lineage, state=snapshot.digest, source=source, parent=parent,
@@ -191,7 +231,9 @@ class StageMember:
         self._stage.is_changing_state = True
         try:
             await self._stage.forget_all()
-            await self._stage.runtime.control(install)
+            async with self._may_commit:
+                await self._stage.runtime.control(install)
+                self._digest = known(snapshot.digest)
         finally:
             self._stage.is_changing_state = False
         self._stage.round_began()
@@ -204,12 +246,8 @@ class StageMember:
         """
         self._stage.ledger.highest_microbatch = highest_microbatch
 
-        def record() -> None:
-            now = self._weights.round
-            state = self.state_digest = self._weights.state_digest()
-            self._events.write(Install(round=now.number, lineage=now.lineage, state=state, source="initial"))
-
-        await self._stage.runtime.control(record)
+        now, digest = self._weights.round, await self.state_digest()
+        self._events.write(Install(round=now.number, lineage=now.lineage, state=digest, source="initial"))
 
     async def begin_with(
         self, snapshot: Snapshot, highest_microbatch: int, *, source: str, parent: str | None = None

@@ -1,7 +1,8 @@
 """How tensors get to the device that computes and back, and how long it computed.
 
 Made once for a stage. The compute thread uses it (stage/backend, stage/boundary, stage/runtime); whatever is on its way
-to the CPU is waited for on another thread (stage/computation). Never looks at the numbers.
+to the CPU is waited for on another thread (stage/computation). A round's whole state is read on another thread as well,
+beside training (stage/member). Never looks at the numbers.
 
 A GPU works through queues of its own ("streams"): calls return before their work is done, and whoever reads a result
 waits for all that was queued before it. So copies have queues of their own, and go from and to pinned memory, without
@@ -19,6 +20,9 @@ from typing import Protocol
 import torch
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+
+PIECE_ELEMENTS = 4 << 20
+"""Of a large tensor that is read beside the compute thread; so much memory is pinned for it."""
 
 
 class Arrival(Protocol):
@@ -56,6 +60,26 @@ class Download:
         return self.wait() if self._arrival is None else await asyncio.to_thread(self.wait)
 
 
+class HostReader:
+    """Reads large tensors beside the compute thread, piece by piece; here, of the CPU.
+
+    For any other thread. Nobody may write to the tensors meanwhile.
+    """
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """All elements in their order, on the CPU, in one dimension; each piece is valid until the next one."""
+        yield tensor.detach().cpu().contiguous().reshape(-1)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory of its own, on the CPU."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        rest = copy.view(-1)
+        for piece in self.pieces(tensor):
+            rest[: piece.numel()].copy_(piece)
+            rest = rest[piece.numel() :]
+        return copy
+
+
 class Stopwatch:
     """Seconds that a task takes; runs from the beginning."""
 
@@ -83,6 +107,10 @@ class Staging:
         """Begin to bring a tensor to the CPU; what `convert` then makes of it, if given, shares no memory with it."""
         return Download(tensor if convert is None else convert(tensor))
 
+    def reader(self) -> HostReader:
+        """What reads tensors as the work that is queued by now leaves them."""
+        return HostReader()
+
     def stopwatch(self) -> Stopwatch:
         """Begin to measure a task of the compute thread."""
         return Stopwatch()
@@ -105,6 +133,29 @@ class CudaStopwatch(Stopwatch):
         """How long it took; returns when the GPU has come to the end of the task."""
         await asyncio.to_thread(self._stopped.synchronize)
         return float(self._started.elapsed_time(self._stopped)) / 1e3
+
+
+class CudaReader(HostReader):
+    """Of a GPU: in a queue of its own, through pinned memory for one piece."""
+
+    def __init__(self, device: torch.device) -> None:
+        """On the compute thread."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        if tensor.device.type == "cpu":
+            yield from super().pieces(tensor)
+            return
+        flat = tensor.detach().view(-1)
+        pinned = torch.empty(min(PIECE_ELEMENTS, flat.numel()), dtype=flat.dtype, pin_memory=True)
+        for piece in torch.split(flat, PIECE_ELEMENTS):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                pinned[: piece.numel()].copy_(piece, non_blocking=True)
+            # The caller holds the tensor at least until then, so its memory is given to nobody else.
+            _mark(self._stream).synchronize()
+            yield pinned[: piece.numel()]
 
 
 class CudaStaging(Staging):
@@ -142,6 +193,9 @@ class CudaStaging(Staging):
             before.synchronize()
         # What is sent is kept until it is acknowledged: in ordinary memory, of which there is more.
         return Download(host, event, convert or torch.clone)
+
+    def reader(self) -> HostReader:
+        return CudaReader(self._device)
 
     def stopwatch(self) -> Stopwatch:
         return CudaStopwatch(self._device)

@@ -22,6 +22,7 @@ from swarm.events import (
     Prepare,
     RollBack,
     Start,
+    State,
     Step,
     ranges,
 )
@@ -154,9 +155,11 @@ class HonestRun:
                     peer,
                     Commit(
                         round=number, parent=parent, lineage=self.lineages[stage], digest=digest, attempt=attempt,
-                        samples=totals[stage], members=tuple(members), state=f"state {stage} {number + 1}",
+                        samples=totals[stage], members=tuple(members),
                     ),
                 )  # fmt: skip
+                reached, lineage = number + 1, self.lineages[stage]
+                self.write(peer, State(round=reached, lineage=lineage, digest=f"state {stage} {reached}"))
         self.bucket += 1
 
     def _promise(

@@ -276,7 +276,7 @@ def test_what_one_learnt_while_it_was_away_may_count_later(tmp_path: Path, *, do
             "peer-1b",
             Commit(
                 round=1, parent=parent, lineage=run.lineages[1], digest="digest 1.1", attempt=1, samples=2,
-                members=("peer-1a",), state="state 1 2", carried=said,
+                members=("peer-1a",), carried=said,
             ),
         )  # fmt: skip
     for peer, microbatch in others.items():
@@ -347,7 +347,7 @@ def test_what_enters_a_step_unacknowledged_is_found(tmp_path: Path, setting: str
 
 def test_a_planted_difference_of_digests_is_found(tmp_path: Path) -> None:
     run = honest(tmp_path)
-    edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(state="another") or lines)
+    edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(digest="another") or lines)
     report = audit(run.files)
     assert (report.digests_compared, report.digests_differing) == (2 * (ROUNDS + 1), 1)
     assert one_violation(report, "digest").startswith("stage 0, round 3: the state of lineage")
@@ -355,7 +355,7 @@ def test_a_planted_difference_of_digests_is_found(tmp_path: Path) -> None:
 
 def test_a_lineage_that_does_not_follow_is_found(tmp_path: Path) -> None:
     run = honest(tmp_path)
-    edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-1].update(members=["peer-0b"]) or lines)
+    edit(tmp_path / "peer-0b.jsonl", lambda lines: lines[-2].update(members=["peer-0b"]) or lines)
     one_violation(audit(run.files), "does not follow")
 
 

@@ -17,7 +17,7 @@ from swarm.averaging.transport import Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, Tensors
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.virtual_time import LoopClock
@@ -127,7 +127,7 @@ class FakeStage:
         assert round_number == self.round
         self.closed = False
 
-    async def apply(self, result: RoundResult) -> str:
+    async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         assert result.round == self.round, "a round is applied once"
         await asyncio.sleep(0)
         self.anchor = self.anchor - torch.cat([result.tensors["b"], result.tensors["a"].reshape(-1)])
@@ -136,7 +136,7 @@ class FakeStage:
         self.indices, self.closed = set(), False
         self.results.append(result)
         self.digests.append(self.digest)
-        return self.digest
+        return known(self.digest)
 
     @property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.results import Committed
 from swarm.clock import ManualClock
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.rounds import RoundResult, Snapshot
+from swarm.rounds import RoundResult, Snapshot, known
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
 
@@ -63,7 +63,7 @@ class Holder:
         self.standing = Standing(run_samples=before.run_samples + 10, round=before.round + 1, lineage=lineage)
         self.outcomes.append(outcome)
         committed = Committed(
-            before=before, after=self.standing, result=result, outcome=outcome, state_digest=self.digest
+            before=before, after=self.standing, result=result, outcome=outcome, state_digest=known(self.digest)
         )
         self.donor.committed(committed)
         return committed

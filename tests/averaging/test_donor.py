@@ -106,7 +106,7 @@ async def test_results_come_in_order_from_the_pinned_round_on() -> None:
     assert [reply.WhichOneof("message") for reply in replies] == ["result", "data"] * 3
     for reply, data, expected in zip(replies[::2], replies[1::2], committed, strict=True):
         assert reply.result.outcome == expected.outcome
-        assert reply.result.state_digest == expected.state_digest
+        assert reply.result.state_digest == await expected.state_digest
         assert data.data == expected.result.tensors["state"].numpy().tobytes()
         assert reply.result.sha256 == hashlib.sha256(data.data).digest()
     assert await holder.results(holder.standing) == []

@@ -53,7 +53,7 @@ class SharingStage(FakeStage):
         tensors = {**contribution.tensors, SHARED: total / max(1, len(kept))}
         return dataclasses.replace(contribution, tensors=tensors)
 
-    async def apply(self, result: RoundResult) -> str:
+    async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         self.shared = self.shared - result.tensors[SHARED]
         return await super().apply(result)
 

@@ -237,7 +237,7 @@ async def test_results_are_rebuilt_as_they_were() -> None:
     assert [r.after for r in results] == [e.after for e in expected]
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours.result.tensors["state"], theirs.result.tensors["state"])
-        assert (ours.state_digest, ours.outcome) == (theirs.state_digest, theirs.outcome)
+        assert (await ours.state_digest, ours.outcome) == (await theirs.state_digest, theirs.outcome)
         for name in ("round", "num_samples", "squared_norm", "total_squared_norm", "members", "lineage", "digest"):
             assert getattr(ours.result, name) == getattr(theirs.result, name)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swarm.rounds import Contribution, RoundResult, Snapshot, Tensors
+from swarm.rounds import Contribution, RoundResult, Snapshot, Tensors, known
 from tests.averaging.doubles import MICROBATCH, FakeStage, gradient
 
 SLOTS = 512
@@ -99,7 +99,7 @@ class WitnessStage(FakeStage):
         await super().reopen(round_number)
         await self.gate("reopen", "after")
 
-    async def apply(self, result: RoundResult) -> str:
+    async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         await self.gate("apply", "before")
         assert result.round == self.round, "a round is applied once"
         step_D = vector_D(result)
@@ -115,7 +115,7 @@ class WitnessStage(FakeStage):
         self.commits.append(Commit(parent=parent, result=result, digest=self.digest))
         self.states.append((self.lineage, self.digest))
         await self.gate("apply", "after")
-        return self.digest
+        return known(self.digest)
 
     @property
     def digest(self) -> str:

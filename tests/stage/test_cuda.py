@@ -1,5 +1,6 @@
 """Stages on a GPU: they compute what stages on a CPU do, beside them, and leave nothing behind."""
 
+import asyncio
 import dataclasses
 import gc
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ import torch
 
 from swarm import optim
 from swarm.config import RunConfig, StagesConfig, WireConfig
-from swarm.stage.staging import CudaStaging
+from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
+from swarm.stage.weights import digest_of
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, reference, running_chain
 from tests.support.rounding import rounding_reference
 
@@ -164,3 +166,17 @@ def test_memory_is_not_used_again_while_a_copy_is_on_its_way() -> None:
             _delay()
         kept.append(staging.download(torch.full((1 << 18,), float(number), device=DEVICE)))
     assert all(bool((download.wait() == number).all()) for number, download in enumerate(kept))
+
+
+async def test_a_state_is_read_as_the_queued_work_leaves_it_on_another_thread() -> None:
+    staging = CudaStaging(torch.device(DEVICE))
+    size = 2 * PIECE_ELEMENTS + 3
+    state = {"moment": torch.zeros(size, device=DEVICE), "step": torch.tensor(7.0)}
+    _delay()
+    state["moment"] += torch.arange(size, device=DEVICE)
+    reader = staging.reader()
+    expected = {"moment": torch.arange(size, dtype=torch.float32), "step": torch.tensor(7.0)}
+    assert await asyncio.to_thread(digest_of, state, reader) == digest_of(expected)
+    copy = await asyncio.to_thread(reader.copy, state["moment"])
+    assert torch.equal(copy, expected["moment"])
+    assert not copy.is_pinned()

@@ -2,16 +2,20 @@
 
 import asyncio
 import dataclasses
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import torch
 
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
-from swarm.rounds import Contribution, RoundResult, Snapshot
+from swarm.rounds import Contribution, RoundResult, Snapshot, Tensors
 from swarm.stage.member import StageMember
+from swarm.stage.staging import HostReader
 from swarm.stage.weights import digest_of
-from tests.support.chain import DILOCO, SYNCHRONOUS, eventually, running_chain
+from tests.support.chain import DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually, running_chain
 
 
 def _result(round_number: int, contribution: Contribution) -> RoundResult:
@@ -38,6 +42,74 @@ async def test_what_a_commit_starts_copies_the_state_of_the_new_round(config: Ru
             for other in chain.peers[1:]:
                 other.weights.round.number = number + 1
         assert committed == [1, 2]
+
+
+@pytest.fixture
+def digesting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No state is digested before this is set."""
+    let_go = threading.Event()
+
+    def digest_later(tensors: Tensors, reader: HostReader | None = None) -> str:
+        assert let_go.wait(PATIENCE_SECONDS)
+        return digest_of(tensors, reader)
+
+    monkeypatch.setattr("swarm.stage.member.digest_of", digest_later)
+    yield let_go
+    let_go.set()
+
+
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+async def test_a_stage_trains_while_its_state_is_digested(config: RunConfig, digesting: threading.Event) -> None:
+    """A digest of several GB takes seconds. Only the next commit, which writes to that state, waits for it."""
+    async with running_chain(config) as chain:
+        peer = chain.peers[0]
+        member = StageMember(peer.stage, num_alive=lambda: 1)
+        await chain.train_all([0])
+        digest = await member.apply(_result(0, await member.close(0, drop=())))
+        expected = peer.weights.state_digest()
+        for other in chain.peers[1:]:
+            other.weights.round.number = 1
+        await chain.train_all(range(8, 16), round_number=1)
+        assert peer.weights.round.stepped_samples == (0 if config.rounds.synchronous else 16)
+        second = asyncio.create_task(member.apply(_result(1, await member.close(1, drop=()))))
+        await asyncio.sleep(0.02)
+        assert not digest.done()
+        assert peer.stage.round == 1
+        digesting.set()
+        assert await digest == member.reports[0].state_digest == expected
+        assert await (await second) == peer.weights.state_digest() != expected
+
+
+async def test_a_commit_waits_until_the_state_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are made beside the compute thread, of moments that the commit writes to."""
+    copying, let_go = threading.Event(), threading.Event()
+
+    def copy_later(reader: HostReader, tensor: torch.Tensor) -> torch.Tensor:
+        copying.set()
+        assert let_go.wait(PATIENCE_SECONDS)
+        return tensor.detach().clone()
+
+    async with running_chain(SYNCHRONOUS) as chain:
+        peer = chain.peers[0]
+        member = StageMember(peer.stage, num_alive=lambda: 1)
+        for number in range(2):
+            await chain.train_all([8 * number], round_number=number)
+            contribution = await member.close(number, drop=())
+            if number == 1:
+                monkeypatch.setattr(HostReader, "copy", copy_later)
+                pinning = asyncio.create_task(member.snapshot())
+                await eventually(copying.is_set)
+            committing = asyncio.create_task(member.apply(_result(number, contribution)))
+            if number == 1:
+                await asyncio.sleep(0.02)
+                assert peer.stage.round == 1
+                let_go.set()
+                snapshot = await pinning
+                assert (snapshot.round, snapshot.digest) == (1, digest_of(snapshot.tensors))
+            await committing
+            for other in chain.peers[1:]:
+                other.weights.round.number = number + 1
+        assert peer.stage.round == 2
 
 
 async def test_a_checkpoint_s_state_enters_with_its_position() -> None:

@@ -247,6 +247,19 @@ def test_the_compute_thread_is_one_task_ahead_of_the_gpu(gpu: _Gpu) -> None:
         assert done == list(range(number))
 
 
+def test_a_state_is_read_as_the_queued_work_leaves_it(gpu: _Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another thread, piece by piece, beside what the GPU is told later."""
+    monkeypatch.setattr("swarm.stage.staging.PIECE_ELEMENTS", 2)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    staging, moment = _staging(), torch.zeros(5)
+    gpu.compute_later(lambda: moment.add_(torch.arange(5)))
+    reader = staging.reader()
+    next_task = gpu.compute_later(lambda: None)
+    pieces = [piece.tolist() for piece in reader.pieces(moment)]
+    assert pieces == [[0, 1], [2, 3], [4]]
+    assert not next_task.is_done
+
+
 async def test_a_task_of_the_gpu_is_measured_there(gpu: _Gpu) -> None:
     stopwatch, done = _staging().stopwatch(), []
     gpu.compute.work.append(lambda: done.append(1))

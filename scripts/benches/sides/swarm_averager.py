@@ -28,7 +28,7 @@ from swarm.averaging.transport import GrpcTransport
 from swarm.clock import SystemClock
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.identity import Identity, generate
-from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, Tensors
+from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
@@ -73,11 +73,11 @@ class Member:
     async def reopen(self, round_number: int) -> None:
         pass  # It has gone on training all the time.
 
-    async def apply(self, result: RoundResult) -> str:
+    async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         state_digest = await asyncio.to_thread(self._hold, result.tensors)
         self.last = result
         self._begin(self.round + 1, self.run_samples + result.num_samples, result.lineage)
-        return state_digest
+        return known(state_digest)
 
     async def snapshot(self) -> Snapshot:
         tensors = {name: tensor.clone() for name, tensor in self.held.items()}

@@ -173,7 +173,7 @@ class DrivenSwarm:
             await self._train_during_exchange(overlap_steps)
             self._network.line.set()
         await self._until(lambda: all(worker.weights.round.number > number for worker in self.workers), "committed")
-        digests = {worker.member.state_digest for worker in self.workers}
+        digests = {await worker.member.state_digest() for worker in self.workers}
         if len(digests) > 1:
             raise IntegrityError(f"after round {number} the workers hold different states")
         reports = [worker.last_report for worker in self.workers]
