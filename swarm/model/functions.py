@@ -1,7 +1,7 @@
 """Operations of a layer that keep less for their backward than autograd would, and read and write less.
 
 What a multiplication or two give again is not kept: a quarter less of a layer's activations. Their results are the
-formulas' own, to rounding; a gradient of a gradient is not offered. Called by layers.py alone.
+formulas' own, to rounding; a gradient of a gradient is not offered. Called by layers.py and stages.py.
 
 Shapes: B samples, T positions, D model width, H heads, K head width, J half a head's width, F feed-forward width.
 """
@@ -31,6 +31,14 @@ def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
 def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202)."""
     return cast(Tensor, _SwiGLU.apply(gate_BTF, up_BTF))  # type: ignore[no-untyped-call]
+
+
+def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
+    """`cast_weight`, which has to be a copy of `weight` in another type, as autograd would see `weight.to(that type)`.
+
+    So graphs that take the same copy keep it once, where each would keep a copy of its own.
+    """
+    return cast(Tensor, _AsCast.apply(weight, cast_weight))  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -88,3 +96,15 @@ class _SwiGLU(torch.autograd.Function):
         gate_BTF, up_BTF = ctx.saved_tensors
         gate_gradient_BTF = torch.ops.aten.silu_backward(gradient_BTF * up_BTF, gate_BTF)
         return gate_gradient_BTF, F.silu(gate_BTF).mul_(gradient_BTF)
+
+
+class _AsCast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast_weight: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return cast_weight.view_as(cast_weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None

@@ -26,6 +26,7 @@ Shape suffixes: B samples, T positions, D model width, R its trained columns (D 
 
 import math
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from swarm.config import RunConfig
+from swarm.model.functions import as_cast
 from swarm.model.layers import (
     DropoutKey,
     Embedding,
@@ -141,6 +143,34 @@ class StageModule(nn.Module):
         else:
             output_BTR = layer(*arguments)
         return output_BTR
+
+    def product_weights(self) -> list[str]:
+        """Names of the parameters that are factors of matrix products, and nothing else: autocast casts these.
+
+        Where one stage has the whole model, a tied matrix is also looked up in, as float32.
+        """
+        names = [f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Linear)]
+        if self.head is not None and self.head.output is None and not self.is_first:
+            names.append("embedding.weight")
+        return names
+
+
+def with_shared_casts(
+    module: nn.Module, parameters: Mapping[str, Tensor], casts: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Parameters to call `module` with, so that every graph made of them shares `casts`.
+
+    torch.autocast casts float32 weights in every forward pass, and the graph keeps what it made, half of the weights'
+    bytes. What is cast already it takes as it is; numbers and gradients are the same. A custom class casts for itself.
+
+    Args:
+        casts: of these parameters, made by the first call for them, which finds it empty.
+    """
+    if not isinstance(module, StageModule) or module.model.autocast == "off":
+        return dict(parameters)
+    if not casts:
+        casts |= {name: parameters[name].detach().to(torch.bfloat16) for name in module.product_weights()}
+    return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
 
 
 def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: object) -> Tensor:

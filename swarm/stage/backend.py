@@ -22,7 +22,7 @@ from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
-from swarm.model.stages import token_loss
+from swarm.model.stages import token_loss, with_shared_casts
 from swarm.rpc.wire import TensorSpec, require_in_range
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.staging import Download, Staging
@@ -319,8 +319,9 @@ class StageBackend:
 
     def _apply(self, forward: Forward, inputs: torch.Tensor) -> torch.Tensor:
         key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
+        version = forward.version
         outputs: torch.Tensor = torch.func.functional_call(
-            self.module, forward.version.parameters, (inputs,),
+            self.module, with_shared_casts(self.module, version.parameters, version.casts), (inputs,),
             {"dropout_key": key, **self._tokens_too(forward.wire_inputs)},
         )  # fmt: skip
         return outputs
@@ -412,15 +413,16 @@ def _scalar(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def _measure_graph(compute: Callable[[], torch.Tensor], version: Version) -> tuple[torch.Tensor, int]:
     """Run `compute`; gives its output and the bytes that autograd saved for the backward, weights left out."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in version.parameters.values()}
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
+        storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = compute()
+    # Afterwards: `compute` may have made the casts.
+    for tensor in (*version.parameters.values(), *version.casts.values()):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
     return outputs, max(1, sum(storages.values()))

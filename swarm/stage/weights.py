@@ -39,6 +39,8 @@ class Version:
 
     parameters: Tensors
     users: int = 0
+    casts: Tensors = field(default_factory=dict)
+    """With autocast, what products of matrices take instead of some parameters: made once, for all microbatches."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

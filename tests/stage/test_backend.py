@@ -1,5 +1,6 @@
 """One stage's computation: forward, backward, taking out again, always with the weights that forward used."""
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from swarm import optim
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
@@ -497,6 +499,86 @@ def test_with_gradient_checkpointing_a_graph_is_the_layers_inputs() -> None:
     forward = backend.forward(0, 0, {TOKENS: _tokens(0), HIDDEN: hidden})
     assert hidden.nbytes <= backend.budget.graph_bytes < 10 * hidden.nbytes
     backend.release(forward)
+
+
+# -- bfloat16 products -------------------------------------------------------------------------------------------------
+
+
+def _bf16(config: RunConfig, *, tied: bool = False, checkpointing: bool = False) -> RunConfig:
+    model = dataclasses.replace(
+        config.model, autocast="bf16", tied_embeddings=tied, gradient_checkpointing=checkpointing
+    )  # fmt: skip
+    return dataclasses.replace(config, model=model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_casts_that_graphs_share_give_the_bits_of_casts_of_their_own(stages: int, checkpointing: bool) -> None:
+    """That is, of what torch.autocast does with the float32 weights."""
+    config = dataclasses.replace(
+        _bf16(_DROPOUT, tied=True, checkpointing=checkpointing), stages=StagesConfig(num_stages=stages)
+    )  # fmt: skip
+    sums = []
+    for shared in (True, False):
+        with contextlib.nullcontext() if shared else _without_shared_casts():
+            chain = _chain(config)
+            losses = [_run(chain, microbatch)[0] for microbatch in range(2)]
+        sums.append({"loss": torch.tensor(losses), **_sums(chain)})
+    assert all(torch.equal(value, sums[1][name]) for name, value in sums[0].items())
+
+
+def _without_shared_casts() -> Any:
+    return unittest.mock.patch("swarm.stage.backend.with_shared_casts", lambda module, parameters, casts: parameters)
+
+
+def test_all_graphs_of_a_version_keep_one_cast_of_its_weights() -> None:
+    backend = _backend(_bf16(_CONFIG, tied=True), 2)
+    saved: list[dict[int, torch.Tensor]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[-1][tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    forwards = [backend.forward(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)})]
+    for number in (1, 2):
+        saved.append({})
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            forwards.append(backend.forward(number, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(number)}))
+    num_bytes = {place: tensor.untyped_storage().nbytes() for graph in saved for place, tensor in graph.items()}
+    common = saved[0].keys() & saved[1].keys()
+    casts = [place for place in common if saved[0][place].dtype is torch.bfloat16]
+    matrices = [value for value in backend.weights.version.parameters.values() if value.ndim == 2]
+    assert sum(num_bytes[place] for place in casts) == sum(2 * matrix.numel() for matrix in matrices)
+    own_bytes = sum(num_bytes[place] for place in saved[1].keys() - common)
+    assert backend.budget.graph_bytes == own_bytes, "the budget counts what each graph adds"
+    for forward in forwards:
+        backend.release(forward)
+
+
+def test_a_new_version_is_cast_anew() -> None:
+    chain = _chain(_bf16(_DILOCO))
+    first = [backend.weights.version for backend in chain]
+    for microbatch in range(2):
+        _, entries = _run(chain, microbatch)
+        for backend, entry in zip(chain, entries, strict=True):
+            backend.settle(entry)
+    for backend, old in zip(chain, first, strict=True):
+        new = backend.weights.version
+        assert new is not old
+        _run(chain, 2)
+        assert new.casts.keys() == old.casts.keys() != set()
+        for name, cast in new.casts.items():
+            assert torch.equal(cast, new.parameters[name].bfloat16())
+            assert not torch.equal(cast, old.casts[name])
+
+
+def test_without_autocast_nothing_is_cast() -> None:
+    backend = _backend(_CONFIG, 1)
+    backend.release(backend.forward(0, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}))
+    assert backend.weights.version.casts == {}
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
 
 
 def test_specs_follow_the_configuration() -> None:
