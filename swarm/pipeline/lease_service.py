@@ -20,7 +20,6 @@ from swarm.errors import (
     IncompatibleVersion,
     MalformedMessage,
     NotAllowed,
-    Overloaded,
     Retryable,
     SwarmError,
     WrongRun,
@@ -29,9 +28,10 @@ from swarm.errors import (
 from swarm.events import Events, NoEvents
 from swarm.events import Grant as GrantEvent
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
+from swarm.pipeline.trainers import Trainer
 from swarm.rpc.address import check_address
 from swarm.rpc.bounds import require_bounds
-from swarm.rpc.callers import Caller, caller_of, subtract
+from swarm.rpc.callers import Caller, bearer_of, caller_of, subtract
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.v1 import lease_pb2 as pb
 from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceServicer, LeaseServiceStub
@@ -50,8 +50,6 @@ MAX_NAMED = 1 << 14
 MAX_WAITING = 64
 """Requests of one caller that wait at one time; an honest trainer has one or two. What is beyond is answered as things
 are."""
-MAX_LEASES = 1 << 18
-"""Leases of all trainers together; beyond it nothing is granted until some end."""
 ANSWER_SECONDS = 3.0
 """Longest wait for an answer, beyond the wait that was asked for."""
 FAILED_SECONDS = 0.5
@@ -97,16 +95,16 @@ class LeaseServicer(LeaseServiceServicer):
             self._check(request)
         except SwarmError as error:
             await abort(context, error)
-        caller = caller_of(context)
+        caller, trainer = caller_of(context), Trainer(bearer_of(context), request.trainer_id)
         if request.wait_seconds <= 0 or self._num_waiting[caller] >= MAX_WAITING:
-            return await self._answer(request, 0.0)
+            return await self._answer(request, trainer, 0.0)
         self._num_waiting[caller] += 1
         try:
-            return await self._answer(request, min(MAX_WAIT_SECONDS, request.wait_seconds))
+            return await self._answer(request, trainer, min(MAX_WAIT_SECONDS, request.wait_seconds))
         finally:
             subtract(self._num_waiting, caller, 1)
 
-    async def _answer(self, request: pb.AcquireRequest, wait_seconds: float) -> pb.AcquireReply:
+    async def _answer(self, request: pb.AcquireRequest, trainer: Trainer, wait_seconds: float) -> pb.AcquireReply:
         deadline = self._clock.monotonic() + wait_seconds
         while True:
             looked_at = self._clock.monotonic()
@@ -115,7 +113,7 @@ class LeaseServicer(LeaseServiceServicer):
                 # Whoever leads next grants from its own table; ours would be out of date.
                 self._table = None
                 return pb.AcquireReply(leader_peer_id=lead.leader_id)
-            grant = self._grant(lead.view, request)
+            grant = self._grant(lead.view, request, trainer)
             if grant.microbatches or request.count == 0 or self._clock.monotonic() >= deadline:
                 return pb.AcquireReply(
                     microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
@@ -125,14 +123,14 @@ class LeaseServicer(LeaseServiceServicer):
             await self._changed(LOOK_SECONDS)
             await self._clock.sleep(max(0.0, looked_at + GAP_SECONDS - self._clock.monotonic()))
 
-    def _grant(self, view: RoundView, request: pb.AcquireRequest) -> Grant:
+    def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
             self._table = LeaseTable(self._config, self._stage, self._clock, self._rng)
         # All of a round that stage 0 has not begun yet is lacking here, and can be had from nobody.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         is_first, is_older = self._stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
-            view, request.trainer_id, 0 if too_new else min(MAX_COUNT, request.count),
+            view, trainer, 0 if too_new else min(MAX_COUNT, request.count),
             holding=set(request.holding), released=set(request.released), acknowledged=set(request.acknowledged),
             all_granted=is_first or is_older or request.newest_is_granted,
             all_committed=is_first or is_older or request.newest_is_complete,
@@ -146,8 +144,6 @@ class LeaseServicer(LeaseServiceServicer):
         named = max(len(request.holding), len(request.released), len(request.acknowledged))
         if named > MAX_NAMED or len(request.trainer_id) > MAX_ID_LENGTH:
             raise MalformedMessage(f"a request names at most {MAX_NAMED} microbatches, and a trainer's id is short")
-        if self._table is not None and self._table.num_leases > MAX_LEASES:
-            raise Overloaded(f"{self._table.num_leases} leases are out already", retry_after_seconds=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,18 @@
 """Who calls, and how much of this peer a single caller may take.
 
 Used by guard, which counts the calls, and by servicers, which count what they keep for a call. A caller is a member's
-id in a locked run, and in an open one an address: all processes on one machine are one caller there. Soon forgets
-callers that have no calls.
+id in a locked run, and in an open one an address: all processes on one machine are one caller there. Of IPv6 that is a
+network of 64 bits, which is what a provider gives a customer: else one machine had as many addresses as it likes. Soon
+forgets callers that have no calls.
 """
 
+import ipaddress
 from collections import Counter
+from functools import lru_cache
 from typing import Any, NewType
 from urllib.parse import unquote
 
-from swarm.certificates import peer_id_of
+from swarm.certificates import fingerprint, load_all, peer_id_of
 from swarm.clock import Clock, SystemClock
 from swarm.errors import IntegrityError, Overloaded
 
@@ -29,6 +32,8 @@ WASTED_CALLS = 5
 there are hundreds of them."""
 ENTRIES_PER_CALL = 32
 """Of the lists in a request: as many take about as long as a call."""
+NETWORK_BITS = 64
+"""Of an IPv6 address, that tell one caller from another."""
 LONGEST_SECONDS = 10.0
 """That a call waits. Who begins and breaks off calls faster than they are counted shuts out nobody for longer, who may
 be at the same address."""
@@ -138,8 +143,37 @@ def caller_of(context: Any) -> Caller:
             return Caller(peer_id_of(shown))
         except IntegrityError:
             pass
+    return _address_of(context)
+
+
+def bearer_of(context: Any) -> Caller:
+    """Whose token the caller uses, with whatever key and id; in an open run, which address."""
+    return _bearer(chain_of(context)) or _address_of(context)
+
+
+@lru_cache(maxsize=4096)
+def _bearer(chain_pem: str) -> Caller | None:
+    try:
+        _, *issuers = load_all(chain_pem)
+        return Caller(fingerprint(issuers[0])) if issuers else None
+    except IntegrityError:
+        return None
+
+
+def _address_of(context: Any) -> Caller:
+    """Without the port: ipv4:192.0.2.1, and for an IPv6 address ipv6:[2001:db8:0:1::/64]."""
     # ipv4:192.0.2.1:5001, ipv6:[::1]:5001 with percent signs.
-    return Caller(unquote(context.peer()).rpartition(":")[0])
+    address = unquote(context.peer()).rpartition(":")[0]
+    family, _, host = address.partition(":")
+    try:
+        ip = ipaddress.IPv6Address(host.strip("[]")) if family == "ipv6" else None
+    except ValueError:
+        ip = None
+    if ip is None or ip.is_loopback:
+        return Caller(address)
+    if ip.ipv4_mapped is not None:
+        return Caller(f"ipv4:{ip.ipv4_mapped}")
+    return Caller(f"ipv6:[{ipaddress.IPv6Network((int(ip), NETWORK_BITS), strict=False)}]")
 
 
 def chain_of(context: Any) -> str:

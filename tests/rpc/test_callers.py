@@ -12,6 +12,7 @@ from swarm.rpc.callers import (
     WASTED_CALLS,
     Caller,
     Callers,
+    bearer_of,
     caller_of,
 )
 from tests.support import locked
@@ -148,7 +149,13 @@ class _Context:
     ("peer", "caller"),
     [
         ("ipv4:192.0.2.1:5001", "ipv4:192.0.2.1"),
-        ("ipv6:%5B2001:db8::1%5D:5001", "ipv6:[2001:db8::1]"),
+        ("ipv6:%5B2001:db8:0:7::1%5D:5001", "ipv6:[2001:db8:0:7::/64]"),
+        ("ipv6:%5B2001:db8:0:7:8:9:a:b%5D:5001", "ipv6:[2001:db8:0:7::/64]"),
+        ("ipv6:%5B2001:db8:0:8::1%5D:5001", "ipv6:[2001:db8:0:8::/64]"),
+        ("ipv6:%5B::ffff:192.0.2.1%5D:5001", "ipv4:192.0.2.1"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:5001", "ipv6:[fe80::/64]"),
+        ("ipv6:%5B::1%5D:5001", "ipv6:[::1]"),
+        ("unix:", "unix"),
     ],
 )
 def test_callers_without_certificates_are_addresses(peer: str, caller: str) -> None:
@@ -158,3 +165,14 @@ def test_callers_without_certificates_are_addresses(peer: str, caller: str) -> N
 def test_callers_with_certificates_are_members() -> None:
     context = _Context("ipv4:192.0.2.1:5001", locked.PEER.certificate_pem)
     assert caller_of(context) == Caller(locked.PEER.peer_id)
+
+
+def test_a_bearer_is_a_token_whatever_keys_it_is_used_with() -> None:
+    one, another, trainer = (
+        _Context("ipv4:192.0.2.1:5001", member.certificate_pem)
+        for member in (locked.PEER, locked.OTHER_PEER, locked.TRAINER)
+    )
+    assert caller_of(one) != caller_of(another)
+    assert bearer_of(one) == bearer_of(another)
+    assert bearer_of(one) != bearer_of(trainer)
+    assert bearer_of(_Context("ipv6:%5B2001:db8::1%5D:5001")) == "ipv6:[2001:db8::/64]"

@@ -1,0 +1,154 @@
+"""Who holds which microbatch of one synchronous round, who is done with which, and who has had it for too long.
+
+Used by leases, which decides what is granted to whom. Bounded by the round's microbatches and the number of bearers,
+whatever trainers say: of what a trainer names, it has what it was granted.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from swarm.clock import Clock
+from swarm.pipeline.trainers import Trainer, Trainers
+
+
+@dataclass
+class Lease:
+    """A microbatch in a trainer's hands."""
+
+    trainer: Trainer
+    granted_at: float
+    is_replay: bool
+    has_arrived: bool
+    """Whether the trainer knows of it, as far as one can tell: the answer that grants it may be lost."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A microbatch that a trainer held, and did not give back."""
+
+    trainer: Trainer
+    at: float
+    """When it stopped holding it."""
+    was_replay: bool = False
+
+
+class RoundLeases:
+    """The leases of a round, while this peer leads its stage."""
+
+    def __init__(self, number: int, trainers: Trainers, clock: Clock) -> None:
+        self.number = number
+        self.leases: dict[int, Lease] = {}
+        self.finished: dict[int, Finished] = {}
+        self._trainers = trainers
+        self._clock = clock
+        self._granted: dict[int, Lease] = {}
+        """Each microbatch's last lease, ended or not."""
+        self._counted: set[int] = set()
+        self._times = Counter[tuple[int, str]]()
+        """How often a bearer has had a microbatch."""
+        self._overdue: dict[int, str] = {}
+        """By microbatch, the bearer that held it for too long, while it is not known whether others get it done."""
+
+    def room(self, trainer: Trainer, size: int) -> int:
+        """How many more a trainer may hold, of so many that the round has."""
+        return self._trainers.room(trainer, size, Counter(lease.trainer for lease in self.leases.values()))
+
+    def give(self, trainer: Trainer, microbatch: int, *, is_replay: bool, has_arrived: bool) -> None:
+        """Begin a lease."""
+        now = self._clock.monotonic()
+        lease = Lease(trainer, granted_at=now, is_replay=is_replay, has_arrived=has_arrived)
+        self.leases[microbatch] = self._granted[microbatch] = lease
+        self._times[microbatch, trainer.bearer] += 1
+
+    def was_given(self, trainer: Trainer, microbatch: int) -> bool:
+        """Whether it was this trainer that was granted the microbatch last."""
+        granted = self._granted.get(microbatch)
+        return granted is not None and granted.trainer == trainer
+
+    def renew(
+        self, trainer: Trainer, holding: Collection[int], released: Collection[int], acknowledged: Collection[int]
+    ) -> None:
+        """Take note of what a trainer still holds, of what it was given; the rest it is done with, or gives back."""
+        now = self._clock.monotonic()
+        for microbatch, lease in [(m, lease) for m, lease in self.leases.items() if lease.trainer == trainer]:
+            if microbatch in released:
+                del self.leases[microbatch]
+            elif microbatch in holding:
+                lease.has_arrived = True
+            else:
+                del self.leases[microbatch]
+                # One that never arrived is still to be run, at all stages.
+                if lease.has_arrived or microbatch in acknowledged:
+                    self.finished[microbatch] = Finished(trainer, now, lease.is_replay)
+        for microbatch in holding:
+            # Its lease may have expired while it was silent, or have been thought not to have arrived.
+            if microbatch not in self.leases and self.was_given(trainer, microbatch):
+                self.leases[microbatch] = self._granted[microbatch]
+                self.leases[microbatch].has_arrived = True
+
+    def note_committed(self, committed: Set[int]) -> None:
+        """Some member has committed these: their leases end, and who had them shows how long that takes."""
+        now = self._clock.monotonic()
+        # At once: by the time a dead trainer's lease expires, the members may have forgotten what they committed.
+        for microbatch in self.leases.keys() & committed:
+            lease = self.leases.pop(microbatch)
+            self.finished[microbatch] = Finished(lease.trainer, now, lease.is_replay)
+        for microbatch in committed - self._counted:
+            self._counted.add(microbatch)
+            held_too_long_by = self._overdue.pop(microbatch, None)
+            if (granted := self._granted.get(microbatch)) is None:
+                continue
+            self._trainers.took(now - granted.granted_at)
+            if held_too_long_by is not None and held_too_long_by != granted.trainer.bearer:
+                self._ban([held_too_long_by])
+
+    def note_ended(self) -> None:
+        """The stage has gone on to another round, and so has had all of this one: what somebody held for too long,
+        others have run."""
+        self._ban(self._overdue.values())
+
+    def end_silent(self, seconds: float) -> bool:
+        """End the leases of trainers that were not heard of for so long; whether there were any."""
+        ended = [m for m, lease in self.leases.items() if self._trainers.is_silent(lease.trainer, seconds)]
+        for microbatch in ended:
+            del self.leases[microbatch]
+        self._trainers.forget_silent(seconds, but={lease.trainer for lease in self.leases.values()})
+        return bool(ended)
+
+    def end_overdue(self, asker: Trainer) -> bool:
+        """End the leases that others have renewed for too long; whether there were any.
+
+        Whether that is their fault, or everything stands still, shows once somebody else has run them.
+        """
+        since = self._clock.monotonic() - self._trainers.patience_seconds
+        ended = [m for m, lease in self.leases.items() if lease.trainer != asker and lease.granted_at < since]
+        for microbatch in ended:
+            self._overdue.setdefault(microbatch, self.leases.pop(microbatch).trainer.bearer)
+        return bool(ended)
+
+    def _ban(self, bearers: Iterable[str]) -> None:
+        for bearer in set(bearers):
+            self._trainers.ban(bearer)
+            for microbatch in [m for m, lease in self.leases.items() if lease.trainer.bearer == bearer]:
+                del self.leases[microbatch]
+
+    def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
+        """Those of them that nobody else should rather have, of whoever wants work now.
+
+        A replay is left to the trainer that ran the microbatch, which knows where most of it need not be computed
+        again. Where that comes to nothing the others have their turn, and first those who have had it less often.
+        """
+        rivals = self._trainers.rivals(trainer)
+
+        def is_allowed(microbatch: int) -> bool:
+            finished = self.finished.get(microbatch)
+            if finished is not None and not finished.was_replay:
+                if finished.trainer == trainer:
+                    return True
+                if self._trainers.wants(finished.trainer):
+                    return False
+            times = self._times[microbatch, trainer.bearer]
+            return all(self._times[microbatch, rival] >= times for rival in rivals)
+
+        return [microbatch for microbatch in microbatches if is_allowed(microbatch)]

@@ -1,0 +1,122 @@
+"""Bearers of a token that lie to a real swarm of two stages: it goes on, and its peers stay small."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import pytest
+
+from peers.supervisor import Child, Supervisor
+from swarm.certificates import Role
+from swarm.config import load as load_config
+from swarm.identity import generate
+from swarm.pipeline.lease_service import MAX_COUNT, MAX_NAMED
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import lease_pb2 as pb
+from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceStub
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState
+from tests.support import locked
+from tests.support.swarm import RealPeer, RealSwarm, command
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    folder = tmp_path_factory.mktemp("intruders")
+    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+        swarm = RealSwarm(folder, children, setting="synchronous")
+        swarm.start_peers([0], "--token", str(locked.PEER_TOKEN))
+        swarm.start_peers([1], "--token", str(locked.PEER_TOKEN))
+        yield swarm
+
+
+@contextlib.contextmanager
+def beside(lies: Coroutine[Any, Any, None]) -> Iterator[None]:
+    """Run them in a thread until the block ends."""
+    stop = Event()
+
+    async def until_stopped() -> None:
+        task = asyncio.create_task(lies)
+        stopping = asyncio.create_task(asyncio.to_thread(stop.wait))
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    with ThreadPoolExecutor() as threads:
+        lying = threads.submit(asyncio.run, until_stopped())
+        try:
+            yield
+        finally:
+            stop.set()
+        lying.result()
+
+
+def _record(peer: RealPeer) -> PeerRecord:
+    return PeerRecord(
+        peer_id=peer.ready["peer_id"], announced_at=0.0, stage=peer.stage, endpoint=peer.ready["endpoint"],
+        certificate_pem=peer.ready["certificate_pem"], state=PeerState.SERVING,
+    )  # fmt: skip
+
+
+async def _claim_all(swarm: RealSwarm, run_id: str, num_names: int, wanted: int) -> None:
+    """Say again and again, under many names, that every microbatch of the round is held here, and run none."""
+    token, size = locked.issue(Role.TRAINER), load_config(swarm.config).microbatches_per_round
+    newest = 0
+
+    async def lie(peer: RealPeer) -> None:
+        nonlocal newest
+        identity = token.admit(generate())
+        stub: Any = LeaseServiceStub(ChannelPool(identity=identity).channel(_record(peer)))
+        address = Address(run_id=run_id, protocol_version=PROTOCOL_VERSION, stage=peer.stage)
+        while True:
+            ids = range(newest * size, newest * size + MAX_NAMED)
+            request = pb.AcquireRequest(
+                address=address, trainer_id=identity.peer_id, count=wanted, holding=ids, acknowledged=ids[: size // 2],
+                newest_round=newest, newest_is_complete=True, newest_is_granted=True,
+            )  # fmt: skip
+            reply = await stub.Acquire(request, timeout=10)
+            newest = max(newest, reply.round)
+            await asyncio.sleep(0.1)
+
+    async with asyncio.TaskGroup() as tasks:
+        for peer in swarm.peers:
+            for _ in range(num_names):
+                tasks.create_task(lie(peer))
+
+
+def _start_trainer(swarm: RealSwarm, name: str, *, steps: int) -> Child:
+    arguments = [
+        "--initial-peers", f"{swarm.address}#{locked.TRAINER_TOKEN}", "--steps", str(steps), "--output",
+        str(swarm.folder / name), "--evaluate-every", "0", "--evaluation-samples", "16",
+    ]  # fmt: skip
+    return swarm.children.start(name, command("trainer", *arguments))
+
+
+def _run_id(swarm: RealSwarm) -> str:
+    found = re.search(r"of new run (\S+) on", (swarm.folder / "logs" / "peer-1.log").read_text())
+    assert found is not None
+    return found[1]
+
+
+def test_a_second_token_that_names_every_microbatch_as_held_stalls_nothing(swarm: RealSwarm) -> None:
+    """Under 17 names for each stage, which together name more than a leader would keep."""
+    trainer = _start_trainer(swarm, "beside-many-names", steps=8)
+    swarm.wait_for_steps("beside-many-names", 1)
+    with beside(_claim_all(swarm, _run_id(swarm), num_names=17, wanted=0)):
+        assert swarm.wait_for_end(trainer, 60.0) == 0
+    assert len(swarm.steps("beside-many-names")) == 8
+
+
+@pytest.mark.slow
+def test_nor_does_one_that_is_there_first_takes_what_it_is_given_and_runs_none_of_it(swarm: RealSwarm) -> None:
+    with beside(_claim_all(swarm, _run_id(swarm), num_names=2, wanted=MAX_COUNT)):
+        trainer = _start_trainer(swarm, "beside-a-taker", steps=5)
+        assert swarm.wait_for_end(trainer, 150.0) == 0
+    assert len(swarm.steps("beside-a-taker")) == 5
