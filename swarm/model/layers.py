@@ -9,7 +9,6 @@ J half a head's width, F feed-forward width, V vocabulary, R trained columns of 
 model.bottleneck_dim), C its other columns.
 """
 
-import hashlib
 import math
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 from swarm.model.functions import rms_norm, rotate, swiglu
+from swarm.model.masks import key_digest, random_mask
 
 FIXED_STD = 0.2
 """Standard deviation of the columns that a bottleneck leaves out: the best of 0.02, 0.2 and 1 for a small model. They
@@ -41,21 +41,18 @@ class DropoutKey:
 
 def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
     """A generator whose numbers follow from `key` alone, in every process and Python version."""
-    digest = hashlib.sha256("/".join(str(part) for part in key).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big"))
+    return torch.Generator(device).manual_seed(int.from_bytes(key_digest(*key)[:8], "big"))
 
 
 def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
     """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
 
-    The mask follows from the key, the site's name, the shape and the model of the device, and from nothing else.
+    The mask follows from the key, the site's name and an element's place, on whatever device.
     """
     if key is None or probability == 0.0:
         return hidden_BTD
-    generator = seeded_generator(hidden_BTD.device, key.seed, key.microbatch, site)
-    # Uniform numbers rather than bernoulli_, whose stream depends on how torch was built.
-    uniform_BTD = torch.rand(hidden_BTD.shape, generator=generator, device=hidden_BTD.device)
-    return hidden_BTD.masked_fill(uniform_BTD < probability, 0.0) * (1.0 / (1.0 - probability))
+    dropped_BTD = random_mask(hidden_BTD.shape, probability, hidden_BTD.device, key.seed, key.microbatch, site)
+    return hidden_BTD.masked_fill(dropped_BTD, 0.0) * (1.0 / (1.0 - probability))
 
 
 class RMSNorm(nn.Module):

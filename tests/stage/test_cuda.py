@@ -12,6 +12,7 @@ import torch
 
 from swarm import optim
 from swarm.config import RunConfig, StagesConfig, WireConfig
+from swarm.model.masks import random_mask
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.weights import digest_of
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, reference, running_chain
@@ -82,6 +83,12 @@ async def test_what_travels_is_the_same_from_and_to_either(dtype: Any, devices: 
         for name, value in chain.sums().items():
             # A number that lies between two others may be rounded to either, after another order of additions.
             assert float((value - expected[name]).norm()) <= 5e-3 * float(expected[name].norm()), name
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (8, 512, 1024)])
+def test_a_gpu_draws_the_masks_of_a_cpu(shape: tuple[int, ...]) -> None:
+    masks = [random_mask(shape, 0.1, torch.device(device), 0, 17, "layers.1.attention") for device in ("cpu", DEVICE)]
+    assert torch.equal(masks[0], masks[1].cpu())
 
 
 async def test_a_swarm_of_both_trains_to_the_same_losses() -> None:

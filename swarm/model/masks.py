@@ -1,0 +1,53 @@
+"""Random masks that every device draws alike: a hash of a key and of each element's place.
+
+Called by layers.py, for dropout. A generator would depend on the device that draws, and a microbatch is computed by
+whoever has the stage, and perhaps again by another peer. Nothing is kept; whole numbers of 32 bits, which wrap alike
+everywhere, are all that is computed with.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
+"""Of lowbias32, the mixer with the least bias that Chris Wellons' search (hash-prospector) had found with two
+multiplications; as signed numbers."""
+
+
+def key_digest(*key: int | str) -> bytes:
+    """32 bytes that follow from `key` alone, in every process and Python version."""
+    return hashlib.sha256("/".join(str(part) for part in key).encode()).digest()
+
+
+def random_mask(shape: Sequence[int], probability: float, device: torch.device, *key: int | str) -> Tensor:
+    """A mask, bool of `shape`, each element of which is true with `probability`, to the nearest 65,536th.
+
+    It follows from the key, the number of an element in C order, and the probability: a larger one adds elements and
+    takes none away.
+    """
+    num_elements = math.prod(shape)
+    # A word for two elements: 16 bits each.
+    words_N = torch.arange(-(-num_elements // 2), dtype=torch.int32, device=device)
+    shifted_N = torch.empty_like(words_N)
+    digest = key_digest(*key)
+    first, second = (int.from_bytes(digest[start : start + 4], "little", signed=True) for start in (0, 4))
+    words_N.bitwise_xor_(first)
+    _mix(words_N, shifted_N, 16).mul_(_MULTIPLIERS[0]).bitwise_xor_(second)
+    _mix(words_N, shifted_N, 15).mul_(_MULTIPLIERS[1])
+    _mix(words_N, shifted_N, 16)
+    # As signed numbers, of which half are negative.
+    threshold = round(probability * 65536) - 32768
+    if threshold == 32768:
+        return torch.ones(*shape, dtype=torch.bool, device=device)
+    return (words_N.view(torch.int16)[:num_elements] < threshold).view(*shape)
+
+
+def _mix(words_N: Tensor, shifted_N: Tensor, num_bits: int) -> Tensor:
+    """words ^= words >> num_bits, as of unsigned numbers."""
+    torch.bitwise_right_shift(words_N, num_bits, out=shifted_N)
+    # The shift of a signed number brings in its sign.
+    shifted_N.bitwise_and_((1 << (32 - num_bits)) - 1)
+    return words_N.bitwise_xor_(shifted_N)

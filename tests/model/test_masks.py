@@ -1,0 +1,83 @@
+"""Random masks: what a hash of key and place gives, on every processor, and as good as chance."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from swarm.model.masks import random_mask
+
+CPU = torch.device("cpu")
+
+
+def _reference(num_elements: int, probability: float, key: str) -> list[bool]:
+    """lowbias32 with a second word of the key between its rounds, in Python's own numbers."""
+    digest = hashlib.sha256(key.encode()).digest()
+    first, second = (int.from_bytes(digest[start : start + 4], "little") for start in (0, 4))
+    halves = []
+    for index in range(-(-num_elements // 2)):
+        word = index ^ first
+        word = (word ^ word >> 16) * 0x7FEB352D & 0xFFFFFFFF ^ second
+        word = (word ^ word >> 15) * 0x846CA68B & 0xFFFFFFFF
+        word ^= word >> 16
+        halves += [word & 0xFFFF, word >> 16]
+    # As signed numbers, the least of which come first.
+    return [(half ^ 0x8000) < round(probability * 65536) for half in halves[:num_elements]]
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 3, 5), (4, 8, 32)])
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.97])
+def test_a_mask_is_the_hash_of_key_and_place(shape: tuple[int, ...], probability: float) -> None:
+    for key in ("1/7/embedding", "1/8/layers.0.attention"):
+        mask = random_mask(shape, probability, CPU, *key.split("/"))
+        assert mask.shape == shape
+        assert mask.flatten().tolist() == _reference(mask.numel(), probability, key)
+
+
+def _digest() -> str:
+    masks = [random_mask((3, 777), probability, CPU, 5, microbatch, "layers.1.attention")
+             for microbatch in range(8) for probability in (0.1, 0.5)]  # fmt: skip
+    return hashlib.sha256(torch.stack(masks).numpy().tobytes()).hexdigest()
+
+
+def test_another_instruction_set_draws_the_same() -> None:
+    program = "from tests.model.test_masks import _digest; print(_digest())"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert answer.stdout.strip() == _digest()
+
+
+@pytest.mark.parametrize(("probability", "num_true"), [(0.0, 0), (1 / 65536, 2), (1.0, 131_072)])
+def test_probabilities_at_the_ends(probability: float, num_true: int) -> None:
+    """As many as there are, to the 65,536th; of all words that there are, some are drawn twice and some never."""
+    mask = random_mask((131_072,), probability, CPU, "key")
+    assert int(mask.sum()) == pytest.approx(num_true, abs=6 if 0 < probability < 1 else 2)
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5])
+def test_masks_are_as_good_as_chance(probability: float) -> None:
+    """Means, and correlations of neighbouring elements, microbatches and sites, within 5 standard deviations."""
+    size, width = 1 << 16, 256
+    masks = {
+        (microbatch, site): random_mask((size,), probability, CPU, 3, microbatch, site)
+        for microbatch in range(32) for site in ("layers.0.attention", "layers.0.feed_forward")
+    }  # fmt: skip
+    deviation = (probability * (1 - probability)) ** 0.5
+    centred = {key: (mask.float() - probability) / deviation for key, mask in masks.items()}
+    for (microbatch, site), values in centred.items():
+        others = [values.roll(lag) for lag in (1, 2, 3, width, 2 * width)]
+        others += [centred[other] for other in ((microbatch + 1, site), (microbatch ^ 16, site)) if other in centred]
+        others.append(centred[microbatch, "layers.0.attention" if "feed" in site else "layers.0.feed_forward"])
+        assert abs(float(values.mean())) < 5 / size**0.5
+        for other in others:
+            if other is not values:
+                assert abs(float((values * other).mean())) < 5 / size**0.5
+    # By place: were some of them dropped too often, the counts would spread more than chance lets them.
+    counts = torch.stack([mask.float() for mask in masks.values()]).sum(0)
+    spread = float(counts.var()) / (len(masks) * probability * (1 - probability))
+    assert spread == pytest.approx(1.0, abs=5 * (2 / size) ** 0.5 + 0.01)
