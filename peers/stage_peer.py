@@ -93,6 +93,8 @@ class PeerOptions:
     """Configuration of a new run that comes with swarm: tiny, small, llama-124m, sparseloco or targon."""
     dataset: str | None = None
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    tokenizer: str | None = None
+    """Tokenizer of a new run, instead of the configuration's: bytes, or the path of a tokenizer.json."""
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
     device: str = "auto"
@@ -155,8 +157,8 @@ class PeerOptions:
             raise ValueError(
                 "a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS"
             )
-        if not own and (self.dataset or self.stages):
-            raise ValueError("--dataset and --stages belong to a new run's --preset or --config")
+        if not own and (self.dataset or self.tokenizer or self.stages):
+            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset or --config")
         for name in ("port", "dht_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
@@ -255,16 +257,18 @@ def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunCon
         config = dataclasses.replace(config, stages=stages)
     if options.dataset is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
+    if options.tokenizer is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))
     if options.stage != "auto":
         require_stage(config, options.stage)
     owner = token.authority.fingerprint if token is not None else ""
     if config.owner not in ("", owner):
         raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
     config = dataclasses.replace(config, owner=owner)
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
     corpora.check_digest(config.data, corpus)
-    tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, digest=corpus.digest))
+    return dataclasses.replace(config, data=corpora.published(config.data, corpus))
 
 
 def require_stage(config: RunConfig, stage: int) -> None:

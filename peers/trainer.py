@@ -82,6 +82,8 @@ class TrainerOptions:
     """Steps to train from where the swarm is now."""
     dataset: str | None = None
     """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it."""
+    tokenizer: str | None = None
+    """Likewise, the path of this machine's copy of the run's tokenizer.json."""
     output: Path = Path("swarm-output")
     """Folder for metrics.jsonl, summary.json, loss.png and sample.txt."""
     evaluate_every: int = 10
@@ -135,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
         config = asyncio.run(agree_on_config(node, None, addresses, clock, identity.authority))
         # In the main thread, outside of any event loop: to prepare text may take minutes, and a thread cannot be ended.
         with process.interruptible():
-            corpus, data = open_corpus(config, options.dataset)
+            corpus, data = open_corpus(config, options.dataset, options.tokenizer)
         return asyncio.run(run(options, config, corpus, data, node, identity, events))
     finally:
         node.shutdown()
@@ -226,20 +228,28 @@ async def finish(
     return exit_code
 
 
-def open_corpus(config: RunConfig, dataset: str | None) -> tuple[corpora.Corpus, Microbatches]:
+def open_corpus(
+    config: RunConfig, dataset: str | None, tokenizer: str | None = None
+) -> tuple[corpora.Corpus, Microbatches]:
     """This machine's copy of the run's text.
 
+    Args:
+        dataset: where it is, if not where the run says.
+        tokenizer: likewise, the copy of the run's tokenizer.
+
     Raises:
-        CorpusMismatch: it is another.
-        ValueError: there is none, or the run does not say which it is.
+        CorpusMismatch: the text or the tokenizer is another.
+        ValueError: there is none, or the run does not say which text it is.
     """
     if dataset is None and not config.data.digest:
         # Else whoever began the run could have any file of ours tokenized, and see what comes of it.
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
-    tokenizers.check_vocabulary(tokenizers.load(config.data.tokenizer), config.model.vocab_size)
     local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
+    local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
+    # Before a text is tokenized that may take minutes.
+    tokenizers.load_for_run(local, vocab_size=config.model.vocab_size)
     corpus = corpora.prepare(local, cache_dir=cache_folder() / "corpora")
-    corpora.check_digest(dataclasses.replace(local, digest=config.data.digest), corpus)
+    corpora.check_digest(local, corpus)
     return corpus, Microbatches(corpus, config.data)
 
 
@@ -291,7 +301,7 @@ class Session:
 
     async def write_sample(self) -> str:
         """Text that the trained swarm writes, after a held-out prompt."""
-        tokenizer = tokenizers.load(self.config.data.tokenizer)
+        tokenizer = tokenizers.load(self.options.tokenizer or self.config.data.tokenizer)
         prompt = [int(token) for token in self.data.held_out(1)[0][0][:-1]]
         tokens = await self.at_rest(
             lambda round_number: generate_text(

@@ -35,6 +35,10 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
 def _require_usable(section: str, values: Any) -> None:
     """Raise ValueError for a section's number that is not finite, or beyond what messages may say."""
     for name, value in vars(values).items():
@@ -179,12 +183,19 @@ class DataConfig:
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
+    tokenizer_identity: str = ""
+    """`bytes`, or the SHA-256 of the tokenizer.json; the first peer fills it in. A trainer may have its copy at another
+    path, but it has to be this one."""
 
     def __post_init__(self) -> None:
         _require_usable("data", self)
         _require(bool(self.dataset), "data.dataset must not be empty")
         for name in ("sequence_length", "microbatch_size"):
             _require(getattr(self, name) >= 1, f"data.{name} must be at least 1, not {getattr(self, name)}")
+        _require(
+            self.tokenizer_identity in ("", "bytes") or _is_sha256(self.tokenizer_identity),
+            f"data.tokenizer_identity must be 'bytes' or 64 hexadecimal digits, not {self.tokenizer_identity[:80]!r}",
+        )
         _require(self.max_tokens >= 0, f"data.max_tokens must not be negative, not {self.max_tokens}")
         _require(0 <= self.seed < 1 << 63, f"data.seed must be at least 0 and below 2^63, not {self.seed}")
         _require(
@@ -380,7 +391,7 @@ class RunConfig:
             f"run must be 1 to 64 letters, digits, '-' or '_', not {self.run!r}",
         )
         _require(
-            not self.owner or (len(self.owner) == 64 and set(self.owner) <= set("0123456789abcdef")),
+            not self.owner or _is_sha256(self.owner),
             f"owner must be the 64 hexadecimal digits that swarm-keys shows, not {self.owner[:80]!r}",
         )
         layers = self.stages.layers_per_stage
@@ -455,17 +466,8 @@ def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
     Raises:
         ValueError: one line naming `source`, the field and the fault, for unknown keys too.
     """
-    try:
-        return _ADAPTER.validate_python(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "unexpected_keyword_argument":
-            raise ValueError(f"{source}: unknown key {where!r}") from None
-        message = first["msg"].removeprefix("Value error, ")
-        # Our own messages name the field already.
-        named = not where or message.startswith(where)
-        raise ValueError(f"{source}: {message}" if named else f"{source}: {where}: {message}") from None
+    # TOML's dates are all that JSON lacks. No field takes one, and none takes an object.
+    return from_json(json.dumps(values, default=lambda date: {"date": str(date)}), source=source)
 
 
 def load(path: Path) -> RunConfig:
@@ -507,14 +509,26 @@ def to_json(config: RunConfig) -> str:
 
 
 def from_json(text: str, *, source: str) -> RunConfig:
-    """Read the canonical form, as another peer published it. Raises ValueError with one line."""
+    """Read JSON, such as the canonical form that another peer published.
+
+    No value is made to fit: `true` does not pass for 1, nor "4" for 4.
+
+    Raises:
+        ValueError: one line naming `source`, the field and the fault, for unknown keys too.
+    """
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:  # Also numbers of too many digits, and lists in lists without end.
-        raise ValueError(f"{source} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{source} is not a JSON object")
-    return from_dict(values, source=source)
+        return _ADAPTER.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "json_invalid":
+            raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
+        if first["type"] == "unexpected_keyword_argument":
+            raise ValueError(f"{source}: unknown key {where!r}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        # Our own messages name the field already.
+        named = not where or message.startswith(where)
+        raise ValueError(f"{source}: {message}" if named else f"{source}: {where}: {message}") from None
 
 
 def check_same(ours: RunConfig, theirs: RunConfig) -> None:

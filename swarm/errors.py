@@ -95,7 +95,7 @@ class ConfigMismatch(Fatal):
 
 
 class CorpusMismatch(Fatal):
-    """Two machines hold different text under one dataset name."""
+    """Two machines hold different text under one dataset name, or different tokenizers."""
 
 
 class StaleMicrobatch(Fatal):

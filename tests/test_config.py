@@ -90,6 +90,7 @@ def test_toml_overrides_the_defaults() -> None:
         ("[outer]\nlearning_rate = nan", "outer.learning_rate must be finite, not nan"),
         ("[averaging]\nclip_to_median = inf", "averaging.clip_to_median must be finite, not inf"),
         ("[model]\nrope_theta = inf", "model.rope_theta must be finite, not inf"),
+        ("[data]\ntokenizer_identity = 'x'", "data.tokenizer_identity must be 'bytes' or 64 hexadecimal digits, not"),
         ("run = 'a b'", "run must be 1 to 64 letters"),
         ("run = ", "x.toml is not valid TOML"),
     ],
@@ -99,6 +100,36 @@ def test_a_fault_is_one_line(text: str, line: str) -> None:
         config.from_toml(text, source="x.toml")
     assert line in str(fault.value)
     assert "\n" not in str(fault.value)
+
+
+def _fields() -> list[tuple[str, str, Any]]:
+    """Every field of the configuration: its section (empty at the top), its name, and its default."""
+    run = RunConfig()
+    found = []
+    for field in dataclasses.fields(run):
+        value = getattr(run, field.name)
+        if dataclasses.is_dataclass(value):
+            found += [(field.name, inner.name, getattr(value, inner.name)) for inner in dataclasses.fields(value)]
+        else:
+            found.append(("", field.name, value))
+    return found
+
+
+@pytest.mark.parametrize(("section", "name", "default"), _fields())
+def test_no_field_takes_another_type(section: str, name: str, default: Any) -> None:
+    """Not even one that Python would turn into its own: `true` is no number, 1 no boolean, and "4" is not 4."""
+    values = {bool: "true", int: "4", float: "0.5", str: "'4'", list: "[true]", dict: "{}", None: "1979-05-27"}
+    wrong = [text for kind, text in values.items() if kind is not type(default)]
+    if isinstance(default, float):
+        wrong.remove("4")
+    where = f"{section}.{name}" if section else name
+    for text in wrong:
+        with pytest.raises(ValueError, match=rf"^x\.toml: {where}(\.0)?: Input should be [^\n]*$"):
+            config.from_toml(f"[{section}]\n{name} = {text}" if section else f"{name} = {text}", source="x.toml")
+
+
+def test_a_whole_number_passes_for_a_float() -> None:
+    assert repr(config.from_toml("[optimizer]\nlearning_rate = 1", source="x").optimizer.learning_rate) == "1.0"
 
 
 def test_the_largest_seed_is_one_that_torch_and_numpy_take() -> None:

@@ -35,7 +35,9 @@ SET_ASIDE = ".set-aside"
 ABANDONED_SECONDS = 3600.0
 """After which nobody is writing any more to a temporary file that has not changed since."""
 _SAME = ("model", "data", "rounds")
-"""Sections of the configuration that stay as they are when a run is resumed; only the text's path may differ."""
+"""Sections of the configuration that stay as they are when a run is resumed, but for `_PATHS`."""
+_PATHS = ("data.dataset", "data.tokenizer", "data.tokenizer_identity")
+"""Where the text and the tokenizer were; `data.digest` is over the contents of both."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -237,7 +239,7 @@ def _difference(theirs: RunConfig, ours: RunConfig) -> str:
     def flat(config: RunConfig) -> dict[str, Any]:
         values = asdict(config)
         fields = {f"{section}.{name}": value for section in _SAME for name, value in values[section].items()}
-        return {"run": config.run, **fields, "data.dataset": None}
+        return {"run": config.run, **{name: value for name, value in fields.items() if name not in _PATHS}}
 
     one, other = flat(theirs), flat(ours)
     differing = (name for name in one if one[name] != other[name])

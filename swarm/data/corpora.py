@@ -9,6 +9,7 @@ separator. Which files there are, and in what order, data/text_files says; those
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -77,6 +78,8 @@ class Corpus:
     """The tokenizer's; every token is below it."""
     digest: str
     """SHA-256, in hexadecimal, of the tokenizer's identity, the token type and the tokens' bytes."""
+    tokenizer_identity: str
+    """See data/tokenizers."""
 
     @property
     def training(self) -> TokenIds:
@@ -120,8 +123,13 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     _check_length(config, num_training_tokens, len(tokens) - num_training_tokens)
     return Corpus(
         tokens=tokens, num_training_tokens=num_training_tokens, vocab_size=tokenizer.vocab_size,
-        digest=about["digest"],
+        digest=about["digest"], tokenizer_identity=tokenizer.identity,
     )  # fmt: skip
+
+
+def published(config: DataConfig, corpus: Corpus) -> DataConfig:
+    """`config` as a run's first peer publishes it, so that others can tell whether they have the same text."""
+    return dataclasses.replace(config, digest=corpus.digest, tokenizer_identity=corpus.tokenizer_identity)
 
 
 def check_digest(config: DataConfig, corpus: Corpus) -> None:
@@ -137,7 +145,7 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
             "XDG_CACHE_HOME, which is made again"
         )
     else:
-        advice = "copy the files and the tokenizer from a machine of the run"
+        advice = "copy the files from a machine of the run"
     raise CorpusMismatch(
         f"data.dataset {config.dataset!r} is different text here ({corpus.digest[:12]}) "
         f"than in the run ({config.digest[:12]}); {advice}"

@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from swarm.config import DataConfig
+from swarm.errors import CorpusMismatch
+
 logger = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.unsignedinteger[Any]]
@@ -49,7 +52,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids [num_tokens] of `text`."""
+        """Token ids [num_tokens] of `text`. Raises ValueError for a text that the tokenizer cannot encode."""
         ...
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
@@ -82,13 +85,21 @@ class JsonTokenizer:
     """
 
     def __init__(self, definition: str) -> None:
-        """Build from the text of a tokenizer.json. Raises whatever the library does if it is invalid."""
+        """Build from the text of a tokenizer.json.
+
+        Raises:
+            ValueError: it has no tokens.
+            Exception: whatever the library raises for an invalid one.
+        """
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.identity = hashlib.sha256(definition.encode()).hexdigest()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError("its vocabulary is empty")
         # Not the number of entries: a vocabulary may leave ids out.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(vocabulary.values())
         self._dtype = token_dtype(self.vocab_size)
 
     @property
@@ -100,7 +111,11 @@ class JsonTokenizer:
     def encode(self, text: str) -> TokenIds:
         # One text at a time, though a batch would be faster on many cores: once the library's threads were used, it
         # complains at every start of a child, and so peers/process has them switched off.
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer {self.identity[:12]} cannot encode the text: {reason}") from None
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
@@ -119,8 +134,8 @@ def load(spec: str) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
-            f"cannot read data.tokenizer {spec!r}: {reason}; give 'bytes' or the path of a tokenizer.json (that of a "
-            "Hugging Face model: hf download gpt2 tokenizer.json --local-dir .)"
+            f"cannot read data.tokenizer {spec!r}: {reason}; give --tokenizer 'bytes' or the path of a tokenizer.json "
+            "(that of a Hugging Face model: hf download gpt2 tokenizer.json --local-dir .)"
         ) from None
     try:
         return JsonTokenizer(definition)
@@ -129,11 +144,30 @@ def load(spec: str) -> Tokenizer:
         raise ValueError(f"data.tokenizer {spec!r} is not a valid tokenizer.json: {reason}") from None
 
 
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError if the model's embedding lacks tokens that the tokenizer may produce.
+def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
+    """The tokenizer that `data` names on this machine, if it is the run's and the model has all its tokens.
 
-    Warns if it is so large that it must be meant for another tokenizer.
+    Warns of a model that has so many more that it must be meant for another tokenizer.
+
+    Args:
+        vocab_size: the model's.
+
+    Raises:
+        CorpusMismatch: it is another tokenizer than the run's.
+        ValueError: one line, if it cannot be read, or has more tokens than the model.
     """
+    tokenizer = load(data.tokenizer)
+    if data.tokenizer_identity not in ("", tokenizer.identity):
+        raise CorpusMismatch(
+            f"data.tokenizer {data.tokenizer!r} is another tokenizer here ({tokenizer.identity[:12]}) than in the run "
+            f"({data.tokenizer_identity[:12]}); copy the run's from a machine that has it, and name the copy with "
+            "--tokenizer"
+        )
+    _check_vocabulary(tokenizer, vocab_size)
+    return tokenizer
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"model.vocab_size ({vocab_size}) is smaller than the tokenizer's ({tokenizer.vocab_size}); "

@@ -108,9 +108,8 @@ def test_one_of_another_run_is_refused(written: Path, config: RunConfig, differe
 
 
 def test_a_resumed_run_may_change_its_cut_its_rates_and_where_its_text_is(written: Path) -> None:
-    changed = dataclasses.replace(
-        cut(2), optimizer=OptimizerConfig(learning_rate=0.5), data=dataclasses.replace(CONFIG.data, dataset="elsewhere")
-    )
+    data = dataclasses.replace(CONFIG.data, dataset="elsewhere", tokenizer="copy.json", tokenizer_identity="bytes")
+    changed = dataclasses.replace(cut(2), optimizer=OptimizerConfig(learning_rate=0.5), data=data)
     file.read_header(written, changed)
 
 

@@ -443,7 +443,7 @@ def test_check_digest(folder: Path, cache: Path) -> None:
     corpora.check_digest(config, corpus)
     corpora.check_digest(dataclasses.replace(config, digest=corpus.digest), corpus)
     for dataset, advice in [
-        (str(folder), "copy the files and the tokenizer"),
+        (str(folder), "copy the files from a machine of the run"),
         ("stdlib", "use the Python that the run's first peer uses"),
         ("hf:bees", "the dataset has changed"),
     ]:

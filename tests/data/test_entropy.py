@@ -12,7 +12,11 @@ from swarm.data.entropy import bigram_entropy, unigram_entropy
 
 def _corpus(tokens: list[int], *, training: int, vocab_size: int) -> Corpus:
     return Corpus(
-        tokens=np.array(tokens, dtype=np.uint16), num_training_tokens=training, vocab_size=vocab_size, digest=""
+        tokens=np.array(tokens, dtype=np.uint16),
+        num_training_tokens=training,
+        vocab_size=vocab_size,
+        digest="",
+        tokenizer_identity="",
     )
 
 

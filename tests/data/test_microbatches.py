@@ -17,6 +17,7 @@ def _microbatches(*, training: int, held_out: int = 101, seed: int = 0, microbat
         num_training_tokens=training,
         vocab_size=training + held_out,
         digest="",
+        tokenizer_identity="",
     )
     settings: dict[str, Any] = {"sequence_length": SEQUENCE, "microbatch_size": microbatch_size, "seed": seed}
     return Microbatches(corpus, DataConfig(**settings))

@@ -6,7 +6,9 @@ import tokenizers as library
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from swarm.config import DataConfig
 from swarm.data import tokenizers
+from swarm.errors import CorpusMismatch
 
 WORDS = {"[UNK]": 0, "the": 1, "swarm": 2, "trains": 3}
 
@@ -77,9 +79,13 @@ def test_json_settings_for_batches_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read .*No such file or directory; give 'bytes' or"),
-        (b"\xff\xfe", "cannot read .*not UTF-8 text; give 'bytes' or"),
+        (None, "cannot read .*No such file or directory; give --tokenizer 'bytes' or"),
+        (b"\xff\xfe", "cannot read .*not UTF-8 text; give --tokenizer 'bytes' or"),
+        (b"", "is not a valid tokenizer.json: EOF while parsing"),
         (b"{}", "is not a valid tokenizer.json: "),
+        (b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "is not a valid .*: Token `b` out of"),
+        (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "is not a valid .*: its vocabulary is empty$"),
+        (b'{"model": {"type": "Unigram", "vocab": []}}', "is not a valid .*: its vocabulary is empty$"),
     ],
 )
 def test_load_errors_are_one_line(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -99,12 +105,33 @@ def test_token_dtype(vocab_size: int, dtype: str) -> None:
     assert tokenizers.token_dtype(vocab_size) == np.dtype(dtype)
 
 
-def test_check_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = tokenizers.load("bytes")
-    tokenizers.check_vocabulary(tokenizer, 256)
-    with pytest.raises(ValueError, match=r"model.vocab_size \(255\) is smaller .* at least 256"):
-        tokenizers.check_vocabulary(tokenizer, 255)
-    tokenizers.check_vocabulary(tokenizer, 1024)
+def test_a_text_that_cannot_be_encoded_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    library.Tokenizer(WordLevel({"the": 0}, unk_token="[UNK]")).save(str(path))
+    tokenizer = tokenizers.load(str(path))
+    with pytest.raises(ValueError, match=f"the tokenizer {tokenizer.identity[:12]} cannot encode the text: .*UNK.*$"):
+        tokenizer.encode("swarm")
+
+
+def test_a_run_names_its_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By identity, which is compared before anything else."""
+    path = _write(tmp_path / "tokenizer.json", WORDS)
+    identity = tokenizers.load(path).identity
+    for known in ("", identity):
+        tokenizers.load_for_run(DataConfig(tokenizer=path, tokenizer_identity=known), vocab_size=4)
+    other = DataConfig(tokenizer=path, tokenizer_identity="ab" * 32)
+    for vocab_size in (3, 4):
+        with pytest.raises(CorpusMismatch, match=rf"another tokenizer here \({identity[:12]}\) .* \(abababababab\); "):
+            tokenizers.load_for_run(other, vocab_size=vocab_size)
     assert not caplog.messages
-    tokenizers.check_vocabulary(tokenizer, 32_000)
+
+
+def test_the_model_has_all_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    data = DataConfig(tokenizer_identity="bytes")
+    tokenizers.load_for_run(data, vocab_size=256)
+    with pytest.raises(ValueError, match=r"model.vocab_size \(255\) is smaller .* at least 256"):
+        tokenizers.load_for_run(data, vocab_size=255)
+    tokenizers.load_for_run(data, vocab_size=1024)
+    assert not caplog.messages
+    tokenizers.load_for_run(data, vocab_size=32_000)
     assert caplog.messages[0].startswith("model.vocab_size is 32000, and the tokenizer has 256 tokens")

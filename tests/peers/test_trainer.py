@@ -16,11 +16,15 @@ from rich.console import Console
 
 from peers import trainer
 from peers.report import Report
+from peers.stage_peer import PeerOptions, own_config
 from peers.trainer import Session, TrainerOptions, finish, open_corpus
 from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.data import tokenizers
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Directory
+from swarm.errors import CorpusMismatch
 from swarm.identity import generate
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
@@ -29,6 +33,7 @@ from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.stage import servicer
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
+from tests.support.tokenizers import write_tokenizer
 
 
 class _HeldOut:
@@ -94,6 +99,46 @@ def test_a_run_that_names_a_file_and_no_digest_does_not_have_it_read(tmp_path: P
         open_corpus(config, None)
 
 
+def _run_with_a_tokenizer(folder: Path) -> RunConfig:
+    """A run whose first peer had its text and its tokenizer in a folder of its own, as it is published."""
+    (folder / "text.txt").write_text("the bees trained all day. " * 6000)
+    tokenizer = write_tokenizer(folder / "first" / "tokenizer.json", ["the", "bees", "trained"])
+    options = PeerOptions(preset="tiny", dataset=str(folder / "text.txt"), tokenizer=tokenizer)
+    config = own_config(options, None, folder / "cache")
+    assert config is not None
+    return config
+
+
+def test_the_tokenizer_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = _run_with_a_tokenizer(tmp_path)
+    copy = (tmp_path / "first").rename(tmp_path / "second") / "tokenizer.json"
+    with pytest.raises(ValueError, match=r"cannot read data.tokenizer .*No such file.*; give --tokenizer"):
+        open_corpus(config, None)
+    corpus, data = open_corpus(config, None, str(copy))
+    assert corpus.digest == config.data.digest
+    assert data.held_out(1)[0].max() == 3
+
+
+def test_another_tokenizer_is_told_by_its_digest_and_not_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the text prepared with it: it need not be there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = _run_with_a_tokenizer(tmp_path)
+    (tmp_path / "text.txt").unlink()
+    larger = write_tokenizer(tmp_path / "larger.json", [f"word{number}" for number in range(1000)])
+    ours, theirs = tokenizers.load(larger).identity[:12], config.data.tokenizer_identity[:12]
+    told = f"is another tokenizer here ({ours}) than in the run ({theirs}); copy the run's"
+    with pytest.raises(CorpusMismatch, match=re.escape(told)) as caught:
+        open_corpus(config, None, larger)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(
+        CorpusMismatch, match=re.escape(f"is another tokenizer here (bytes) than in the run ({theirs})")
+    ):
+        open_corpus(config, None, "bytes")
+
+
 async def test_what_strangers_have_the_swarm_write_is_no_command_to_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +167,9 @@ async def test_a_file_that_cannot_be_written_at_the_end_costs_nothing_else(
     stuck: tuple[str, ...], interrupted: bool, exit_code: int, tmp_path: Path, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    corpus = Corpus(tokens=np.arange(9, dtype=np.uint16) % 3, num_training_tokens=6, vocab_size=3, digest="")
+    corpus = Corpus(
+        tokens=np.arange(9, dtype=np.uint16) % 3, num_training_tokens=6, vocab_size=3, digest="", tokenizer_identity=""
+    )
     for name in stuck:
         (tmp_path / name).mkdir()
     sample = "" if interrupted else "it goes on"

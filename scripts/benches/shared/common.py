@@ -73,9 +73,9 @@ def say(text: str) -> None:
 
 
 def with_corpus(config: RunConfig) -> tuple[RunConfig, Microbatches]:
-    """The configuration as the swarm publishes it, complete with its data's digest, and its microbatches."""
+    """The configuration as the swarm publishes it, complete with what identifies its text, and its microbatches."""
     corpus = corpora.prepare(config.data, cache_dir=cache_folder() / "corpora")
-    data = dataclasses.replace(config.data, digest=corpus.digest)
+    data = corpora.published(config.data, corpus)
     return dataclasses.replace(config, data=data), Microbatches(corpus, data)
 
 
