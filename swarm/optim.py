@@ -39,6 +39,10 @@ class Optimizer(ABC):
         self.state: dict[str, dict[str, torch.Tensor]] = {}
 
     @abstractmethod
+    def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
+        """What it remembers of a parameter once it has stepped, by key."""
+
+    @abstractmethod
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         """One step, in place."""
 
@@ -49,6 +53,9 @@ class AdamW(Optimizer):
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__()
         self._config = config
+
+    def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
+        return {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         matrices = [name for name, parameter in parameters.items() if parameter.ndim >= 2]
@@ -83,6 +90,9 @@ class OuterSgd(Optimizer):
     def __init__(self, config: OuterConfig) -> None:
         super().__init__()
         self._momentum = config.momentum
+
+    def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
+        return {"momentum_buffer": parameter.shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         names = list(parameters)

@@ -11,9 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from swarm.averaging import messages
+from swarm.averaging import messages, results
 from swarm.averaging.allreduce import AllReduceTransport, Average
 from swarm.averaging.attempt import Attempt
 from swarm.averaging.donor import Donor
@@ -29,9 +27,9 @@ from swarm.averaging.transport import Transport, record_of
 from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import AveragingConfig
-from swarm.errors import IntegrityError, PeerUnavailable, SwarmError
+from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
 from swarm.events import Abort, Begin, Events, Prepare
-from swarm.rounds import RoundMember, RoundResult, Snapshot, Tensors
+from swarm.rounds import RoundMember, RoundResult, Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId, PeerRecord
@@ -251,10 +249,15 @@ class Participant:
             try:
                 if not self.group.check_commit(round_number, digest):
                     return None
+                kept = self._result
+                assert kept is not None
+                results.require_norms(outcome, kept.prepared.squared_norm)
+            except MalformedMessage as error:
+                # The round is decided: what it was clipped by, this member may hear from another one.
+                logger.warning("the commit of round %d is refused: %s", round_number, error)
+                return Refused(str(error))
             except Refused as refused:
                 return refused
-            kept = self._result
-            assert kept is not None
             self._end_exchange("the round was committed")
             tensors = dict(kept.round_result.tensors)
             if self._shared.is_due(round_number):
@@ -373,10 +376,12 @@ class Participant:
             self._end_exchange("the round was committed without this member")
             # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
             contribution = await self._member.close(self.standing.round, drop=())
-            if _shapes(committed.result.tensors) != _shapes(contribution.tensors):
+            try:
+                await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
+            except IntegrityError as wrong:
                 self.group.step_back()
-                await self._reopen("a result of another stage came")
-                return IntegrityError(f"the result of round {committed.before.round} does not fit this stage")
+                await self._reopen("a result came that cannot be this round's")
+                return wrong
             contributed = self._own_id in committed.result.members
             if self._result is not None and self._result.prepared.digest == committed.result.digest:
                 # It took part, and lost sight of the others before the end.
@@ -435,10 +440,6 @@ class Participant:
         return pb.Refusal(
             reason=str(refused), promised=messages.pack_ballot(self.group.promised), round=self.group.round
         )
-
-
-def _shapes(tensors: Tensors) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ applied by another peer's participant. Knows nothing of how it travels.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,9 +13,10 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
+from swarm.averaging.reduction import LARGEST
 from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
-from swarm.errors import MalformedMessage
-from swarm.rounds import RoundResult, known
+from swarm.errors import IntegrityError, MalformedMessage
+from swarm.rounds import RoundResult, Tensors, known
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 
@@ -49,13 +51,14 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
     """From the wire. What only the members of the exchange can know of it, such as its bytes, is 0.
 
     Raises:
-        MalformedMessage: it does not follow from `before`.
+        MalformedMessage: it does not follow from `before`, or was clipped by a norm that cannot be.
     """
     outcome, prepared = header.outcome, header.outcome.prepared
     after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
     lineage = messages.lineage_after(before.lineage, outcome)
     if outcome.round != before.round or (after.round, after.lineage) != (before.round + 1, lineage):
         raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
+    require_norms(outcome, prepared.squared_norm)
     result = RoundResult(
         round=before.round, tensors=tensors, num_samples=prepared.num_samples, squared_norm=prepared.squared_norm,
         total_squared_norm=outcome.total_squared_norm, members=members, lineage=lineage,
@@ -65,6 +68,35 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
     return Committed(
         before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest)
     )
+
+
+def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
+    """Raise MalformedMessage unless what a round is clipped by can be the norm of a model with this stage in it."""
+    # In a gather it may differ in the last bits between kinds of processors.
+    if not 0.0 <= squared_norm * 0.999 <= outcome.total_squared_norm < math.inf:
+        raise MalformedMessage(
+            f"the model's squared norm is said to be {outcome.total_squared_norm:g} in round {outcome.round}, where "
+            f"this stage's is {squared_norm:g}"
+        )
+
+
+def require_applicable(result: RoundResult, contribution: Tensors) -> None:
+    """Raise IntegrityError unless a result that came from elsewhere can be the average of such contributions. Blocks.
+
+    Its names and shapes are the contribution's. Its numbers are float32, finite, and bounded as each contribution is.
+    """
+    expected = {name: tensor.shape for name, tensor in contribution.items()}
+    if {name: tensor.shape for name, tensor in result.tensors.items()} != expected:
+        raise IntegrityError(f"the result of round {result.round} does not fit this stage")
+    for name, tensor in result.tensors.items():
+        is_bounded = tensor.dtype is torch.float32 and (
+            tensor.numel() == 0 or all(abs(float(extreme)) <= LARGEST for extreme in torch.aminmax(tensor))
+        )
+        if not is_bounded:
+            raise IntegrityError(
+                f"the result of round {result.round} holds NaN, infinity, numbers beyond {LARGEST:.0e}, or none in "
+                f"float32, in {name}"
+            )
 
 
 class IncomingResult:

@@ -17,6 +17,7 @@ from swarm.averaging.results import Committed, IncomingResult
 from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
 from swarm.rounds import Snapshot
+from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerRecord
@@ -143,6 +144,7 @@ class StateTransfer:
         async for reply in self._transport.download(donor, request, silence_seconds=silence_seconds):
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
+            require_bounds(reply.header, finite=True)
             if not wanted(messages.unpack_standing(reply.header.standing)):
                 raise NotReady("it is not ahead")
             return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
@@ -222,6 +224,7 @@ class StateTransfer:
         async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
             match reply.WhichOneof("message"):
                 case "result" if incoming is None:
+                    require_bounds(reply.result, finite=True)
                     incoming = IncomingResult(standing, reply.result, max_bytes)
                 case "data" if incoming is not None:
                     incoming.feed(reply.data)

@@ -100,8 +100,10 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
         owner: who writes; no two writers of one folder may have the same.
 
     Raises:
+        IntegrityError: the state holds NaN or infinity: as a checkpoint it would push out better ones.
         OSError: it could not be written; no half of it is left.
     """
+    _require_finite("the state", tensors)
     path = folder / str(header.name)
     temporary = folder / f".{path.name}.{owner}.tmp"
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -139,14 +141,15 @@ def read_header(path: Path, config: RunConfig) -> Header:
     """Read and check all of a file, with one tensor at a time in memory. Blocks.
 
     Raises:
-        IntegrityError: it is cut short, altered, or of another run; the message names the file and the fault.
+        IntegrityError: it is cut short, altered, of another run, or holds NaN or infinity; the message names the file
+            and the fault.
     """
     with _opened(path) as file:
         metadata: dict[str, str] = file.metadata() or {}
         stated = metadata.pop("sha256", "")
-        actual = _sha256(metadata, file)
-    if actual != stated:
-        raise IntegrityError(f"{path} is damaged: its contents do not match their digest")
+        if _sha256(metadata, file) != stated:
+            raise IntegrityError(f"{path} is damaged: its contents do not match their digest")
+        _require_finite(str(path), file)
     if metadata.get("format") != str(FORMAT):
         raise IntegrityError(f"{path} has format {metadata.get('format')}, and this software reads {FORMAT}")
     header = _unpack(metadata, path)
@@ -244,6 +247,19 @@ def _difference(theirs: RunConfig, ours: RunConfig) -> str:
     one, other = flat(theirs), flat(ours)
     differing = (name for name in one if one[name] != other[name])
     return next((f"{name} is {one[name]!r} in it and {other[name]!r} here" for name in differing), "")
+
+
+def _require_finite(what: str, tensors: Any) -> None:
+    """Raise IntegrityError if some tensor holds NaN or infinity.
+
+    Args:
+        what: for the message.
+        tensors: as of `_sha256`.
+    """
+    for name in tensors.keys():  # noqa: SIM118 - a file has no other iterator
+        tensor = tensors[name] if isinstance(tensors, Mapping) else tensors.get_tensor(name)
+        if not bool(tensor.isfinite().all()):
+            raise IntegrityError(f"{what} holds NaN or infinity, in {name}")
 
 
 def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from swarm.checkpoint import file
 from swarm.checkpoint.file import FileName, Header, Tensors
 from swarm.config import RunConfig
+from swarm.errors import IntegrityError
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ class CheckpointWriter:
                 self._is_ours = True
             try:
                 path = await _apart(lambda: file.write(self.folder, header, tensors, owner=self._owner))
+            except IntegrityError as error:
+                logger.error("no checkpoint of round %d: %s; those that are there stay", header.round, error)
+                return False
             except (OSError, RuntimeError, MemoryError) as error:  # A tensor library's RuntimeError: no memory.
                 logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
                 return False

@@ -215,7 +215,9 @@ class StageMember:
     async def _install(
         self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False
     ) -> None:  # fmt: skip
-        await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest)
+        await asyncio.to_thread(
+            self._weights.check, snapshot.tensors, snapshot.digest, round_number=snapshot.round
+        )  # fmt: skip
         self._closed = None
 
         def install() -> None:

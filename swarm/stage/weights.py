@@ -28,6 +28,8 @@ from swarm.stage.staging import HostReader
 Tensors = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")
+LARGEST = 1e15
+"""No weight and no moment of an honest peer is larger: contributions to an average are bounded by it as well."""
 KEPT_ANCHORS = 2
 """Rounds whose anchor weights stay readable, for evaluation and for stages that have to repeat a round: this one and
 the one before."""
@@ -446,13 +448,30 @@ class StageWeights:
         tensors |= {f"outer/{key}": value for key, value in optim.state_tensors(*self._stepping()).items()}
         return {name: value.detach() for name, value in sorted(tensors.items())}
 
-    def check(self, tensors: Mapping[str, torch.Tensor], digest: str) -> None:
-        """Raise IntegrityError unless `tensors` are a whole state of this stage, and the one of that digest."""
-        shapes = {name.removeprefix("anchor/"): t.shape for name, t in tensors.items() if name.startswith("anchor/")}
-        if shapes != {name: master.shape for name, master in self.masters.items()}:
-            raise IntegrityError("the snapshot is of another model or stage")
+    def check(self, tensors: Mapping[str, torch.Tensor], digest: str, *, round_number: int) -> None:
+        """Raise IntegrityError unless `tensors` are a whole and possible state of this stage, of that digest.
+
+        The names, shapes and types are those of this stage's parameters and of what its optimizer remembers of them.
+        All numbers are finite and at most LARGEST, and no optimizer has taken more steps than there were rounds.
+        """
+        optimizer, shapes = self._outer or self._adamw, dict[str, torch.Size]()
+        for name, master in self.masters.items():
+            shapes[f"anchor/{name}"] = master.shape
+            remembered = {f"outer/{name}/{key}": shape for key, shape in optimizer.state_shapes(master).items()}
+            if not tensors.keys().isdisjoint(remembered):
+                shapes |= remembered
+        if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
+            raise IntegrityError("the state is of another model or stage")
+        for name, tensor in tensors.items():
+            low, high = _bounds(name, round_number)
+            least, largest = map(float, torch.aminmax(tensor)) if tensor.numel() else (low, high)
+            if tensor.dtype is not torch.float32 or not low <= least <= largest <= high:
+                raise IntegrityError(
+                    f"{name} of the state is not of numbers between {low:g} and {high:g} in float32, but of "
+                    f"{least:g} to {largest:g} in {str(tensor.dtype).removeprefix('torch.')}"
+                )
         if digest_of(tensors) != digest:
-            raise IntegrityError("the snapshot does not match its digest")
+            raise IntegrityError("the state does not match its digest")
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
         """Become a state that `state_tensors` gave; drops every gradient and version of the past.
@@ -510,6 +529,17 @@ class StageWeights:
 
     def _add_to_masters(self, values: Tensors) -> None:
         torch._foreach_add_([self.masters[name].data for name in values], list(values.values()))
+
+
+def _bounds(name: str, round_number: int) -> tuple[float, float]:
+    """Between which two the numbers of a state's tensor lie; NaN lies between none."""
+    # A parameter's name has no slash, and may be that of a key.
+    match name.split("/"):
+        case ["outer", _, "step"]:
+            return 0.0, round_number
+        case ["outer", _, "exp_avg_sq"]:
+            return 0.0, LARGEST**2
+    return -LARGEST, LARGEST
 
 
 def moved(tensors: Tensors, device: torch.device) -> Tensors:

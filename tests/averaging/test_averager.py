@@ -428,6 +428,30 @@ async def test_poisoned_contribution_is_left_out() -> None:
         np.testing.assert_allclose(result_vector(members[0]), expected_mean(0, 1, 2, 3), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("norm", [-1.0, 0.0, float("nan")])
+@in_virtual_time
+async def test_a_norm_that_cannot_be_is_not_clipped_by(norm: float, caplog: pytest.LogCaptureFixture) -> None:
+    """The member lives on, and has the round's result when somebody tells the truth."""
+    async with network_of(make_config(), 1, 2) as network:
+        members = stages(network, 1, 2)
+        averager = network.peers[peer_id(2)].averager
+        honest, asked = averager._handlers["Commit"], asyncio.Event()
+
+        async def commit(request: Any) -> Any:
+            asked.set()
+            request.total_squared_norm = norm
+            return await honest(request)
+
+        averager._handlers["Commit"] = commit
+        members[0].learn(0, 1, 2)
+        members[1].learn(3, 4, 5)
+        await asked.wait()
+        await until(lambda: all(stage.round == 1 for stage in members))
+        assert "the model's squared norm is said to be" in caplog.text
+        assert {stage.results[0].total_squared_norm for stage in members} == {members[0].results[0].squared_norm}
+        assert len({stage.digest for stage in members}) == 1
+
+
 def _negative(reply: pb.BeginReply) -> None:
     reply.norm = -1.0
 

@@ -1,6 +1,9 @@
 """Downloads from several donors: shared work, resumption, wrong bytes; and peers that catch up by them."""
 
 import asyncio
+import hashlib
+import logging
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
@@ -10,7 +13,7 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.donor import Donor
-from swarm.averaging.messages import Standing
+from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.transport import BEGIN
 from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
@@ -261,6 +264,20 @@ def huge(reply: pb.DownloadReply) -> None:
         reply.result.tensors[0].num_bytes <<= 50
 
 
+def clipped_by_less(reply: pb.DownloadReply) -> None:
+    if reply.HasField("result"):
+        outcome = reply.result.outcome
+        outcome.total_squared_norm = -1.0
+        reply.result.standing.lineage = lineage_after("00", outcome)
+
+
+def clipped_by_nan(reply: pb.DownloadReply) -> None:
+    if reply.HasField("result"):
+        outcome = reply.result.outcome
+        outcome.total_squared_norm = float("nan")
+        reply.result.standing.lineage = lineage_after("00", outcome)
+
+
 def out_of_order(reply: pb.DownloadReply) -> None:
     if reply.HasField("result"):
         reply.data = b"early"
@@ -270,6 +287,7 @@ def out_of_order(reply: pb.DownloadReply) -> None:
     ("change", "error"),
     [
         (another_past, MalformedMessage), (too_far, MalformedMessage), (huge, MalformedMessage),
+        (clipped_by_less, MalformedMessage), (clipped_by_nan, MalformedMessage),
         (out_of_order, MalformedMessage), (flipped, IntegrityError),
     ],
 )  # fmt: skip
@@ -486,6 +504,47 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
         await until(lambda: participant.is_sound and not participant.is_catching_up and joiner.stage.num_installs == 2)
         assert states[1] == (False, joiner.stage.results[0].round)
         assert joiner.stage.digest == group.stages[0].digest
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e30])
+@in_virtual_time
+async def test_a_result_of_impossible_numbers_is_not_applied(value: float, caplog: pytest.LogCaptureFixture) -> None:
+    """Its digest and its lineage fit, as do those of what a liar makes up."""
+    async with group_of(2, 3) as group:
+
+        def lie(target: int, reply: pb.DownloadReply) -> None:
+            if reply.HasField("result"):
+                reply.result.sha256 = hashlib.sha256(poison * 17).digest()
+            elif len(reply.data) > 16:  # No segment.
+                reply.data = poison * 17
+
+        async def busy(name: str, source: int, target: int) -> None:
+            if is_download(name, source) and group.stages[0].round < 3:
+                await group.commit()
+
+        caplog.set_level(logging.INFO)
+        poison = struct.pack("<f", value)
+        group.network.tamper, group.network.before = lie, busy
+        joiner = group.add_joiner()
+        await until(lambda: joiner.stage.digest == group.stages[0].digest)
+        assert "holds NaN, infinity, numbers beyond 1e+15" in caplog.text
+        assert not joiner.stage.results
+        assert joiner.stage.num_installs >= 2
+
+
+@pytest.mark.parametrize("number", ["round", "run_samples"])
+@in_virtual_time
+async def test_a_snapshot_of_a_standing_that_nobody_means_is_refused(number: str) -> None:
+    line = line_to(1)
+    holder(line, 1)
+
+    def tamper(_: str, reply: pb.DownloadReply) -> None:
+        setattr(reply.header.standing, number, 2**63)
+
+    line.tamper = tamper
+    with pytest.raises(PeerUnavailable, match="nobody offers"):
+        await fetch(transfer_over(line), 1)
+    assert not sum(line.num_segments.values())
 
 
 @in_virtual_time

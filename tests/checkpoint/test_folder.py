@@ -104,6 +104,21 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path: Path, ca
     assert "round-4.safetensors cannot be read" in warnings[1]
 
 
+def test_one_of_no_numbers_is_named_and_the_one_before_it_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an earlier release wrote it."""
+    write_cut(tmp_path, cut(1), 2)
+    weights = trained(cut(1), 0, 4)
+    poisoned = weights.state_tensors()
+    next(iter(poisoned.values())).view(-1)[0] = float("inf")
+    with monkeypatch.context() as patched:
+        patched.setattr(file, "_require_finite", lambda what, tensors: None)
+        path = file.write(tmp_path, header_of(cut(1), 0, weights), poisoned, owner="test")
+    assert _rounds(tmp_path, cut(1)) == [2]
+    assert f"refused: {path} holds NaN or infinity" in caplog.text
+
+
 def test_all_stages_resume_from_the_newest_round_that_is_whole(tmp_path: Path) -> None:
     for num_rounds in (2, 4, 6):
         write_cut(tmp_path, cut(3), num_rounds)

@@ -49,6 +49,20 @@ async def test_the_newest_few_stay_and_those_of_other_stages_are_left_alone(tmp_
     assert writer.newest_round(0) == 8
 
 
+async def test_a_state_of_no_numbers_pushes_out_no_good_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = _writer(tmp_path, keep=1)
+    assert await _write(writer, 2)
+    weights = trained(cut(2), 0, 4)
+    poisoned = weights.state_tensors()
+    next(iter(poisoned.values())).view(-1)[0] = float("nan")
+    assert not await writer.write(header_of(cut(2), 0, weights), poisoned)
+    assert "no checkpoint of round 4: the state holds NaN or infinity" in caplog.text
+    assert _names(tmp_path) == ["stage-0-of-2.round-2.safetensors"]
+    assert writer.newest_round(0) == 2
+
+
 def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
     """One's own at once; another's, who may be writing it now, once it has not changed for long."""
     names = {owner: tmp_path / f".stage-0-of-2.round-4.safetensors.{owner}.tmp" for owner in ("own", "old", "busy")}
