@@ -78,6 +78,38 @@ def rotary_tables(num_positions: int, head_width: int, theta: float, device: tor
     return angles_TJ.cos(), angles_TJ.sin()
 
 
+def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Scaled dot products with the same and earlier positions; H / G query heads share a key and value head."""
+    group_size, device = q_BHTK.shape[1] // k_BGTK.shape[1], q_BHTK.device
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if group_size > 1 and not has_grouped_kernel(device.type, capability, q_BHTK.dtype, q_BHTK.shape[-1]):
+        k_BGTK, v_BGTK = (heads.repeat_interleave(group_size, dim=1) for heads in (k_BGTK, v_BGTK))
+        group_size = 1
+    return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=group_size > 1)
+
+
+def has_grouped_kernel(
+    device_type: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_width: int
+) -> bool:
+    """Whether torch has a fused kernel for grouped queries.
+
+    On GPUs that is flash attention alone: for numbers of 16 bits and heads up to 256 wide, on an A100 and later. With
+    others torch falls back to plain products, whose T x T weights are written out and kept for the backward, while its
+    memory-efficient kernel takes them all if there are as many keys as queries.
+
+    Args:
+        capability: of a CUDA device, as torch.cuda.get_device_capability has it.
+    """
+    if device_type == "cpu":
+        return True
+    return (
+        capability is not None
+        and capability >= (8, 0)
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_width <= 256
+    )
+
+
 class CausalSelfAttention(nn.Module):
     """Rotary, grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
 
@@ -95,13 +127,7 @@ class CausalSelfAttention(nn.Module):
         q_BHTK = rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads)
         k_BGTK = rearrange(self.k(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
         v_BGTK = rearrange(self.v(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
-        mixed_BHTK = F.scaled_dot_product_attention(
-            rotate(q_BHTK, cos_TJ, sin_TJ),
-            rotate(k_BGTK, cos_TJ, sin_TJ),
-            v_BGTK,
-            is_causal=True,
-            enable_gqa=self.num_kv_heads != self.num_heads,
-        )
+        mixed_BHTK = attention(rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ), v_BGTK)
         output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
         return output_BTR
 

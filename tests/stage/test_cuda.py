@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from swarm import optim
 from swarm.config import RunConfig, StagesConfig, WireConfig
+from swarm.model.layers import attention
 from swarm.model.masks import random_mask
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.weights import digest_of
@@ -116,6 +118,16 @@ async def _round(chain: Chain, number: int) -> float:
         await peer.runtime.control(commit)
         peer.stage.round_began()
     return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_queries_take_a_kernel_that_writes_no_square(dtype: torch.dtype) -> None:
+    """The context refuses the kernel that does."""
+    q, k, v = (torch.randn(2, heads, 512, 64, device=DEVICE, dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        torch.autograd.backward(attention(q, k, v).sum())
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
