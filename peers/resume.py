@@ -338,9 +338,11 @@ def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Ot
     """Enter at the others' round with an older state. All who do so from the same state are on one branch."""
     num_rounds = others.latest - (restored.round if restored else 0)
     highest = restored.highest_microbatch if restored else -1
+    # When the checkpoint was written, rounds may have had another length.
+    longest = max(c.microbatches_per_round for c in (config, restored.config if restored else config))
     return Beginning(
         restored=restored, round=others.latest, run_samples=others.samples,
         lineage=hashlib.sha256(f"{lineage} again at {others.latest}".encode()).hexdigest(), parent=lineage,
         # Nobody knows how many were trained on since: rather leave some out than repeat one.
-        highest_microbatch=highest + 2 * max(0, num_rounds) * config.microbatches_per_round,
+        highest_microbatch=highest + 2 * max(0, num_rounds) * longest,
     )  # fmt: skip

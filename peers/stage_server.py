@@ -24,6 +24,7 @@ import swarm
 from peers import process, resume
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
+from peers.resume_news import say_changes
 from peers.stage_news import StageNews
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
@@ -381,6 +382,9 @@ class StageServer:
         )  # fmt: skip
         if restored is not None:
             logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
+            say_changes(
+                restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples
+            )  # fmt: skip
             if self._checkpoints is not None:
                 self._checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
 

@@ -533,13 +533,17 @@ def from_json(text: str, *, source: str) -> RunConfig:
 
 def check_same(ours: RunConfig, theirs: RunConfig) -> None:
     """Raise ConfigMismatch naming the first field in which two configurations differ."""
-    flat_ours, flat_theirs = _flatten(dataclasses.asdict(ours)), _flatten(dataclasses.asdict(theirs))
-    for name, value in flat_ours.items():
-        if value != flat_theirs.get(name):
-            raise ConfigMismatch(
-                f"{name} is {value!r} here and {flat_theirs.get(name)!r} in the run; "
-                "leave --config and --preset out to use the run's own configuration"
-            )
+    for name, (here, there) in differences(ours, theirs).items():
+        raise ConfigMismatch(
+            f"{name} is {here!r} here and {there!r} in the run; "
+            "leave --config and --preset out to use the run's own configuration"
+        )
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Both values of every field in which two configurations differ, by `section.field`, in the order of the fields."""
+    flat_one, flat_other = _flatten(dataclasses.asdict(one)), _flatten(dataclasses.asdict(other))
+    return {name: (value, flat_other[name]) for name, value in flat_one.items() if value != flat_other[name]}
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

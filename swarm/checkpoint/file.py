@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarm import config as configs
+from swarm.checkpoint import changes
 from swarm.config import RunConfig
 from swarm.disk import put_in_place, sync
 from swarm.errors import IntegrityError
@@ -34,11 +35,6 @@ SET_ASIDE = ".set-aside"
 """Added to the name of a checkpoint that is of no use to the run as it goes on, and may be to its owner."""
 ABANDONED_SECONDS = 3600.0
 """After which nobody is writing any more to a temporary file that has not changed since."""
-_SAME = ("model", "data", "rounds")
-"""Sections of the configuration that stay as they are when a run is resumed, but for `_PATHS`."""
-_PATHS = ("data.dataset", "data.tokenizer", "data.tokenizer_identity")
-"""Where the text and the tokenizer were; `data.digest` is over the contents of both."""
-
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -237,16 +233,9 @@ def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
 
 
 def _difference(theirs: RunConfig, ours: RunConfig) -> str:
-    """The first thing in which two configurations differ that must stay as it is."""
-
-    def flat(config: RunConfig) -> dict[str, Any]:
-        values = asdict(config)
-        fields = {f"{section}.{name}": value for section in _SAME for name, value in values[section].items()}
-        return {"run": config.run, **{name: value for name, value in fields.items() if name not in _PATHS}}
-
-    one, other = flat(theirs), flat(ours)
-    differing = (name for name in one if one[name] != other[name])
-    return next((f"{name} is {one[name]!r} in it and {other[name]!r} here" for name in differing), "")
+    """All in which two configurations differ that must stay as it is."""
+    forbidden = changes.forbidden(theirs, ours)
+    return ", ".join(f"{name} is {there!r} in it and {here!r} here" for name, (there, here) in forbidden.items())
 
 
 def _require_finite(what: str, tensors: Any) -> None:

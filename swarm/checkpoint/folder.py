@@ -25,10 +25,12 @@ class Restored:
     """A stage's state from the files of one round.
 
     Attributes:
+        config: under which the run was when they were written.
         lineage: the file's own where it holds just this stage; else made from those of all files that were used.
         files: where it comes from.
     """
 
+    config: RunConfig
     round: int
     run_samples: int
     lineage: str
@@ -130,6 +132,7 @@ class CheckpointFolder:
         is_same = len(used) == 1 and held[used[0].stage] == set(shapes)
         origin = "\n".join([f"{self._config.run_id} stage {stage}", *(header.lineage for header in used)])
         return Restored(
+            config=used[0].config,
             round=used[0].round,
             run_samples=max(header.run_samples for header in used),
             lineage=used[0].lineage if is_same else hashlib.sha256(origin.encode()).hexdigest(),

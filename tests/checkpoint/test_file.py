@@ -1,6 +1,7 @@
 """A checkpoint is whole, to the last bit, or it is refused by name."""
 
 import dataclasses
+import json
 import random
 import resource
 import shutil
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from swarm.checkpoint import file
+from swarm import config as configs
+from swarm.checkpoint import changes, file
 from swarm.checkpoint.file import FileName
 from swarm.config import DataConfig, OptimizerConfig, RunConfig
 from swarm.errors import IntegrityError
@@ -111,6 +113,31 @@ def test_a_resumed_run_may_change_its_cut_its_rates_and_where_its_text_is(writte
     data = dataclasses.replace(CONFIG.data, dataset="elsewhere", tokenizer="copy.json", tokenizer_identity="bytes")
     changed = dataclasses.replace(cut(2), optimizer=OptimizerConfig(learning_rate=0.5), data=data)
     file.read_header(written, changed)
+
+
+def test_all_that_must_not_differ_is_named(written: Path) -> None:
+    model, data = dataclasses.replace(CONFIG.model, d_model=32), dataclasses.replace(CONFIG.data, seed=3)
+    told = "model.d_model is 16 in it and 32 here, data.seed is 0 in it and 3 here$"
+    with pytest.raises(IntegrityError, match=f"is of another run: {told}"):
+        file.read_header(written, dataclasses.replace(cut(3), model=model, data=data))
+
+
+def test_one_of_an_earlier_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration lacks the fields that are new, `data.tokenizer_identity` say."""
+    config, weights = cut(3), trained(cut(3), 1, 4)
+
+    def earlier(config: RunConfig) -> str:
+        values = dataclasses.asdict(config)
+        del values["data"]["tokenizer_identity"]
+        return json.dumps(values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(configs, "to_json", earlier)
+        written = file.write(tmp_path, header_of(config, 1, weights), weights.state_tensors(), owner="test")
+    now = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer_identity="bytes"))
+    assert file.read_header(written, now).config == config
+    assert file.difference(written, now) == ""
+    assert changes.allowed(file.read_header(written, now).config, now) == {}
 
 
 def test_a_full_disk_loses_nothing(written: Path) -> None:

@@ -61,6 +61,7 @@ class WholeSwarm:
 
     config: RunConfig
     folder: Path
+    resume: ResumeOptions = field(default_factory=ResumeOptions)
     peers: list[WholePeer] = field(default_factory=list)
     _store: MemoryStore = field(default_factory=lambda: MemoryStore(CLOCK))
     _num_logs: int = 0
@@ -90,7 +91,7 @@ class WholeSwarm:
         known = KnownPeers(router, own_id=own.peer_id)
         options = ServerOptions(
             name="", device=torch.device("cpu"), insecure=True, max_in_flight=0, graph_bytes=1 << 30,
-            resume=ResumeOptions(), checkpoints=None, events=peer.log,
+            resume=self.resume, checkpoints=None, events=peer.log,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             await known.look(directory, stages)
@@ -152,9 +153,11 @@ class _Data:
 
 
 @asynccontextmanager
-async def whole_swarm(config: RunConfig, folder: Path, *, num_peers: tuple[int, ...]) -> AsyncIterator[WholeSwarm]:
+async def whole_swarm(
+    config: RunConfig, folder: Path, *, num_peers: tuple[int, ...], resume: ResumeOptions | None = None
+) -> AsyncIterator[WholeSwarm]:
     """A swarm with so many peers at each stage; all end with the block."""
-    swarm = WholeSwarm(config, folder)
+    swarm = WholeSwarm(config, folder, resume=resume or ResumeOptions())
     try:
         for stage, count in enumerate(num_peers):
             for _ in range(count):

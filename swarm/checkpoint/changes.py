@@ -1,0 +1,46 @@
+"""What may change in the configuration when a run goes on from a checkpoint, and what did.
+
+Used by checkpoint/file, which refuses a checkpoint in which something differs that may not, and by peers/resume_news,
+which tells the user of everything else.
+"""
+
+from typing import Any
+
+from swarm import config as configs
+from swarm.config import RunConfig
+
+Difference = tuple[Any, Any]
+"""The checkpoint's value of a field, and that of the run which goes on from it."""
+
+_FREE_SECTIONS = ("stages", "optimizer", "outer", "averaging", "wire")
+_FREE_FIELDS = (
+    "owner",
+    # They change how gradients come about, and neither the parameters nor what is known of them.
+    "model.dropout", "model.autocast", "model.gradient_checkpointing", "rounds.inner_batch_samples",
+)  # fmt: skip
+_DILOCO_FIELDS = ("rounds.round_samples",)
+"""In the synchronous setting the number of a round tells which microbatches it consists of."""
+_NO_CHANGE = ("data.dataset", "data.tokenizer", "data.tokenizer_identity")
+"""Where the text and the tokenizer lie: `data.digest` is over the contents of both. Earlier releases did not write the
+last one."""
+
+
+def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+    """By field, what differs and may not: such a checkpoint is of another run."""
+    return {name: pair for name, pair in _differences(checkpoint, run).items() if not _is_free(name, run)}
+
+
+def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+    """By field, what differs and may."""
+    return {name: pair for name, pair in _differences(checkpoint, run).items() if _is_free(name, run)}
+
+
+def _differences(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
+    differing = configs.differences(checkpoint, run)
+    return {name: pair for name, pair in differing.items() if name not in _NO_CHANGE}
+
+
+def _is_free(name: str, run: RunConfig) -> bool:
+    if name in _DILOCO_FIELDS:
+        return not run.rounds.synchronous
+    return name in _FREE_FIELDS or name.partition(".")[0] in _FREE_SECTIONS

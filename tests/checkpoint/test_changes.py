@@ -1,0 +1,65 @@
+"""Which fields of the configuration may change when a run is resumed."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from swarm.checkpoint import changes
+from swarm.config import RoundsConfig, RunConfig
+
+SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous"))
+DILOCO = RunConfig()
+
+
+def _set(run: RunConfig, name: str, value: Any) -> RunConfig:
+    section, _, field = name.rpartition(".")
+    if not section:
+        return dataclasses.replace(run, **{field: value})
+    return dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **{field: value})})
+
+
+@pytest.mark.parametrize("run", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize(
+    ("name", "value", "may_change"),
+    [
+        ("run", "other", False),
+        ("owner", "ab" * 32, True),
+        ("model.d_model", 512, False),
+        ("model.rope_theta", 5e5, False),
+        ("model.dropout", 0.1, True),
+        ("model.autocast", "bf16", True),
+        ("model.gradient_checkpointing", True, True),
+        ("stages.num_stages", 2, True),
+        ("data.seed", 1, False),
+        ("data.microbatch_size", 4, False),
+        ("data.digest", "ab" * 32, False),
+        ("rounds.round_samples", 512, None),
+        ("rounds.inner_batch_samples", 32, True),
+        ("optimizer.learning_rate", 3e-3, True),
+        ("outer.momentum", 0.0, True),
+        ("averaging.codec", "int8", True),
+        ("wire.dtype", "bf16", True),
+    ],
+)
+def test_what_may_change(run: RunConfig, name: str, value: Any, may_change: bool | None) -> None:
+    """None: with DiLoCo only."""
+    before = _set(run, name, value)
+    found, other = (changes.allowed, changes.forbidden)
+    if may_change is False or (may_change is None and run.rounds.synchronous):
+        found, other = other, found
+    ((section, _, field),) = [name.rpartition(".")]
+    now = getattr(getattr(run, section) if section else run, field)
+    assert found(before, run) == {name: (value, now)}
+    assert other(before, run) == {}
+
+
+def test_the_setting_may_not() -> None:
+    assert changes.forbidden(DILOCO, SYNCHRONOUS) == {"rounds.setting": ("diloco", "synchronous")}
+    assert changes.forbidden(SYNCHRONOUS, DILOCO) == {"rounds.setting": ("synchronous", "diloco")}
+
+
+@pytest.mark.parametrize("name", ["data.dataset", "data.tokenizer"])
+def test_another_path_is_no_change(name: str) -> None:
+    assert changes.allowed(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
+    assert changes.forbidden(_set(DILOCO, name, "elsewhere"), DILOCO) == {}
