@@ -1,20 +1,32 @@
 """Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step).
 
-Thin over the functions of torch.optim. Its classes are left alone: the first one that is made imports torch._dynamo,
-which takes as long as torch itself. Used by stage/weights and by the single-process reference, so that both take the
-same steps. Never decides when to step.
+The same numbers give the same bits on every machine, whatever its processor, its GPU or its release of torch: members
+of a stage compare digests of what their outer steps give, and replay each other's rounds. torch.optim does not promise
+that, since it fuses products with sums where the processor can. Here a step consists of sums, differences, products,
+quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and IEEE 754 says how
+each of them is rounded. Factors are computed in float64 by the same operations: powers and cosines of a C library may
+differ in the last bit.
+
+Used by stage/weights and by the single-process reference, so that both take the same steps. Never decides when to step.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
-from torch.optim import adamw, sgd
 
 from swarm.config import OptimizerConfig, OuterConfig
 
 Parameters = Mapping[str, torch.Tensor]
+
+CACHED_ELEMENTS = 1 << 16
+"""Stepped at once by each thread, so that an operation finds in the processor's cache what the one before it wrote."""
+GPU_ELEMENTS = 1 << 24
+"""Stepped at once on a GPU, where it counts how many operations there are."""
+COSINE_TERMS = 14
+"""Of its series. What follows is less than 1e-23 up to a quarter turn."""
 
 
 def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
@@ -28,7 +40,12 @@ def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
         progress = since_warmup % config.restart_samples / config.restart_samples
     else:
         progress = min(1.0, since_warmup / (config.total_samples - config.warmup_samples))
-    height = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    if config.schedule == "linear":
+        height = 1.0 - progress
+    else:
+        # The square is (1 + cos(pi * progress)) / 2, and never below 0.
+        cosine = _cosine(0.5 * math.pi * progress)
+        height = cosine * cosine
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * height)
 
 
@@ -58,21 +75,22 @@ class AdamW(Optimizer):
         return {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
-        matrices = [name for name, parameter in parameters.items() if parameter.ndim >= 2]
-        vectors = [name for name, parameter in parameters.items() if parameter.ndim < 2]
-        for names, weight_decay in ((matrices, self._config.weight_decay), (vectors, 0.0)):
-            states = [self._state_of(name, parameters[name]) for name in names]
-            adamw.adamw(
-                [parameters[name] for name in names],
-                [gradients[name] for name in names],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                # One after the other: all at once takes a GPU as much memory again as a moment does.
-                foreach=False, amsgrad=False, beta1=self._config.beta1, beta2=self._config.beta2, lr=rate,
-                weight_decay=weight_decay, eps=self._config.epsilon, maximize=False,
-            )  # fmt: skip
+        beta1, beta2, epsilon = self._config.beta1, self._config.beta2, self._config.epsilon
+        for name, parameter in parameters.items():
+            state = self._state_of(name, parameter)
+            num_steps = int(state["step"].add_(1.0))
+            size = rate / (1.0 - _power(beta1, num_steps))
+            unbiased = 1.0 / math.sqrt(1.0 - _power(beta2, num_steps))
+            decay = 1.0 - rate * self._config.weight_decay if parameter.ndim >= 2 else 1.0
+            tensors = parameter, gradients[name], state["exp_avg"], state["exp_avg_sq"]
+            for (weights, gradient, first, second), scratch in _pieces(*tensors):
+                # m <- m + (1 - beta1) (g - m)
+                first.add_(torch.sub(gradient, first, out=scratch).mul_(1.0 - beta1))
+                # v <- beta2 v + (1 - beta2) g^2
+                second.mul_(beta2).add_(torch.mul(gradient, gradient, out=scratch).mul_(1.0 - beta2))
+                # p <- decay p - size m / (sqrt(v) unbiased + epsilon)
+                _sqrt(second, out=scratch).mul_(unbiased).add_(epsilon)
+                weights.mul_(decay).sub_(torch.div(first, scratch, out=scratch).mul_(size))
 
     def _state_of(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if name not in self.state:
@@ -95,25 +113,64 @@ class OuterSgd(Optimizer):
         return {"momentum_buffer": parameter.shape}
 
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
-        names = list(parameters)
-        buffers = [self.state.get(name, {}).get("momentum_buffer") for name in names]
-        sgd.sgd(
-            [parameters[name] for name in names],
-            [gradients[name] for name in names],
-            buffers,
-            weight_decay=0.0, momentum=self._momentum, lr=rate, dampening=0.0, nesterov=self._momentum > 0,
-            maximize=False,
-        )  # fmt: skip
-        # Of a first step's momentum a new buffer is made.
-        self.state |= {
-            name: {"momentum_buffer": buffer} for name, buffer in zip(names, buffers, strict=True) if buffer is not None
-        }
+        for name, parameter in parameters.items():
+            if self._momentum == 0.0:
+                # Nothing is remembered.
+                for (weights, gradient), scratch in _pieces(parameter, gradients[name]):
+                    weights.sub_(torch.mul(gradient, rate, out=scratch))
+                continue
+            if name not in self.state:
+                self.state[name] = {"momentum_buffer": torch.zeros_like(parameter)}
+            tensors = parameter, gradients[name], self.state[name]["momentum_buffer"]
+            for (weights, gradient, velocity), scratch in _pieces(*tensors):
+                # v <- mu v + g
+                velocity.mul_(self._momentum).add_(gradient)
+                # p <- p - rate (mu v + g)
+                weights.sub_(torch.mul(velocity, self._momentum, out=scratch).add_(gradient).mul_(rate))
 
 
 @torch.no_grad()
 def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
     """One step with the given gradients and learning rate."""
     optimizer.update(parameters, gradients, rate)
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """Some rows of tensors of one shape after the other: views, and memory for as many results."""
+    rows = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
+    on_cpu = tensors[0].device.type == "cpu"
+    num_elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else GPU_ELEMENTS
+    num_rows = max(1, num_elements // max(1, rows[0][:1].numel()))
+    scratch = torch.empty_like(rows[0][:num_rows], requires_grad=False)
+    for piece in zip(*(torch.split(tensor, num_rows) for tensor in rows), strict=True):
+        yield piece, scratch[: len(piece[0])]
+
+
+def _sqrt(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Square roots, correctly rounded. On a CPU torch leaves them to MKL, whose last bit depends on the processor."""
+    if tensor.device.type != "cpu":
+        return torch.sqrt(tensor, out=out)
+    np.sqrt(tensor.numpy(), out=out.numpy())
+    return out
+
+
+def _power(base: float, exponent: int) -> float:
+    """A power by squaring."""
+    power = 1.0
+    while exponent:
+        if exponent % 2:
+            power *= base
+        base, exponent = base * base, exponent // 2
+    return power
+
+
+def _cosine(angle: float) -> float:
+    """Of an angle up to a quarter turn, by its series."""
+    total = term = 1.0
+    for number in range(1, COSINE_TERMS):
+        term *= -angle * angle / ((2 * number - 1) * (2 * number))
+        total += term
+    return total
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:

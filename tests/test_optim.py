@@ -44,6 +44,7 @@ def test_cosine_falls_to_its_floor_and_stays_there() -> None:
     assert optim.learning_rate(config, 300) == optim.learning_rate(config, 10**9) == pytest.approx(0.2)
     rates = [optim.learning_rate(config, samples) for samples in range(100, 301)]
     assert rates == sorted(rates, reverse=True)
+    assert rates == pytest.approx([0.6 + 0.4 * math.cos(math.pi * samples / 200) for samples in range(201)], abs=1e-15)
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
@@ -71,7 +72,8 @@ def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "outer"])
-def test_steps_are_those_of_torchs_own_optimizers_to_the_bit(kind: str) -> None:
+def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
+    """To the last bits, which torch lets depend on the processor."""
     ours, theirs = _parameters(), _parameters()
     if kind == "adamw":
         config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
@@ -92,9 +94,9 @@ def test_steps_are_those_of_torchs_own_optimizers_to_the_bit(kind: str) -> None:
         reference.step()
     state = optim.state_tensors(optimizer, ours)
     for name, parameter in theirs.items():
-        assert torch.equal(ours[name], parameter)
+        torch.testing.assert_close(ours[name], parameter, rtol=1e-6, atol=1e-7)
         for key, value in reference.state[parameter].items():
-            assert torch.equal(state.pop(f"{name}/{key}"), value), key
+            torch.testing.assert_close(state.pop(f"{name}/{key}"), value, rtol=1e-6, atol=1e-7)
     assert not state
 
 

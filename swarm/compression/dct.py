@@ -1,8 +1,10 @@
 """The discrete cosine transform of tiles, and the codec that keeps its low frequencies.
 
 sparsify uses the transform as well. It is the orthonormal DCT-II of a tile seen as 64 x 64, along both axes, as two
-matrix products. Different processors round their sums differently, so that members of a group may decode the same
-bytes to numbers that differ in the last bits. Who needs equal bits must keep to the bytes and to one member's decoding.
+matrix products. Different processors add up a product's terms in different orders and round differently. That does not
+matter in encoding, where each vector has one sender. Members must decode the same bytes to the same bits, so the
+inverse multiplies whole numbers, so small that float64 holds every sum of their products exactly: then nothing is
+rounded, and the order makes no difference.
 
 Shapes: T tiles, E = 4096 elements of a tile, F = 2048 frequencies kept.
 """
@@ -25,6 +27,12 @@ from swarm.compression.buffers import (
 )
 from swarm.compression.layout import SIDE, TILE
 
+FACTOR_BITS = 25
+"""The inverse's cosines are whole multiples of 2**-25, and less than 0.18: `_whole_factors`."""
+TERM_BITS = 23
+"""What they are multiplied by is a whole multiple of 2**-23 times a power of two, and less than twice that power. So 64
+products add up to less than 64 * 0.18 * 2**(25 + 24), which is below 2**53."""
+
 
 def dct(tiles_TE: torch.Tensor) -> torch.Tensor:
     """Coefficients of the tiles, shape (T, E); the frequency along a tile's rows is the slower index."""
@@ -33,9 +41,21 @@ def dct(tiles_TE: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_dct(coefficients_TE: torch.Tensor) -> torch.Tensor:
-    """The tiles, shape (T, E)."""
-    matrix = _matrix()
-    return (matrix.T @ (coefficients_TE.view(-1, SIDE, SIDE) @ matrix)).view(-1, TILE)
+    """The tiles, shape (T, E): the same bits on every processor, within 1e-6 of a tile's norm."""
+    factors = _whole_factors()
+    terms, unit_T11 = _whole_terms(coefficients_TE.double().view(-1, SIDE, SIDE))
+    terms, next_unit_T11 = _whole_terms(terms @ factors)
+    unit_T11 *= next_unit_T11 * 2.0 ** (-2 * FACTOR_BITS)
+    # Which sign a sum of nothing but zeros has depends on the order after all: added to 0, it is positive.
+    return (factors.T @ terms).mul_(unit_T11).add_(0.0).float().view(-1, TILE)
+
+
+def _whole_terms(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each tile's numbers as whole multiples of a power of two, and these, shape (T, 1, 1). Writes to the tiles."""
+    largest_T11 = tiles.abs().amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+    # Of a float64 without its sign the exponent's bits alone are a power of two.
+    power_T11 = (largest_T11.view(torch.int64) >> 52 << 52).view(torch.float64)
+    return tiles.mul_(2.0**TERM_BITS / power_T11).round_(), power_T11 * 2.0**-TERM_BITS
 
 
 class DctLowpass:
@@ -89,14 +109,25 @@ class DctLowpass:
         return scales_T, encoded[4 * num_tiles :].view(torch.float16).view(num_tiles, len(_low_frequencies()))
 
 
-@functools.cache
-def _matrix() -> torch.Tensor:
-    """The orthonormal DCT-II of 64 numbers: row k is the cosine of frequency k."""
+def _exact_matrix() -> torch.Tensor:
+    """The orthonormal DCT-II of 64 numbers in float64: row k is the cosine of frequency k."""
     frequencies = torch.arange(SIDE, dtype=torch.float64)[:, None]
     positions = torch.arange(SIDE, dtype=torch.float64)[None, :]
     matrix = torch.cos(math.pi / (2 * SIDE) * (2 * positions + 1) * frequencies) * math.sqrt(2 / SIDE)
     matrix[0] /= math.sqrt(2)
-    return matrix.float()
+    return matrix
+
+
+@functools.cache
+def _matrix() -> torch.Tensor:
+    """The same in float32."""
+    return _exact_matrix().float()
+
+
+@functools.cache
+def _whole_factors() -> torch.Tensor:
+    """The same as whole numbers. None is close to a half before, so the last bit of a cosine makes no difference."""
+    return (_exact_matrix() * 2.0**FACTOR_BITS).round()
 
 
 @functools.cache

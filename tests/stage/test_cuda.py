@@ -17,6 +17,7 @@ from swarm.model.layers import attention
 from swarm.model.masks import random_mask
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.weights import digest_of
+from tests.support import reproducible
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, reference, running_chain
 from tests.support.rounding import rounding_reference
 
@@ -128,6 +129,10 @@ def test_grouped_queries_take_a_kernel_that_writes_no_square(dtype: torch.dtype)
         torch.autograd.backward(attention(q, k, v).sum())
     assert k.grad is not None
     assert k.grad.shape == k.shape
+
+
+def test_optimizers_on_a_gpu_take_the_steps_of_a_cpu_to_the_bit() -> None:
+    assert reproducible.of_arithmetic(torch.device(DEVICE)) == reproducible.of_arithmetic()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,113 @@
+"""A program that prints digests of what the members of a stage compute each for themselves and compare.
+
+Run by tests/test_reproducible.py, as it would be on other processors.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from swarm import optim
+from swarm.compression.dct import inverse_dct
+from swarm.compression.layout import TILE
+from swarm.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+)
+from swarm.model.layers import seeded_generator
+from swarm.model.stages import build_stage
+from swarm.stage.weights import CPU, StageWeights, digest_of, moved
+from tests.compression.all_codecs import CODECS
+
+NUM_ELEMENTS = 3 * 4096 + 77
+"""Of an encoded vector: the last tile and the last block are not whole, nor is what a processor takes at once."""
+CONFIG = RunConfig(
+    model=ModelConfig(d_model=72, num_heads=2, num_layers=2), stages=StagesConfig(num_stages=1),
+    data=DataConfig(microbatch_size=2),
+    optimizer=OptimizerConfig(
+        learning_rate=0.03, clip_norm=1.0, weight_decay=0.1, schedule="cosine", warmup_samples=20, total_samples=400
+    ),
+)  # fmt: skip
+MAGNITUDES = torch.tensor([math.ldexp(1.0, -exponent) for exponent in (0, 0, 0, 1, 5, 10, 20, 60, 70, 130, 140)])
+
+
+def drawn(like: Mapping[str, torch.Tensor], *key: int | str) -> dict[str, torch.Tensor]:
+    """Numbers of many magnitudes, some of them subnormal. Uniform draws are alike everywhere."""
+    generator = seeded_generator(torch.device("cpu"), *key)
+    return {
+        name: (torch.rand(tensor.shape, generator=generator) - 0.5)
+        * MAGNITUDES[(torch.rand(tensor.shape, generator=generator) * len(MAGNITUDES)).long()]
+        for name, tensor in sorted(like.items())
+    }
+
+
+def of_arithmetic(device: torch.device = CPU) -> dict[str, str]:
+    """Weights and moments after some steps on a device, and tiles."""
+    shapes = {"matrix": torch.empty(301, 513), "vector": torch.empty(1003), "number": torch.empty(())}
+    optimizers = {
+        "AdamW": optim.AdamW(OptimizerConfig(weight_decay=0.1)),
+        "Nesterov": optim.OuterSgd(OuterConfig(momentum=0.9)),
+    }
+    digests = {}
+    for name, optimizer in optimizers.items():
+        weights = moved(drawn(shapes, name), device)
+        for number in range(4):
+            rate = optim.learning_rate(CONFIG.optimizer, 17 * number)
+            optim.step(optimizer, weights, moved(drawn(shapes, name, number), device), rate)
+        digests[name] = digest_of(moved(weights | optim.state_tensors(optimizer, weights), CPU))
+    coefficients = drawn({"tiles": torch.empty(70, TILE)}, "coefficients")
+    coefficients["tiles"][::7] = 0.0
+    digests["inverse DCT"] = digest_of({"tiles": inverse_dct(coefficients["tiles"])})
+    return digests
+
+
+def of_states() -> dict[str, str]:
+    """A stage's state at the beginning, and after some rounds."""
+    digests = {}
+    settings: tuple[Literal["synchronous", "diloco"], ...] = ("synchronous", "diloco")
+    for setting in settings:
+        rounds = RoundsConfig(setting=setting, round_samples=16, inner_batch_samples=4)
+        config = dataclasses.replace(CONFIG, rounds=rounds)
+        weights = StageWeights(config, build_stage(config, 0, device="cpu"), lineage="")
+        digests[f"{setting}, initial"] = weights.state_digest()
+        for number in range(3):
+            average = drawn(weights.close().tensors, setting, number)
+            weights.commit(average, total_squared_norm=7.0, num_samples=16, num_members=2, lineage="00")
+        digests[f"{setting}, 3 rounds"] = weights.state_digest()
+    return digests
+
+
+def of_codecs(folder: Path) -> dict[str, str]:
+    """What each codec decodes its file to."""
+    return {
+        name: digest_of({"vector": codec.decode((folder / name).read_bytes(), NUM_ELEMENTS)})
+        for name, codec in CODECS.items()
+    }
+
+
+def write_encoded(folder: Path) -> None:
+    """A file for each codec. No two members encode the same vector, so each may do so in its own way."""
+    vector_N = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    for name, codec in CODECS.items():
+        (folder / name).write_bytes(codec.encode(vector_N))
+
+
+def of_everything(folder: Path) -> dict[str, str]:
+    """All of the above; the files of `write_encoded` are in the folder."""
+    return of_arithmetic() | of_states() | of_codecs(folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[2]))
+    sys.stdout.write(json.dumps(of_everything(Path(sys.argv[1]))))

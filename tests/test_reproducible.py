@@ -1,0 +1,35 @@
+"""Members of a stage get the same bits on processors of different kinds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import reproducible
+
+_OWN = torch.backends.cpu.get_cpu_capability().lower()
+
+
+@pytest.mark.parametrize(
+    ("capability", "mkl"), [("default", "SSE4_2"), *([("avx2", "AVX2")] if _OWN == "avx512" else [])]
+)
+def test_another_processor_computes_the_same_bits(capability: str, mkl: str, tmp_path: Path) -> None:
+    """torch and MKL, which torch uses, are told that the processor has fewer instructions; other threads share work."""
+    reproducible.write_encoded(tmp_path)
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "MKL_ENABLE_INSTRUCTIONS": mkl}
+    command = [sys.executable, "-m", "tests.support.reproducible", str(tmp_path), "3"]
+    other = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert json.loads(other.stdout) == reproducible.of_everything(tmp_path)
+
+
+def test_every_machine_that_runs_this_test_computes_the_same_bits() -> None:
+    """Should one of these change on all machines, members of two releases do not reach the same state any more."""
+    assert reproducible.of_arithmetic() == {
+        "AdamW": "363ce086c513cc2c95e1bebce185581d57fcfcb5a8dcde6e65782d64c0602097",
+        "Nesterov": "6bba6fdfed81fab88129aac7a6ac369753721346084fa8bb2ec1cdae00e1cd45",
+        "inverse DCT": "5d137ea4f5e482382c406dccf7e74cd57192ac3f849b79a789577a970f91f8d7",
+    }
