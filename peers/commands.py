@@ -10,15 +10,19 @@ from types import ModuleType
 
 from peers import process
 
+LEAST_BYTES = 1000 << 20
+"""Addresses that a stage peer takes until it serves the smallest stage, on a CPU: for libraries' code and for stacks of
+threads, most of them."""
+
 
 def peer() -> None:
     """Run `swarm-peer`."""
-    _run("swarm-peer", "peers.stage_peer")
+    _run("swarm-peer", "peers.stage_peer", address_bytes=LEAST_BYTES)
 
 
 def trainer() -> None:
     """Run `swarm-trainer`."""
-    _run("swarm-trainer", "peers.trainer")
+    _run("swarm-trainer", "peers.trainer", address_bytes=LEAST_BYTES)
 
 
 def status() -> None:
@@ -36,11 +40,12 @@ def keys() -> None:
     _run("swarm-keys", "peers.keys")
 
 
-def _run(prog: str, module: str) -> None:
+def _run(prog: str, module: str, *, address_bytes: int = 0) -> None:
     process.prepare_environment()
     process.keep_freed_memory()
 
     def main() -> int:
+        process.require_addresses(address_bytes)
         exit_code: int = _load(module).main(sys.argv[1:])
         return exit_code
 

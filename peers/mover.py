@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from peers import process
 from peers.network import LOOK_SECONDS
 from peers.rebalancer import Rebalancer
 from peers.stage_server import StageServer
@@ -20,7 +19,7 @@ from swarm import events
 from swarm.clock import Clock
 from swarm.errors import Fatal, SwarmError
 from swarm.events import Events
-from swarm.model.stages import is_out_of_memory
+from swarm.out_of_memory import is_out_of_memory, what_was_asked
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class Mover:
             if not is_out_of_memory(error):
                 raise
             raise Fatal(
-                f"stage {stage} ran out of memory: {process.first_line(error)}; take a smaller "
+                f"stage {stage} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
                 "--graph-memory-mib or --max-in-flight, more stages, or another --device"
             ) from None
         return next_move, failure
@@ -169,12 +168,19 @@ class Mover:
         logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
 
     async def _stay(self, server: StageServer, stage: int) -> Move | None:
-        """Until the peer has left its stage: for another one, or for good."""
+        """Until the peer has left its stage: for another one, or for good.
+
+        Raises:
+            Fatal: it has left since it cannot go on.
+        """
         while True:
             target = await self._first_of(
-                self._rebalancer.next_move(stage, lambda: server.samples_per_second), self._stop.wait()
+                self._rebalancer.next_move(stage, lambda: server.samples_per_second),
+                self._first_of(server.gives_up(), self._stop.wait()),
             )
             if target is None:
+                if server.fault is not None:
+                    logger.error("this peer cannot go on: %s", server.fault)
                 logger.info(
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
@@ -186,6 +192,8 @@ class Mover:
                 await server.drain(LAST_DRAIN_SECONDS)
                 await server.leave()
                 self._event_log.write(events.Leave())
+                if server.fault is not None:
+                    raise server.fault
                 return None
             logger.info("moving to stage %d after this round", target)
             await self._first_of(server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS), self._stop.wait())
@@ -238,9 +246,9 @@ class Mover:
             await self._clock.sleep(LOOK_SECONDS)
 
     async def _first_of(
-        self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, bool]
+        self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, object]
     ) -> int | None:  # fmt: skip
-        """What `work` gives; None if the peer is to stop before."""
+        """What `work` gives; None if `stop`, after which the peer is to stop, ends before."""
         async with asyncio.TaskGroup() as tasks:
             working, stopping = tasks.create_task(work), tasks.create_task(stop)
             await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

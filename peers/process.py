@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import mmap
 import os
+import resource
 import signal
 import sys
 import warnings
@@ -17,6 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, TypeVar
 
 from swarm.errors import SwarmError
+from swarm.out_of_memory import in_words, is_out_of_memory, what_was_asked
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Result = TypeVar("Result")
@@ -53,6 +56,21 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def require_addresses(num_bytes: int) -> None:
+    """Raise MemoryError if this process may not have so many more addresses, by its limit (ulimit -v, prlimit --as).
+
+    To be asked before large libraries are imported: where these run out of addresses, some of them end the process
+    without a word, and some wait for ever.
+    """
+    if num_bytes == 0 or _address_limit() is None:
+        return
+    try:
+        # Reserved without being used, and given back at once.
+        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+    except OSError:
+        raise MemoryError(f"unable to allocate {in_words(num_bytes)} for libraries") from None
 
 
 def setup_logging(name: str, level: LogLevel) -> None:
@@ -99,8 +117,9 @@ def first_line(error: Exception) -> str:
 def run_program(prog: str, main: Callable[[], int]) -> int:
     """Run a program and turn every fault that is not a bug into one line on stderr.
 
-    A ValueError is the user's fault (exit code 2), SwarmError and OSError come from the world (1), and Ctrl-C gives
-    130. Of an ExceptionGroup the first fault is reported. Log level `debug` shows the traceback as well.
+    A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
+    and Ctrl-C gives 130. Of an ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows
+    the traceback as well.
 
     Returns:
         The exit code.
@@ -115,9 +134,13 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         faults = list(_leaves(error))
-        if not all(isinstance(fault, _FAULTS) for fault in faults):
+        shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
+        if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
             raise
         logging.getLogger().debug("where it went wrong:", exc_info=error)
+        if shortages:
+            print(f"{prog}: error: {_describe_shortage(shortages[0])}", file=sys.stderr)
+            return EXIT_FAILURE
         fault = faults[0]
         print(f"{prog}: error: {_describe(fault)}", file=sys.stderr)
         return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
@@ -190,6 +213,26 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
+
+
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """What says that there was no memory: the error, or one that it followed from; a fault speaks for itself."""
+    while error is not None and not is_out_of_memory(error):
+        error = None if isinstance(error, _FAULTS) else error.__cause__ or error.__context__
+    return error
+
+
+def _describe_shortage(error: BaseException) -> str:
+    text = f"out of memory: no room for {what_was_asked(error)}"
+    if (limit := _address_limit()) is None:
+        return f"{text}; close other programs, or take a machine with more memory"
+    return f"{text}; this process may have {in_words(limit)} of addresses (ulimit -v, prlimit --as): allow it more"
+
+
+def _address_limit() -> int | None:
+    """Bytes of addresses that this process may have; None where there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _describe(error: BaseException | None) -> str:

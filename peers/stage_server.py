@@ -42,7 +42,8 @@ from swarm.events import Events, Join
 from swarm.hop import Hop
 from swarm.identity import Identity
 from swarm.lookup import DirectoryServicer
-from swarm.model.stages import build_stage, is_out_of_memory
+from swarm.model.stages import build_stage
+from swarm.out_of_memory import is_out_of_memory
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rounds import Snapshot
@@ -277,6 +278,15 @@ class StageServer:
     def samples_per_second(self) -> float:
         """What this peer manages here; 0 before the first microbatch."""
         return self._stage.samples_per_second
+
+    @property
+    def fault(self) -> Fatal | None:
+        """Why this peer cannot go on, if it cannot."""
+        return self._stage.fault
+
+    async def gives_up(self) -> None:
+        """Return once this peer cannot go on."""
+        await self._stage.gives_up()
 
     def will_leave(self) -> None:
         """Say that this peer leaves to whoever asks, though it serves on: others are not to leave because of it."""

@@ -47,9 +47,9 @@ from swarm.model.layers import (
     rotary_tables,
     seeded_generator,
 )
+from swarm.out_of_memory import is_out_of_memory
 
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 
 def layer_ranges(config: RunConfig) -> list[range]:
@@ -197,13 +197,6 @@ def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) ->
             f"model.custom_class {config.model.custom_class!r} cannot be made for stage {stage}: {reason}"
         ) from error
     return module.to(device)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether it says that the device or this machine has no more memory; of a CPU torch only says so in words."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
-    )
 
 
 @torch.no_grad()

@@ -99,6 +99,10 @@ class GraphBudget:
         """Whether one more graph fits."""
         return (self.num_kept + 1) * self.graph_bytes <= self.limit_bytes
 
+    def halve(self) -> None:
+        """Allow half as many graphs as are kept now."""
+        self.limit_bytes = self.num_kept // 2 * self.graph_bytes
+
 
 @dataclass
 class StageBackend:

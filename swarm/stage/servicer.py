@@ -18,6 +18,7 @@ from swarm.config import RunConfig
 from swarm.errors import (
     DeadlineExceeded,
     MalformedMessage,
+    NotReady,
     Overloaded,
     PeerUnavailable,
     RoundMismatch,
@@ -26,6 +27,7 @@ from swarm.errors import (
 )
 from swarm.hop import Hop, HopListener, route_entries
 from swarm.microbatch import Microbatch
+from swarm.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
@@ -166,6 +168,11 @@ class StageServicer(StageServiceServicer):
                 self._stage.abandon(computation, context)
                 raise
             return computation
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._stage.ran_out_of_memory(error, slot)
+            raise NotReady(f"no memory for the microbatch: no room for {what_was_asked(error)}") from None
         finally:
             self._stage.leave(slot)
 
@@ -345,6 +352,9 @@ async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], f
 
 async def _refuse(context: Context, error: Exception) -> None:
     """End a call with an error; one that is not ours is a bug, and this peer's fault."""
+    if is_out_of_memory(error):
+        logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
+        error = PeerUnavailable("this peer is out of memory")
     if not isinstance(error, SwarmError):
         logger.exception("a call failed", exc_info=error)
         error = PeerUnavailable(f"internal error: {type(error).__name__}")

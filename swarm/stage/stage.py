@@ -17,7 +17,7 @@ import torch
 
 from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.errors import NotReady, Overloaded, StaleMicrobatch
+from swarm.errors import Fatal, NotReady, Overloaded, StaleMicrobatch
 from swarm.events import Ack, Events, NoEvents, Repeat
 from swarm.hop import Hop
 from swarm.microbatch import Microbatch
@@ -27,11 +27,14 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.runtime import Runtime
+from swarm.stage.shortage import Shortage
 from swarm.stage.slots import Slots
 from swarm.types import PeerId
 
 REPLAY_GAP_SECONDS = 1.0
 """After which a replay that counts at a peer is offered to it again: it may have been told to give it up meanwhile."""
+SHORTAGE_RETRY_SECONDS = 0.2
+"""After which a microbatch is offered again to a peer that has no memory for more than it has."""
 _LOOK_SECONDS = 0.25
 """Between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
 _ACKNOWLEDGED = object()
@@ -67,10 +70,15 @@ class Counters:
 
 
 class Slot(NamedTuple):
-    """A place that a microbatch has taken."""
+    """A place that a microbatch has taken.
+
+    Attributes:
+        num_reductions: see Shortage.
+    """
 
     place: int
     caller: str
+    num_reductions: int
 
 
 class Stage:
@@ -112,6 +120,8 @@ class Stage:
         self._slots = Slots(limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length)
         self._admissions: dict[int, Admission] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
+        self._shortage = Shortage(backend.stage, backend.budget)
+        self._has_given_up = asyncio.Event()
         self._new_round = asyncio.Event()
         self._seconds_per_sample = MovingAverage(0.1)
         self._undoing: set[asyncio.Task[None]] = set()
@@ -146,7 +156,12 @@ class Stage:
 
     def grants(self, *, has_others: bool) -> int:
         """What a reply grants for the current round; see Admission."""
-        return self._admission(self._place(self.round)).grants(has_others=has_others)
+        admission = self._admission(self._place(self.round))
+        return 0 if self._lacks_memory(admission) else admission.grants(has_others=has_others)
+
+    def _lacks_memory(self, admission: Admission) -> bool:
+        """Whether memory ran out with no more microbatches than there are now."""
+        return admission.num_held >= self._shortage.most_in_flight
 
     @property
     def _is_idle(self) -> bool:
@@ -175,6 +190,8 @@ class Stage:
         """
         if not self.serving:
             raise NotReady("the peer is joining or leaving")
+        if self._shortage.fault is not None:
+            raise NotReady("the peer has no memory, and leaves")
         if self.config.rounds.synchronous:
             self._check_round(microbatch)
             self._check_replay(microbatch)
@@ -185,10 +202,12 @@ class Stage:
             p: admission for p, admission in self._admissions.items() if admission.num_held or p >= place
         }
         admission = self._admissions[place] = self._admission(place)
+        if self._lacks_memory(admission):
+            raise Overloaded("there is no memory for more", retry_after_seconds=SHORTAGE_RETRY_SECONDS)
         # One of the next round waits for the end of this one, however little there is to do.
         idle = microbatch.round <= self.round and self._is_idle
         admission.take(caller, busy_seconds=self._busy_seconds(), idle=idle, has_others=has_others)
-        return Slot(place, caller)
+        return Slot(place, caller, self._shortage.num_reductions)
 
     def _admission(self, place: int) -> Admission:
         return self._admissions.get(place) or Admission(self._slots, self._clock)
@@ -212,6 +231,22 @@ class Stage:
         """Give a slot back."""
         self._slots.freed()
         self._admissions[slot.place].give_back(slot.caller)
+
+    def ran_out_of_memory(self, error: Exception, slot: Slot) -> None:
+        """A microbatch that has this slot failed for want of memory: less is taken, or the peer gives up."""
+        in_flight = self._admission(slot.place).num_held
+        self._shortage.failed(error, num_reductions=slot.num_reductions, in_flight=in_flight)
+        if self._shortage.fault is not None:
+            self._has_given_up.set()
+
+    @property
+    def fault(self) -> Fatal | None:
+        """Why this peer cannot go on, once it has given up."""
+        return self._shortage.fault
+
+    async def gives_up(self) -> None:
+        """Return once this peer cannot go on, for want of memory."""
+        await self._has_given_up.wait()
 
     def _averages_too_long(self) -> bool:
         """Whether a round's worth of samples waits for the one step that follows the exchange."""
@@ -355,6 +390,7 @@ class Stage:
 
     def _accumulated(self, microbatch: Microbatch, *, accumulate: bool) -> None:
         self.counters.backwards += 1
+        self._shortage.succeeded()
         if accumulate:
             self.ledger.accumulated(microbatch.index)
 

@@ -28,6 +28,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import TOKENS
+from swarm.stage.shortage import TRIES
 from swarm.types import ClaimState, PeerRecord, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer
@@ -149,7 +150,7 @@ async def test_a_stage_that_does_not_fit_is_one_line(
 @pytest.mark.parametrize(
     ("error", "expected", "message"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), Fatal, "ran out of memory: CUDA out of memory.;"),
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\n"), Fatal, "ran out of memory (no room for 2.00 GiB)"),
         (RuntimeError("a bug"), RuntimeError, "a bug"),
     ],
 )
@@ -168,6 +169,33 @@ async def test_a_stage_that_runs_out_of_memory_while_it_serves_is_one_line(
     with pytest.raises(ExceptionGroup) as raised:
         await serve()
     assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in process._leaves(raised.value))
+
+
+async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order_and_says_why(
+    config: RunConfig, store: MemoryStore, trained: Path
+) -> None:
+    peer = LocalPeer(config, store, resume=trained)
+
+    async def serve() -> None:
+        async with peer.running(0):
+            assert peer.server is not None
+            stage = peer.server._stage
+            for _ in range(1 + TRIES):
+                slot = stage.admit(Microbatch(index=0, round=ROUND, num_samples=config.data.microbatch_size))
+                stage.ran_out_of_memory(MemoryError(), slot)
+                stage.leave(slot)
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.timeout(20.0):
+            await serve()
+    (fault,) = set(process._leaves(raised.value))
+    assert isinstance(fault, Fatal)
+    assert str(fault).startswith("stage 0 ran out of memory at 3 microbatches in a row")
+    assert Leave() in peer.log.events
+    record = await peer.record(0)
+    assert record is not None
+    assert record.state is PeerState.LEAVING
 
 
 async def test_what_is_not_about_memory_is_not_said_to_be(

@@ -28,6 +28,14 @@ def root_logger() -> Iterator[logging.Logger]:
     root.handlers[:], root.level = handlers, level
 
 
+_MORE_MEMORY = "close other programs, or take a machine with more memory"
+
+
+def _follows(error: Exception, cause: Exception) -> Exception:
+    error.__context__ = cause
+    return error
+
+
 def _raise(error: BaseException) -> int:
     raise error
 
@@ -41,6 +49,18 @@ def _raise(error: BaseException) -> int:
         (KeyboardInterrupt(), 130, "swarm-x: interrupted"),
         (PeerUnavailable("a\x1b[2J\x9bm\tpeer"), 1, "swarm-x: error: a [2J m peer"),
         (ExceptionGroup("", [ExceptionGroup("", [PeerUnavailable("no answer")])]), 1, "swarm-x: error: no answer"),
+        (MemoryError(), 1, f"swarm-x: error: out of memory: no room for what was needed; {_MORE_MEMORY}"),
+        (
+            ExceptionGroup("", [PeerUnavailable("no answer"), RuntimeError("can't start new thread")]),
+            1,
+            f"swarm-x: error: out of memory: no room for another thread; {_MORE_MEMORY}",
+        ),
+        (
+            _follows(KeyError("x"), MemoryError()),
+            1,
+            f"swarm-x: error: out of memory: no room for what was needed; {_MORE_MEMORY}",
+        ),
+        (_follows(PeerUnavailable("no answer"), MemoryError()), 1, "swarm-x: error: no answer"),
     ],
 )
 def test_a_fault_is_one_line(

@@ -1,0 +1,53 @@
+"""Whether an exception says that memory ran out, and what it says of that.
+
+Used by the programs, which turn it into one line, and by a stage, which then takes less. Python, torch and the system
+each have their own way to say it, and most of them only say it in words. Imports no torch: memory may run out while
+that is imported.
+"""
+
+import errno
+import re
+
+_WORDS = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "bad_alloc",
+    "can't start new thread", "failed to map segment",
+)  # fmt: skip
+"""In small letters. The last two: a thread needs memory for its stack, and a library a place for its code."""
+_SIZE = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]i?B)?", re.IGNORECASE)
+_LIBRARY = re.compile(r"([^/\s]+): failed to map segment")
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that the device or this machine has no more memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # The latter is torch's.
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError | ImportError):
+        text = str(error).lower()
+        return any(words in text for words in _WORDS)
+    return False
+
+
+def what_was_asked(error: BaseException) -> str:
+    """What there was no memory for, such as `4.0 GiB`, as far as the exception says; else `what was needed`."""
+    text = str(error)
+    if "new thread" in text:
+        return "another thread"
+    if library := _LIBRARY.search(text):
+        return f"the library {library[1]}"
+    if (found := _SIZE.search(text)) is None:
+        return "what was needed"
+    size, unit = found[1], found[2] or "bytes"
+    return in_words(int(float(size))) if unit.lower() == "bytes" else f"{size} {unit}"
+
+
+def in_words(num_bytes: int) -> str:
+    """A number of bytes, such as `4.0 GiB`."""
+    size = float(num_bytes)
+    for unit in _UNITS:
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
