@@ -17,6 +17,7 @@ from swarm import config as configs
 from swarm.authority import Authority
 from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.dht import keys
 from swarm.dht.directory import Directory, discover_config
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
@@ -109,7 +110,7 @@ async def agree_on_config(
 ) -> RunConfig:
     """The run's configuration: published by others, or our own if we are the first.
 
-    From now on the node of a locked run listens to its members alone.
+    From now on the node has to do with nothing but this run, and if that is locked with its members alone.
 
     Raises:
         ValueError: the run is locked and there is no token, or the token is another run's; several runs share the DHT.
@@ -124,8 +125,7 @@ async def agree_on_config(
         published = await _look_up(node, initial_peers[0], clock, authority)
         if own is not None:
             configs.check_same(own, published)
-    if authority is not None:
-        node.lock(authority)
+    node.belong_to(keys.of_run(published.run_id, published.stages.num_stages), authority)
     return published
 
 

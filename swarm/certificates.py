@@ -193,6 +193,19 @@ def peer_id_of(certificate_pem: str) -> PeerId:
     return PeerId(fingerprint(load(certificate_pem))[:40])
 
 
+@lru_cache(maxsize=4096)
+def bearer_of(chain_pem: str) -> str | None:
+    """Which token issued the certificate at the front of a chain, whatever key that is for: the fingerprint of its key.
+
+    None if none did. Says nothing about whose token that is.
+    """
+    try:
+        _, *issuers = load_all(chain_pem)
+        return fingerprint(issuers[0]) if issuers else None
+    except IntegrityError:
+        return None
+
+
 def fingerprint(certificate: x509.Certificate) -> str:
     """SHA-256 of the certificate's public key, in hexadecimal. Raises IntegrityError as `public_key` does."""
     encoded = public_key(certificate).public_bytes(

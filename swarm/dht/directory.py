@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from swarm import config
 from swarm.authority import Authority
-from swarm.certificates import peer_id_of
+from swarm.certificates import bearer_of, peer_id_of
 from swarm.clock import Clock, SteadyTime
 from swarm.dht import keys
-from swarm.dht.records import MAX_LIFETIME_SECONDS, open_record, seal
+from swarm.dht.quota import MAX_OWNER_RECORDS, KeyQuota
+from swarm.dht.records import MAX_LIFETIME_SECONDS, open_record, seal, signed_by
 from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
 from swarm.identity import Identity
 from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, TrainerRecord
@@ -107,6 +108,8 @@ class _Key(Generic[Record]):
         self._authority = authority
         self._model: type[Record] = model
         self._known: dict[str, tuple[Record, float]] = {}
+        self._quota = KeyQuota()
+        """A node of the DHT may answer with any number of records that it has made up."""
 
     @property
     def num_known(self) -> int:
@@ -125,7 +128,9 @@ class _Key(Generic[Record]):
                 except (IntegrityError, MalformedMessage, NotAllowed) as error:
                     logger.debug("left out: %s", error)
                 else:
-                    self._known[subkey] = (record, expiration)
+                    owner = bearer_of(signed_by(value)) if self._authority is not None else None
+                    if self._quota.take(subkey, owner, len(value), expiration, now):
+                        self._known[subkey] = (record, expiration)
         steady_now = self._steady_time.now()
         if not self._steady_time.is_in_doubt:
             self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
@@ -265,7 +270,8 @@ class Directory:
         stored = await self._store.store(key, self._identity.peer_id, value, expiration)
         if not stored:
             raise PeerUnavailable(
-                "the DHT refused this peer's record: is this machine's clock right, and does its token hold?"
+                "the DHT refused this peer's record: is this machine's clock right, does its token hold, and do at "
+                f"most {MAX_OWNER_RECORDS} processes use that token?"
             )
 
 

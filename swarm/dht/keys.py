@@ -1,7 +1,7 @@
 """The DHT's keys: under which name what is announced.
 
-Used by directory, by records, which lets a trainer's token speak under one of them only, and by those who answer for
-a whole run. Pure.
+Used by directory, by records, which lets a trainer's token speak under one of them only, and by those who store what
+a run announces, or answer for it: a run has the keys of `of_run`, and no others. Pure.
 """
 
 RUNS = "swarm.runs"

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -94,9 +94,15 @@ class DhtNode:
         """Multiaddresses, /p2p/ID included, at which others can join; none in client mode."""
         return list(self._visible)
 
-    def lock(self, authority: Authority) -> None:
-        """From now on store, pass on and believe nothing but records of this run's members."""
-        self._validator.authority = authority
+    def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
+        """From now on store, pass on and believe nothing but records under the keys of one run.
+
+        Before, it knows of nothing but which runs there are.
+
+        Args:
+            authority: the owner of a locked run: nothing but its members' records.
+        """
+        self._validator.belong_to(run_keys, authority)
 
     async def store(
         self, key: str, subkey: str, value: bytes, expiration: float, *, timeout_seconds: float = CALL_SECONDS
@@ -133,7 +139,7 @@ class DhtNode:
         storage, key_id = self._node.protocol.storage, DHTID.generate(key)
         found = storage.get(key_id)
         if found is not None and found.expiration_time > self._clock.time() + MAX_LIFETIME_SECONDS:
-            del storage.data[key_id], storage.key_to_heap[key_id]
+            del storage[key_id]
 
     async def get(
         self, key: str, *, partly: bool = False, timeout_seconds: float = CALL_SECONDS
@@ -389,6 +395,8 @@ async def _join(
     except (ValidationError, RuntimeError) as error:
         raise _cannot_join(reached, str(error)) from None
     node.protocol.cache = _no_cache()
+    node.protocol.storage = _bounded_storage(validator)
+    _bound(node.protocol.routing_table)
     return p2p, node
 
 
@@ -405,6 +413,67 @@ def _no_cache() -> Any:
             return False
 
     return NoCache()
+
+
+def _bounded_storage(validator: RecordValidator) -> Any:
+    """In the place of a node's storage, which takes any number of records, and for each that is refreshed keeps a note
+    until that one expires."""
+    from hivemind.dht.storage import DHTLocalStorage
+    from hivemind.utils import MSGPackSerializer
+
+    class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+        def store(self, key: Any, value: bytes, expiration_time: float, subkey: str | None = None) -> bool:
+            # There are no records without.
+            return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
+
+        def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
+            kept = self.get(key)
+            former = kept.value.get(subkey) if kept is not None else None
+            # hivemind would refuse what expires sooner, and yet let the later one go at that time.
+            if former is not None and former.expiration_time >= expiration_time:
+                return False
+            record = _Record(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expiration_time)
+            if not validator.has_room(record) or not super().store_subkey(key, subkey, value, expiration_time):
+                return False
+            for timed in (self, self.data[key].value):
+                if len(timed.expiration_heap) > 2 * len(timed.data) + 64:
+                    timed.expiration_heap = sorted(timed.key_to_heap.values())
+            return True
+
+        def __delitem__(self, key: Any) -> None:
+            super().__delitem__(key)
+            validator.forget(key.to_bytes())
+
+    return BoundedStorage()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """As hivemind shows one to a validator: all but the expiration in its wire form."""
+
+    key: bytes
+    subkey: bytes
+    value: bytes
+    expiration_time: float
+
+
+def _bound(table: Any) -> None:
+    """Have hivemind's routing table take no ids that do not follow from a node's key, which one node could have any
+    number of, and no more replacements for a bucket's nodes than it has nodes."""
+    from hivemind.dht.routing import DHTID
+
+    add = table.add_or_update_node
+
+    def add_or_update_node(node_id: Any, peer_id: Any) -> Any:
+        if DHTID.generate(str(peer_id)) != node_id:
+            return None
+        to_ping = add(node_id, peer_id)
+        bucket = table.buckets[table.get_bucket_index(node_id)]
+        while len(bucket.replacement_nodes) > bucket.size:
+            del table[next(iter(bucket.replacement_nodes))]
+        return to_ping
+
+    table.add_or_update_node = add_or_update_node
 
 
 def _cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:

@@ -85,6 +85,11 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
     return envelope
 
 
+def signed_by(record: bytes) -> str:
+    """The certificates in a record that `open_record` has accepted: its signer's, and its token's in a locked run."""
+    return Envelope.model_validate_json(record).certificate_pem
+
+
 def open_record(
     model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float,
     authority: Authority | None = None,

@@ -1,44 +1,95 @@
-"""What a DHT node stores, and what it believes when other nodes answer.
+"""What a DHT node stores, and what it believes when other nodes answer: records of its own run.
 
 Used by node, which hands it to hivemind in the place of a RecordValidatorBase. Never asks the network anything.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from swarm.authority import Authority
+from swarm.certificates import bearer_of
 from swarm.clock import Clock
-from swarm.dht.records import verify
+from swarm.dht import keys
+from swarm.dht.quota import KeyQuota
+from swarm.dht.records import Envelope, verify
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 logger = logging.getLogger(__name__)
 
 
+MAX_BYTES = 64 << 20
+"""Of all records that a node stores."""
+
+
 class RecordValidator:
-    """Accepts sealed records, stored by their owner under the key they were signed for, and nothing else."""
+    """Accepts sealed records of one run, stored by their owner under the key they were signed for, and nothing else.
+
+    Until it is told which run that is, it accepts what is said of runs in general, so that a joiner can find it.
+    """
 
     def __init__(self, clock: Clock, *, hash_key: Callable[[str], bytes], pack: Callable[[object], bytes]) -> None:
         """`hash_key` and `pack` are hivemind's: of a key hivemind shows the hash only, of subkey and value msgpack."""
         self._clock = clock
         self._hash_key = hash_key
         self._pack = pack
-        self.authority: Authority | None = None
-        """The owner of a locked run: only its members' records are accepted."""
+        self._authority: Authority | None = None
+        self._keys = {hash_key(keys.RUNS)}
+        self._quotas: dict[bytes, KeyQuota] = {}
+        """By key, as hivemind hashes it."""
+
+    def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
+        """From now on accept records under these keys alone.
+
+        Args:
+            authority: the owner of a locked run: only its members' records are accepted.
+        """
+        self._keys = set(map(self._hash_key, run_keys))
+        self._quotas = {key: quota for key, quota in self._quotas.items() if key in self._keys}
+        self._authority = authority
 
     def validate(self, record: Any) -> bool:
-        """Whether hivemind may keep a DHTRecord."""
+        """Whether hivemind may believe a DHTRecord."""
+        return self._opened(record) is not None
+
+    def has_room(self, record: Any) -> bool:
+        """Whether hivemind may store a DHTRecord that holds; if so it is counted."""
+        envelope = self._opened(record)
+        if envelope is None:
+            return False
+        key, subkey = bytes(record.key), record.subkey[2:].decode()
+        owner = bearer_of(envelope.certificate_pem) if self._authority is not None else None
+        now, num_bytes = self._clock.time(), len(record.value)
+        if self._num_bytes + num_bytes > MAX_BYTES:
+            for quota in self._quotas.values():
+                quota.drop_expired(now)
+            if self._num_bytes + num_bytes > MAX_BYTES:
+                return False
+        return self._quotas.setdefault(key, KeyQuota()).take(subkey, owner, num_bytes, record.expiration_time, now)
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(quota.num_bytes for quota in self._quotas.values())
+
+    def forget(self, key: bytes) -> None:
+        """Nothing is stored under this key any more."""
+        self._quotas.pop(key, None)
+
+    def _opened(self, record: Any) -> Envelope | None:
+        key = bytes(record.key)
+        if key not in self._keys:
+            return None
         # Behind msgpack's prefixes for sizes like ours; whatever is packed otherwise fails the comparison.
         subkey = record.subkey[2:].decode(errors="replace")
         value = record.value[3:]
         if self._pack(subkey) != record.subkey or self._pack(value) != record.value:
-            return False
+            return None
         try:
-            envelope = verify(subkey, value, record.expiration_time, self._clock.time(), self.authority)
+            envelope = verify(subkey, value, record.expiration_time, self._clock.time(), self._authority)
         except (IntegrityError, MalformedMessage, NotAllowed) as error:
             logger.debug("refused for the DHT: %s", error)
-            return False
-        return self._hash_key(envelope.key) == bytes(record.key)
+            return None
+        return envelope if self._hash_key(envelope.key) == key else None
 
     def sign_value(self, record: Any) -> bytes:
         """The value itself: it comes here sealed."""

@@ -8,11 +8,10 @@ forgets callers that have no calls.
 
 import ipaddress
 from collections import Counter
-from functools import lru_cache
 from typing import Any, NewType
 from urllib.parse import unquote
 
-from swarm.certificates import fingerprint, load_all, peer_id_of
+from swarm import certificates
 from swarm.clock import Clock, SystemClock
 from swarm.errors import IntegrityError, Overloaded
 
@@ -140,7 +139,7 @@ def caller_of(context: Any) -> Caller:
     shown = chain_of(context)
     if shown:
         try:
-            return Caller(peer_id_of(shown))
+            return Caller(certificates.peer_id_of(shown))
         except IntegrityError:
             pass
     return _address_of(context)
@@ -148,16 +147,8 @@ def caller_of(context: Any) -> Caller:
 
 def bearer_of(context: Any) -> Caller:
     """Whose token the caller uses, with whatever key and id; in an open run, which address."""
-    return _bearer(chain_of(context)) or _address_of(context)
-
-
-@lru_cache(maxsize=4096)
-def _bearer(chain_pem: str) -> Caller | None:
-    try:
-        _, *issuers = load_all(chain_pem)
-        return Caller(fingerprint(issuers[0])) if issuers else None
-    except IntegrityError:
-        return None
+    token = certificates.bearer_of(chain_of(context))
+    return Caller(token) if token is not None else _address_of(context)
 
 
 def _address_of(context: Any) -> Caller:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import pytest
 from pydantic import BaseModel
 
 from swarm import identity
+from swarm.certificates import Role
 from swarm.clock import SystemClock
+from swarm.dht import keys, quota
 from swarm.dht import node as dht_node
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
@@ -25,6 +27,12 @@ from tests.support import locked
 from tests.support.processes import is_running, wait_until_gone
 
 OWNER, THIEF = identity.generate(), identity.generate()
+KEYS = [
+    "notes", "nothing", "forged.1", "forged.2", "forged.3", "prolonged", "ahead", "rubbish", "lies", "cached", "after",
+    "and others can join there", "whoever looks for it finds it", "own", "parted", "survives",
+    "again", "whatever",
+    *(f"restart {number}" for number in range(3)), *keys.of_run("run.0", 1),
+]  # fmt: skip
 NOBODY = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
 
 Start = Callable[..., DhtNode]
@@ -47,6 +55,40 @@ def _sealed(key: str, expiration: float, signer: identity.Identity = OWNER) -> b
     return seal(signer, key, Note(), expiration)
 
 
+def _take_anything(node: DhtNode) -> None:
+    """Have it store, pass on and believe whatever comes."""
+    from hivemind.dht.storage import DHTLocalStorage
+
+    node._node.protocol.record_validator = None
+    node._node.protocol.storage = DHTLocalStorage()
+
+
+def _stored(node: DhtNode) -> dict[str, list[str]]:
+    """By key, who has a record that this node stores."""
+    from hivemind.dht.routing import DHTID
+
+    names = {DHTID.generate(key): key for key in KEYS}
+    return {names.get(key, "another"): [name for name, _ in kept.items()] for key, (kept, _) in _items(node)}
+
+
+def _items(node: DhtNode) -> list[tuple[Any, Any]]:
+    return list(node._node.protocol.storage.items())
+
+
+async def _send(node: DhtNode, to: DhtNode, key: str, signers: Sequence[identity.Identity], seconds: float) -> int:
+    """Have one store records at another at once, whatever they are; gives how many that one took."""
+    from hivemind.dht.routing import DHTID
+
+    protocol, expiration = node._node.protocol, time.time() + seconds
+    values = [protocol.serializer.dumps(_sealed(key, expiration, signer)) for signer in signers]
+    call = protocol.call_store(
+        to._p2p.peer_id, len(signers) * [DHTID.generate(key)], values, expiration, [who.peer_id for who in signers]
+    )
+    answers = await node._call(call, 20.0)
+    assert answers is not None
+    return sum(answers)
+
+
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
     """Starts nodes on loopback, and ends them."""
@@ -55,6 +97,7 @@ def start() -> Iterator[Start]:
     def start_one(initial_peers: list[str] | None = None, **options: object) -> DhtNode:
         arguments = {"clock": SystemClock(), "host": "127.0.0.1", "initial_peers": initial_peers or [], **options}
         nodes.append(dht_node.start(**arguments))  # type: ignore[arg-type]  # Only what the tests pass on.
+        nodes[-1].belong_to(KEYS, None)
         return nodes[-1]
 
     yield start_one
@@ -151,7 +194,7 @@ async def test_what_a_node_took_while_its_clock_was_ahead_is_in_nobodys_way(star
 async def test_a_locked_node_stores_and_believes_members_alone(start: Start) -> None:
     open_node = start()
     node = start(open_node.addresses())
-    node.lock(locked.OWNER.authority)
+    node.belong_to(KEYS, locked.OWNER.authority)
     expiration = time.time() + 30
     key = "run.0.stage.0"
     values = {
@@ -180,13 +223,107 @@ async def test_a_liar_deceives_no_reader(start: Start, first: DhtNode) -> None:
     """Nor can it hide what honest nodes know."""
     expiration = time.time() + 30
     liar = start(first.addresses())
-    liar._node.protocol.record_validator = None
+    _take_anything(liar)
     honest = _sealed("lies", expiration)
     assert await first.store("lies", OWNER.peer_id, honest, expiration)
     await liar._call(liar._node.store("lies", b"forged", expiration + 1e6, subkey=THIEF.peer_id), 5.0)
     assert THIEF.peer_id in await liar.get("lies")
     assert await first.get("lies") == {OWNER.peer_id: (honest, expiration)}
     liar.shutdown()
+
+
+async def test_keys_of_other_runs_are_not_stored(start: Start) -> None:
+    """A trainer's token may speak for trainers, and an open run for everybody: but of this run."""
+    for authority, signer in ((locked.OWNER.authority, locked.TRAINER), (None, OWNER)):
+        node = start()
+        node.belong_to(keys.of_run("run.0", 1), authority)
+        intruder = start(node.addresses(), client_mode=True)
+        for number in range(20):
+            for key in (f"made up {number}.trainers", f"made up {number}.stage.0", keys.of_stage("run.0", number + 1)):
+                assert await _send(intruder, node, key, [signer], 30) == 0
+        assert await _send(intruder, node, keys.of_trainers("run.0"), [signer], 30) == 1
+        assert _stored(node) == {keys.of_trainers("run.0"): [signer.peer_id]}
+        for one in (intruder, node):
+            one.shutdown()
+
+
+async def test_a_node_that_knows_no_run_yet_stores_what_runs_there_are_and_nothing_else(start: Start) -> None:
+    node = start()
+    node.belong_to([keys.RUNS], None)
+    intruder = start(node.addresses(), client_mode=True)
+    assert await _send(intruder, node, keys.of_stage("run.0", 0), [OWNER], 30) == 0
+    assert await _send(intruder, node, keys.RUNS, [OWNER], 30) == 1
+    for one in (intruder, node):
+        one.shutdown()
+
+
+async def test_a_key_has_so_many_records_and_those_that_are_there_stay(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "MAX_RECORDS", 30)
+    node, key = start(), keys.of_trainers("run.0")
+    intruder = start(node.addresses(), client_mode=True)
+    assert await _send(intruder, node, key, [OWNER], 20) == 1
+    strangers = [identity.generate() for _ in range(60)]
+    assert await _send(intruder, node, key, strangers, 30) == 29
+    assert len(_stored(node)[key]) == 30
+    assert await _send(intruder, node, key, [OWNER], 40) == 1, "it was there before"
+    reader = start(node.addresses(), client_mode=True)
+    assert len(await reader.get(key)) == 30
+    for one in (reader, intruder, node):
+        one.shutdown()
+
+
+async def test_all_keys_of_one_token_have_one_share(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quota, "MAX_OWNER_RECORDS", 10)
+    node, key = start(), keys.of_trainers("run.0")
+    node.belong_to(KEYS, locked.OWNER.authority)
+    intruder = start(node.addresses(), client_mode=True)
+    token = locked.issue(Role.TRAINER)
+    assert await _send(intruder, node, key, [token.admit(identity.generate()) for _ in range(25)], 30) == 10
+    assert await _send(intruder, node, key, [locked.TRAINER, locked.PEER], 30) == 2
+    for one in (intruder, node):
+        one.shutdown()
+
+
+async def test_a_record_that_is_renewed_all_the_time_takes_no_more_room(start: Start) -> None:
+    node, key = start(), keys.of_trainers("run.0")
+    intruder = start(node.addresses(), client_mode=True)
+    for number in range(300):
+        assert await _send(intruder, node, key, [OWNER], 30 + number / 100) == 1
+    storage = node._node.protocol.storage
+    [(_, (kept, _))] = _items(node)
+    assert len(storage.expiration_heap) < 100
+    assert len(kept.expiration_heap) < 100
+    for one in (intruder, node):
+        one.shutdown()
+
+
+async def test_an_old_record_sent_again_does_not_shorten_the_life_of_a_new_one(start: Start) -> None:
+    node, key = start(), keys.of_trainers("run.0")
+    intruder = start(node.addresses(), client_mode=True)
+    old = time.time() + 1.0
+    sealed = _sealed(key, old)
+    assert await _send(intruder, node, key, [OWNER], 30) == 1
+    assert not await node.store(key, OWNER.peer_id, sealed, old)
+    await asyncio.sleep(1.1)
+    assert _stored(node) == {key: [OWNER.peer_id]}
+    for one in (intruder, node):
+        one.shutdown()
+
+
+async def test_a_node_cannot_make_itself_many(start: Start) -> None:
+    from hivemind.dht.routing import DHTID
+
+    node = start()
+    intruder = start(node.addresses())
+    protocol = node._node.protocol
+    genuine = set(protocol.routing_table.uid_to_peer_id)
+    for number in range(50):
+        await node._call(protocol.update_routing_table(DHTID.generate(f"made up {number}"), intruder._p2p.peer_id), 5.0)
+    assert set(protocol.routing_table.uid_to_peer_id) == genuine
+    for one in (intruder, node):
+        one.shutdown()
 
 
 async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> None:

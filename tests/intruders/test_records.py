@@ -60,7 +60,7 @@ def _stored(value: bytes, subkey: str, expiration: float, key: str = KEY) -> Sto
 
 def _validator(authority: Any) -> RecordValidator:
     validator = RecordValidator(ManualClock(NOW), hash_key=_hash, pack=_pack)
-    validator.authority = authority
+    validator.belong_to([KEY], authority)
     return validator
 
 

@@ -28,6 +28,7 @@ from scripts.benches.shared.common import say
 from swarm import identity
 from swarm.clock import SystemClock
 from swarm.config import RunConfig, StagesConfig
+from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, stretch
 from swarm.dht.node import DhtNode
@@ -88,6 +89,7 @@ class Peer:
         self._clock = SystemClock()
         self._who = identity.generate()
         self._config = config
+        node.belong_to(keys.of_run(config.run_id, config.stages.num_stages), None)
         self._record = full_record(self._who, stage=stage, dht_address=node.addresses()[0])
         self._rng = rng
         self._directory = Directory(node, self._who, config.run_id, self._clock)

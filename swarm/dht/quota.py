@@ -1,0 +1,77 @@
+"""How much is kept of what is announced under one key, and of that how much of one owner.
+
+Used by node for what it stores, and by directory for what it reads. A record that expires makes room; until then those
+that are there stay, since they may be refreshed, and who comes later is refused. An owner is whoever can make up names:
+the bearer of a token in a locked run. In an open run nobody can be told from anybody else, and the key's own limits
+are all that there is.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_RECORDS, MAX_BYTES = 1024, 3 << 20
+"""Of one key. A node answers with all that it has under a key in one message, which may have 4 MiB."""
+MAX_OWNER_RECORDS, MAX_OWNER_BYTES = 256, 1 << 20
+"""Of these, of one owner."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    owner: str | None
+    num_bytes: int
+    expiration: float
+
+
+class KeyQuota:
+    """The records of one key."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self.num_bytes = 0
+        """Of those that were taken and have not been seen to expire."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, subkey: str, owner: str | None, num_bytes: int, expiration: float, now: float) -> bool:
+        """Count a record, in the place of the one that the same subkey has.
+
+        Args:
+            owner: whose share it comes out of; None for nobody's.
+            expiration, now: seconds since the epoch.
+
+        Returns:
+            False, and nothing has changed, if there is no room for it.
+        """
+        if not self._fits(subkey, owner, num_bytes):
+            self.drop_expired(now)
+            if not self._fits(subkey, owner, num_bytes):
+                return False
+        self.drop(subkey)
+        self._kept[subkey] = _Kept(owner, num_bytes, expiration)
+        self.num_bytes += num_bytes
+        return True
+
+    def drop(self, subkey: str) -> None:
+        """Count it no longer."""
+        if (kept := self._kept.pop(subkey, None)) is not None:
+            self.num_bytes -= kept.num_bytes
+
+    def _fits(self, subkey: str, owner: str | None, num_bytes: int) -> bool:
+        former = self._kept.get(subkey)
+        num_records = len(self._kept) + (former is None)
+        all_bytes = self.num_bytes + num_bytes - (former.num_bytes if former is not None else 0)
+        if num_records > MAX_RECORDS or all_bytes > MAX_BYTES:
+            return False
+        if owner is None:
+            return True
+        own = list(self._others_of(owner, subkey))
+        return len(own) < MAX_OWNER_RECORDS and sum(own) + num_bytes <= MAX_OWNER_BYTES
+
+    def _others_of(self, owner: str, subkey: str) -> Iterator[int]:
+        return (kept.num_bytes for name, kept in self._kept.items() if kept.owner == owner and name != subkey)
+
+    def drop_expired(self, now: float) -> None:
+        """Count those no longer that have expired."""
+        for subkey in [subkey for subkey, kept in self._kept.items() if kept.expiration <= now]:
+            self.drop(subkey)
