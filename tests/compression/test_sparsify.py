@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.compression import packing
+from swarm.compression.packing import Field
 from swarm.compression.sparsify import TopK
 from swarm.compression.values import LEVELS
 from swarm.errors import MalformedMessage
@@ -55,6 +57,30 @@ def test_the_largest_of_each_tile_are_kept(values: str, indices: str, num_elemen
     kept = decoded_N != 0
     bounds = {"lut8": 0.02, "2bit": 0.11, "sign": 0.16}
     assert relative_error(decoded_N[kept], vector_N[kept]) <= bounds[values]
+
+
+@pytest.mark.parametrize("top_k", [4, 12, 64, 100, 256, 1024, 4096])
+@pytest.mark.parametrize("distinct", [1, 2, 50, 3000, 10**6])
+def test_of_equal_magnitudes_the_first_are_kept(top_k: int, distinct: int) -> None:
+    """However many there are: the bytes follow from the numbers, whatever sorts them."""
+    generator = torch.Generator().manual_seed(top_k)
+    vector_N = torch.randint(distinct, (3 * 4096 - 17,), generator=generator) / distinct
+    vector_N *= torch.randint(2, vector_N.shape, generator=generator) * 2 - 1
+    codec = _codec("sign", "12bit", top_k=top_k)
+    columns = packing.unpack(
+        np.frombuffer(codec.encode(vector_N), dtype=np.uint8)[4:], [Field(top_k, 12), Field(1, 8), Field(top_k, 1)], 3
+    )  # fmt: skip
+    tiles_TE = np.append(vector_N.abs().numpy(), np.zeros(17, dtype=np.float32)).reshape(3, 4096)
+    expected = np.sort(np.argsort(-tiles_TE, axis=1, kind="stable")[:, :top_k], axis=1)
+    assert (columns[0] == expected).all()
+
+
+def test_what_is_not_a_number_is_kept_and_so_refused_by_every_receiver() -> None:
+    for num_bad in (1, 100, 4096):
+        vector_N = make_vector(2 * 4096)
+        vector_N[4096 : 4096 + num_bad] = float("nan")
+        with pytest.raises(MalformedMessage):
+            _codec().decode(_codec().encode(vector_N), 2 * 4096)
 
 
 @pytest.mark.parametrize("num_elements", [1, 3, 50, 64, 65, 4096 + 10])
