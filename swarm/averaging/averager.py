@@ -18,7 +18,7 @@ from swarm.averaging.broadcast import Broadcast
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.completion import Completion
 from swarm.averaging.donor import Donor
-from swarm.averaging.group import Ballot
+from swarm.averaging.group import Ballot, Phase
 from swarm.averaging.leader import AttemptFailed, Leader
 from swarm.averaging.participant import Participant
 from swarm.averaging.quorum import has_quorum
@@ -93,6 +93,7 @@ class Averager:
         self._donor = Donor(
             snapshot=lambda: self._participant.snapshot(), standing=lambda: self._participant.standing,
             outcomes=lambda: self._participant.outcomes.values(), clock=clock,
+            is_exchanging=lambda: self._participant.group.phase is Phase.EXCHANGING,
         )  # fmt: skip
         self._shared = SharedBlocks(
             config=config, stage=own.stage, own_id=self._own_id, transport=transport, peers=peers, clock=clock,
@@ -123,8 +124,8 @@ class Averager:
         self._leader = Leader(
             config=config, own_id=self._own_id, address=self._address,
             broadcast=Broadcast(call=self._call, is_silent=self._roster.is_silent, timing=timing), barrier=barrier,
-            shared=self._shared, is_complete=self._is_complete, has_quorum=self._has_quorum, decided=self._signal,
-            clock=clock, timing=timing,
+            shared=self._shared, is_complete=self._is_complete, absent_samples=self._absent_samples,
+            has_quorum=self._has_quorum, decided=self._signal, clock=clock, timing=timing,
         )  # fmt: skip
         self._handlers: dict[str, Callable[[Any], Any]] = {
             "Report": self._report_handler, "Begin": self._participant.begin, "Average": self._participant.average,
@@ -172,10 +173,25 @@ class Averager:
             # Also what this peer has while it is left out: it may be back with that before the round ends.
             counted=self._roster.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self._roster.lost - committed,
-            complete=self._is_complete(standing.round, committed, num_samples),
+            complete=self._is_complete(
+                standing.round, committed, num_samples, self._absent_samples(progress.keys())
+            ),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._clock.monotonic() - self._changed_at,
         )  # fmt: skip
+
+    def _absent_samples(self, present: Collection[PeerId]) -> int:
+        """Samples of the round at living members, this peer included, that are not `present`.
+
+        None in the synchronous setting, where others have the microbatches of an absent one replayed.
+        """
+        if self._config.rounds.synchronous:
+            return 0
+        standing, own = self._participant.standing, self._member.progress()
+        others = self._roster.absent_samples(standing, present)
+        if self._own_id in present or own.round != standing.round or self._roster.has_failed_for_good(self._own_id):
+            return others
+        return others + own.num_samples
 
     def _overdue(self) -> Set[PeerId]:
         # Who was stopped itself has heard of nobody, and during an attempt nothing can be added to a round.
@@ -262,6 +278,9 @@ class Averager:
             await self._leader.attempt(members, standing, number, progress)
             # A result may be decided and not be committed here: the next attempt finishes what is prepared.
             await self._participant.step_back("it was decided, and not committed here", only=ballot)
+            if self._participant.standing != standing:
+                for peer_id in members.keys() - set(self.last_members):
+                    self._roster.failed(peer_id)
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self._aborted[str(failed)] += 1
@@ -338,11 +357,15 @@ class Averager:
             outcome=self._participant.outcomes.get(theirs.round), leader=self._leader_contact(),
             num_alive=len(self._roster.alive()),
         )  # fmt: skip
-        if self._config.rounds.synchronous and theirs == standing:
+        if theirs == standing:
             self._tell_of_round(PeerId(request.sender.peer_id), reply)
         return reply
 
     def _tell_of_round(self, peer_id: PeerId, reply: pb.ReportReply) -> None:
+        if not self._config.rounds.synchronous:
+            own = self._member.progress()
+            reply.num_samples = own.num_samples if own.round == reply.standing.round else 0
+            return
         view, now = self.view(), self._clock.monotonic()
         if not view.is_leader:
             return
@@ -419,7 +442,7 @@ class Averager:
 
     def _moved(self) -> None:
         self._told_at.clear()
-        self._roster.moved(self._participant.standing)
+        self._roster.moved(self._participant.standing, self.last_members)
         self._progress_changed()
         self._reporter.notify()
 

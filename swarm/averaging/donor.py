@@ -28,6 +28,10 @@ PIN_SECONDS = 30.0
 NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
+YIELD_SECONDS = 5.0
+"""For so long a piece waits at most for an exchange under way here, which needs the line first. Whoever downloads waits
+three times as long for the next piece before it gives the donor up."""
+YIELD_LOOK_SECONDS = 0.1
 RESULTS_FACTOR = 4
 """Results may take RESULTS_BYTES, or so many times a snapshot's size if that is more."""
 
@@ -55,7 +59,8 @@ class Donor:
 
     def __init__(
         self, *, snapshot: Callable[[], Awaitable[Snapshot]], standing: Callable[[], Standing],
-        outcomes: Callable[[], Iterable[pb.Outcome]], clock: Clock, pin_seconds: float = PIN_SECONDS,
+        outcomes: Callable[[], Iterable[pb.Outcome]], clock: Clock,
+        is_exchanging: Callable[[], bool] = lambda: False, pin_seconds: float = PIN_SECONDS,
         num_pins: int = NUM_PINS, segment_bytes: int = SEGMENT_BYTES, results_bytes: int = RESULTS_BYTES,
     ) -> None:  # fmt: skip
         """
@@ -63,11 +68,13 @@ class Donor:
             snapshot: copies the state at the last committed round; no round is committed while it runs.
             standing: where this peer is.
             outcomes: how the last rounds were committed, oldest first.
+            is_exchanging: whether this peer's line is needed for an exchange.
         """
         self._snapshot = snapshot
         self._standing = standing
         self._outcomes = outcomes
         self._clock = clock
+        self._is_exchanging = is_exchanging
         self._pin_seconds = pin_seconds
         self._num_pins = num_pins
         self._segment_bytes = segment_bytes
@@ -154,6 +161,7 @@ class Donor:
         pin.is_fetched = True
         for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + self._segment_bytes)):
             self._renew(pin)
+            await self._yield_to_exchange()
             yield pb.DownloadReply(data=piece)
 
     async def _results(self, standing: Standing) -> AsyncIterator[pb.DownloadReply]:
@@ -170,8 +178,14 @@ class Donor:
                 for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
                     pin.is_fetched = True
                     self._renew(pin)
+                await self._yield_to_exchange()
                 yield pb.DownloadReply(data=piece)
             standing = kept.committed.after
+
+    async def _yield_to_exchange(self) -> None:
+        until = self._clock.monotonic() + YIELD_SECONDS
+        while self._is_exchanging() and self._clock.monotonic() < until:
+            await self._clock.sleep(YIELD_LOOK_SECONDS)
 
     # -- pins ----------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class Leader:
     barrier: Barrier
     shared: SharedBlocks
     is_complete: Completion
+    absent_samples: Callable[[Collection[PeerId]], int]
+    """Samples of the round at living members that are not among these."""
     has_quorum: Callable[[Collection[str]], bool]
     clock: Clock
     timing: Timing
@@ -180,7 +182,8 @@ class Leader:
                     begun[peer] = reply
             committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
             num_samples = sum(reply.round_samples for reply in begun.values())
-            if not self.is_complete(standing.round, committed, num_samples):
+            absent_samples = self.absent_samples(begun.keys())
+            if not self.is_complete(standing.round, committed, num_samples, absent_samples):
                 failed = self._failure("the round is not complete any more", unreached)
                 failed.void = True
                 raise failed

@@ -203,9 +203,10 @@ class Reporter:
             await self._participant.step_back("the leader has given the attempt up")
         if standing != self._participant.standing:
             return
-        if theirs == standing and reply.counted_gaps:
+        if theirs == standing and (reply.counted_gaps or reply.num_samples):
             progress = Progress(
-                round=theirs.round, lineage=theirs.lineage, run_samples=theirs.run_samples, num_samples=0,
+                round=theirs.round, lineage=theirs.lineage, run_samples=theirs.run_samples,
+                num_samples=reply.num_samples,
                 committed=self._roster.named(theirs.round, reply.committed_gaps), highest_microbatch=-1,
             )  # fmt: skip
             self._roster.heard_of_round(peer_id, progress, self._roster.named(theirs.round, reply.counted_gaps))

@@ -6,7 +6,8 @@ goes on when the directory is out of reach. Pure but for the clock it is given.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -23,8 +24,9 @@ from swarm.types import PeerId, PeerRecord, PeerState
 MOST_UNLISTED = 64
 """Peers that are remembered though the directory has not listed them: many more than join within the seconds that a
 record takes to spread, and too few to fill the memory with what somebody says in the name of peers that he made up."""
-MISSED_SECONDS = 20.0
-"""After so long a silence a member will not be back soon."""
+MOST_FAILURES = 5
+"""Attempts that may fail because of the same member. Then the others go on without it, whatever it holds, until it has
+taken part in a round: the last of these attempts had eight times the patience of the first."""
 PROBE_SHARE = 0.05
 """Of the time for which a peer has not answered: so long it is left alone."""
 
@@ -88,6 +90,8 @@ class Roster:
         """The last sign of life."""
         self._suspects: dict[PeerId, _Suspicion] = {}
         self._exclusions: dict[PeerId, _Exclusion] = {}
+        self._num_failures: Counter[PeerId] = Counter()
+        """Attempts that failed because of a peer since it took part in a round."""
         self._moved_at = clock.monotonic()
 
     # -- news --------------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ class Roster:
             self._standings[peer_id] = standing
 
     def heard_of_round(self, peer_id: PeerId, progress: Progress, counted: Set[int]) -> None:
-        """A leader told what it has committed, and what anybody has: if it dies, whoever follows it has to know."""
+        """A peer told what it has of the round, a leader also what anybody has: whoever leads after it has to know."""
         _add(self._counted, counted)
         self._listen(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
 
@@ -187,9 +191,20 @@ class Roster:
         doubled = 2 * previous.seconds if previous else self._timing.exclusion_seconds
         seconds = min(doubled, self._timing.max_exclusion_seconds)
         self._exclusions[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
+        self.failed(peer_id)
 
-    def moved(self, own: Standing) -> None:
-        """This peer is at a new round: what is known of others at earlier ones is out of date."""
+    def failed(self, peer_id: PeerId) -> None:
+        """An attempt came to nothing because of a peer, or was carried on without it."""
+        self._num_failures[peer_id] += 1
+
+    def moved(self, own: Standing, members: Collection[str] = ()) -> None:
+        """This peer is at a new round: what is known of others at earlier ones is out of date.
+
+        Args:
+            members: of the round before.
+        """
+        for peer_id in self._num_failures.keys() & set(members):
+            del self._num_failures[peer_id]
         self._moved_at = self._clock.monotonic()
         self._exclusions.clear()
         self._last_words.clear()
@@ -215,7 +230,9 @@ class Roster:
     def _forget_unknown(self) -> None:
         """All that was noted of peers that cannot be reached any more, for nobody knows how."""
         known = self._peers(serving=False).keys()
-        for by_peer in (self._reports, self._last_words, self._standings, self._answered_at, self._suspects):
+        for by_peer in (
+            self._reports, self._last_words, self._standings, self._answered_at, self._suspects, self._num_failures,
+        ):  # fmt: skip
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
 
@@ -274,9 +291,35 @@ class Roster:
         now = self._clock.monotonic()
         return any(
             last.standing == own
-            and 2 * self._timing.heartbeat_seconds < now - self._answered_at.get(peer, -math.inf) < MISSED_SECONDS
+            and 2 * self._timing.heartbeat_seconds < now - self._answered_at.get(peer, -math.inf)
+            and self._may_come_back(peer)
             for peer, last in self._last_words.items()
         )
+
+    def absent_samples(self, own: Standing, present: Collection[PeerId]) -> int:
+        """Samples of this round that would be left out with those who are not `present`, though they live.
+
+        Of the peers that have failed in MOST_FAILURES attempts none is counted. Who has not told yet what it has counts
+        as one sample: it may have some.
+        """
+        told = sum(
+            last.progress.num_samples
+            for peer, last in self._last_words.items()
+            if peer not in present
+            and last.standing == own == self._standings.get(peer, own)
+            and self._may_come_back(peer)
+            and not self.has_failed_for_good(peer)
+        )
+        return told + self.awaits_reports(own)
+
+    def has_failed_for_good(self, peer_id: PeerId) -> bool:
+        """Whether so many attempts have failed because of a peer that it is not waited for any more."""
+        return self._num_failures[peer_id] >= MOST_FAILURES
+
+    def _may_come_back(self, peer_id: PeerId) -> bool:
+        """Whether a member gave a sign of life not too long ago."""
+        silent_seconds = self._clock.monotonic() - self._answered_at.get(peer_id, -math.inf)
+        return silent_seconds < self._timing.missed_seconds
 
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.

@@ -21,6 +21,8 @@ class Timing:
     """Deadline of a report on a new connection, where the one before broke sooner than that."""
     fresh_seconds: float = 3.5
     """Age up to which a report counts its sender as a member."""
+    missed_seconds: float = 20.0
+    """A member that has been silent for so long will not be back soon: nothing waits for what it holds any more."""
     probe_seconds: float = 0.5
     """Time between two calls to a suspected peer, at first."""
     forget_seconds: float = 3600.0

@@ -24,9 +24,9 @@ from tests.support.virtual_time import LoopClock
 
 QUICK = Timing(
     report_gap_seconds=0.005, heartbeat_seconds=0.05, late_seconds=0.3, report_seconds=0.3, call_seconds=0.2,
-    reconnect_seconds=0.1, fresh_seconds=0.4, probe_seconds=0.2, exclusion_seconds=0.2, max_exclusion_seconds=2.0,
-    begin_seconds=0.5, average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05, barrier_seconds=0.2,
-    awaited_seconds=1.0, silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
+    reconnect_seconds=0.1, fresh_seconds=0.4, missed_seconds=2.0, probe_seconds=0.2, exclusion_seconds=0.2,
+    max_exclusion_seconds=2.0, begin_seconds=0.5, average_seconds=1.0, commit_seconds=1.0, grace_seconds=0.05,
+    barrier_seconds=0.2, awaited_seconds=1.0, silence_seconds=0.5, retry_seconds=0.02, max_retry_seconds=0.2,
 )  # fmt: skip
 """Patience for peers in one process."""
 
@@ -90,6 +90,8 @@ class FakeStage:
         self.dropped: set[int] = set()
         self.poison = False
         """Contribute NaN."""
+        self.carries = False
+        """As with DiLoCo: what no round has taken is kept where another state is installed, or replayed."""
         self.averager: Averager | None = None
 
     def learn(self, *indices: int, spare: bool = False) -> None:
@@ -133,10 +135,15 @@ class FakeStage:
         self.anchor = self.anchor - torch.cat([result.tensors["b"], result.tensors["a"].reshape(-1)])
         self.run_samples += result.num_samples
         self.lineage, self.round = result.lineage, self.round + 1
-        self.indices, self.closed = set(), False
+        self._begin(carry=not result.contributed)
         self.results.append(result)
         self.digests.append(self.digest)
         return known(self.digest)
+
+    def _begin(self, *, carry: bool) -> None:
+        """The next round, perhaps with what was learnt and is in none yet."""
+        self.indices = self.indices if carry and self.carries else set()
+        self.closed = False
 
     @property
     def digest(self) -> str:
@@ -157,7 +164,7 @@ class FakeStage:
             raise IntegrityError("the snapshot does not match its digest")
         self.round, self.run_samples, self.lineage = snapshot.round, snapshot.run_samples, snapshot.lineage
         self.anchor = snapshot.tensors["anchor"]
-        self.indices, self.closed = set(), False
+        self._begin(carry=carry)
         self.num_installs += 1
         self.carried.append(carry)
 
@@ -172,6 +179,7 @@ class Peer:
         self.number = number
         self.record = record(number, stage_number)
         self.stage = network.make_stage(stage_number, lineage)
+        self.stage.carries = not network.config.rounds.synchronous
         self.dead = asyncio.Event()
         self.thawed = asyncio.Event()
         self.thawed.set()

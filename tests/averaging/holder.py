@@ -29,9 +29,10 @@ class Holder:
         self.state = torch.arange(SIZE, dtype=torch.float32)
         self.outcomes: list[pb.Outcome] = []
         self.num_copies = 0
+        self.is_exchanging = False
         self.donor = Donor(
             snapshot=self.snapshot, standing=lambda: self.standing, outcomes=lambda: self.outcomes, clock=self.clock,
-            segment_bytes=64, results_bytes=results_bytes,
+            is_exchanging=lambda: self.is_exchanging, segment_bytes=64, results_bytes=results_bytes,
         )  # fmt: skip
 
     @property

@@ -43,6 +43,22 @@ def test_a_stage_that_lost_samples_follows_the_others() -> None:
     assert not complete(4, frozenset(), 1), "nobody is ahead"
 
 
+def test_nobody_who_holds_most_of_a_round_is_left_out_of_it() -> None:
+    complete, wanted = Completion(config=DILOCO, stage=0, peers=_nobody), DILOCO.rounds.round_samples
+    assert complete(0, frozenset(), wanted, wanted)
+    assert not complete(0, frozenset(), wanted, wanted + 1)
+
+
+def test_a_round_ends_early_with_everybody_or_not_at_all() -> None:
+    """Else a newcomer's first step might end it in place of the one that has nearly all of it."""
+    later = [_record(1, 4, PeerState.SERVING)]
+    complete = Completion(
+        config=DILOCO, stage=0, peers=lambda stage: later if stage == 1 else (), is_awaited=lambda number: True
+    )
+    assert complete(3, frozenset(), 1)
+    assert not complete(3, frozenset(), DILOCO.rounds.round_samples - 1, 1)
+
+
 def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
     """Else it might get no more: the other one lets a round's worth through, and then none."""
     complete = Completion(config=DILOCO, stage=0, peers=_nobody, is_awaited=lambda number: number == 3)

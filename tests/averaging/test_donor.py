@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swarm.averaging.donor import snapshot_id
+from swarm.averaging.donor import YIELD_LOOK_SECONDS, YIELD_SECONDS, snapshot_id
 from swarm.averaging.messages import Standing
 from swarm.errors import MalformedMessage, NotReady
 from swarm.rounds import Snapshot
@@ -40,6 +40,37 @@ async def test_the_same_bits_have_the_same_name_whatever_is_known_of_the_past() 
     other.donor.jumped()
     other.state[7] += 1e-3
     assert snapshot_id(await other.offer()) != snapshot_id(headers[0])
+
+
+async def _pass_time(holder: Holder, seconds: float) -> None:
+    for _ in range(round(seconds / YIELD_LOOK_SECONDS)):
+        holder.clock.advance(YIELD_LOOK_SECONDS)
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("what", ["segment", "results"])
+async def test_an_exchange_has_the_line_first_and_keeps_nobody_waiting_for_good(what: str) -> None:
+    holder = Holder()
+    header, begins_at = await holder.offer(), holder.standing
+    holder.commit()
+
+    def fetch() -> "asyncio.Future[Any]":
+        return asyncio.ensure_future(holder.segment(header, 0) if what == "segment" else holder.results(begins_at))
+
+    holder.is_exchanging = True
+    fetching = fetch()
+    await asyncio.sleep(0.01)
+    await _pass_time(holder, YIELD_SECONDS - 2 * YIELD_LOOK_SECONDS)
+    assert not fetching.done()
+    await _pass_time(holder, 4 * YIELD_LOOK_SECONDS)
+    assert await fetching
+    fetching = fetch()
+    await asyncio.sleep(0.01)
+    await _pass_time(holder, YIELD_SECONDS / 2)
+    assert not fetching.done()
+    holder.is_exchanging = False
+    await _pass_time(holder, 2 * YIELD_LOOK_SECONDS)
+    assert await fetching
 
 
 async def test_a_lease_lasts_as_long_as_somebody_asks_and_then_memory_is_free() -> None:

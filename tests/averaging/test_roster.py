@@ -8,11 +8,12 @@ import pytest
 
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
-from swarm.averaging.roster import MISSED_SECONDS, MOST_UNLISTED, Roster
+from swarm.averaging.roster import MOST_FAILURES, MOST_UNLISTED, Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.clock import ManualClock
 from swarm.errors import MalformedMessage
+from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.averaging.doubles import record
@@ -113,12 +114,65 @@ def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
     assert group.roster.misses_member(HERE)
     group.roster.suspect(OTHER, is_gone=False)
     assert group.roster.misses_member(HERE)
-    group.clock.advance(MISSED_SECONDS)
+    group.clock.advance(TIMING.missed_seconds)
     assert not group.roster.misses_member(HERE), "it will not be back soon"
     group.report(3, 4)
     group.clock.advance(TIMING.fresh_seconds)
     group.roster.suspect(OTHER, is_gone=True)
     assert not group.roster.misses_member(HERE)
+
+
+def test_what_a_living_member_holds_that_is_left_out_is_known() -> None:
+    group = Group(round_microbatches=None)
+    roster = group.roster
+    group.report(num_samples=500)
+    assert (roster.absent_samples(HERE, {OTHER}), roster.absent_samples(HERE, ())) == (0, 500)
+    roster.exclude(OTHER)
+    assert roster.absent_samples(HERE, ()) == 500, "it lives, and goes on reporting"
+    roster.suspect(OTHER, is_gone=False)
+    group.clock.advance(TIMING.missed_seconds - 1.0)
+    assert roster.absent_samples(HERE, ()) == 500, "its line may be busy"
+    group.clock.advance(1.0)
+    assert roster.absent_samples(HERE, ()) == 0, "it will not be back soon"
+    group.report(num_samples=500)
+    roster.answered(OTHER, Standing(run_samples=0, round=1, lineage="01"))
+    assert roster.absent_samples(HERE, ()) == 0, "it is elsewhere"
+    group.report(num_samples=500)
+    roster.suspect(OTHER, is_gone=True)
+    assert roster.absent_samples(HERE, ()) == 0, "it is gone, and what it held with it"
+
+
+def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_taken_part() -> None:
+    group = Group(round_microbatches=None)
+    group.report(num_samples=500)
+    for _ in range(MOST_FAILURES):
+        assert group.roster.absent_samples(HERE, ()) == 500
+        group.roster.exclude(OTHER)
+    assert group.roster.absent_samples(HERE, ()) == 0
+    group.roster.moved(Standing(run_samples=512, round=1, lineage="01"), members=["another"])
+    assert group.roster.has_failed_for_good(OTHER)
+    group.roster.moved(Standing(run_samples=1024, round=2, lineage="02"), members=["another", OTHER])
+    assert not group.roster.has_failed_for_good(OTHER)
+
+
+def test_what_a_leader_holds_is_known_by_its_answers() -> None:
+    """It reports to nobody."""
+    group = Group(round_microbatches=None)
+    progress = Progress(
+        round=0, lineage="00", run_samples=0, num_samples=500, committed=frozenset(), highest_microbatch=-1
+    )
+    group.roster.heard_of_round(OTHER, progress, frozenset())
+    group.roster.suspect(OTHER, is_gone=False)
+    assert group.roster.absent_samples(HERE, ()) == 500
+
+
+def test_a_peer_that_has_not_told_what_it_has_may_have_some() -> None:
+    group = Group(round_microbatches=None)
+    group.roster.moved(HERE)
+    group.roster.forget()
+    assert group.roster.absent_samples(HERE, ()) == 1
+    group.report(num_samples=0)
+    assert group.roster.absent_samples(HERE, ()) == 0
 
 
 def test_who_is_left_out_or_elsewhere_is_not_waited_for() -> None:

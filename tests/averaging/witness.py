@@ -108,8 +108,9 @@ class WitnessStage(FakeStage):
         parent, self.lineage = self.lineage, result.lineage
         self.run_samples += result.num_samples
         self.round += 1
-        self.lost |= self.indices - set(microbatches_in(result))
-        self.indices, self.closed = set(), False
+        if result.contributed:
+            self.lost |= self.indices - set(microbatches_in(result))
+        self._begin(carry=not result.contributed)
         self.results.append(result)
         self.digests.append(self.digest)
         self.commits.append(Commit(parent=parent, result=result, digest=self.digest))
@@ -226,12 +227,12 @@ class Testimony:
         assert not unexplained
 
     def check_nothing_lost(self) -> None:
-        """DiLoCo: who neither died nor downloaded had all counted that it learnt.
+        """DiLoCo: who neither died nor gave up what it had for another state had all counted that it learnt.
 
         But for what it learnt while it was in doubt about a result that was committed in the end.
         """
         for stage in (self.stages[peer_id] for peer_id in self.living):
-            if not stage.num_installs:
+            if all(stage.carried):
                 counted = set(counted_in(self.chain(stage.lineage)))
                 assert stage.fed - stage.indices - stage.lost <= counted, "gradient mass is lost"
 

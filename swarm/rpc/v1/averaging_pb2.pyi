@@ -306,8 +306,13 @@ class ReportReply(_message.Message):
     NUM_ALIVE_FIELD_NUMBER: _builtins.int
     COMMITTED_GAPS_FIELD_NUMBER: _builtins.int
     COUNTED_GAPS_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     num_alive: _builtins.int
     """Members that the answering peer has heard of lately, itself included."""
+    num_samples: _builtins.int
+    """With DiLoCo, samples of the round that the answering peer holds, if it is at the sender's. Whoever leads after it
+    then knows what would be left out with it.
+    """
     @_builtins.property
     def standing(self) -> Global___Standing: ...
     @_builtins.property
@@ -340,10 +345,11 @@ class ReportReply(_message.Message):
         num_alive: _builtins.int = ...,
         committed_gaps: _abc.Iterable[_builtins.int] | None = ...,
         counted_gaps: _abc.Iterable[_builtins.int] | None = ...,
+        num_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "leader", b"leader", "num_alive", b"num_alive", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "leader", b"leader", "num_alive", b"num_alive", "num_samples", b"num_samples", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
