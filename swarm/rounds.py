@@ -74,7 +74,7 @@ class RoundResult:
         attempts: number of the attempt that succeeded.
         bytes_sent: payload this member sent in it.
         bytes_received: payload it received.
-        compression_ratio: size in float32 over size on the wire.
+        compression_ratio: see averaging/allreduce.
         seconds: from this member's closing to the commit.
         exchange_seconds: of these, what the exchange itself took here.
         contribution_norm: of this member's own contribution.

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from swarm.averaging.feedback import Residual
 from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload, Reduction, decode_bounded, squared_norm
-from swarm.averaging.shares import Shares
+from swarm.averaging.shares import Share, Shares
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.memory import Recycler
@@ -39,6 +39,8 @@ class Average:
 
     Attributes:
         squared_norm: of the vector; with Gather it may differ in the last bits between kinds of processors.
+        compression_ratio: bytes that this member would have sent in a butterfly of float32 among the same members, over
+            `bytes_sent`; 1 where it sent nothing.
         residual: what error feedback is to keep if this is committed.
         upload_bytes_per_second: what this member's line carried away; 0 if it sent nothing that could tell.
     """
@@ -127,14 +129,15 @@ async def butterfly(
     elsewhere = [lengths[owner] for owner in owners if owner != own_id]
     num_senders = sum(share.peer_id != own_id for share in shares.senders)
     sent = sum(map(codec.num_bytes, elsewhere)) if own.num_samples else 0
+    sent += result_codec.num_bytes(own.num_elements) * (len(shares.members) - 1)
     return Average(
         vector_D=result_D,
         digest=await asyncio.to_thread(_digest, shares, payloads, with_norms=True),
         squared_norm=sum(payloads[owner].squared_norm for owner in owners),
         num_samples=shares.round_samples,
-        bytes_sent=sent + result_codec.num_bytes(own.num_elements) * (len(shares.members) - 1),
+        bytes_sent=sent,
         bytes_received=sum(map(result_codec.num_bytes, elsewhere)) + codec.num_bytes(own.num_elements) * num_senders,
-        compression_ratio=_ratio(codec, vector_D),
+        compression_ratio=_ratio(shares, own, sent),
         residual=Residual(contribution_D=residual_D, part=owners.get(own_id, slice(0, 0)), sum_P=reduction.residual_P),
         upload_bytes_per_second=_upload_rate(payloads, {o: codec.num_bytes(n) for o, n in lengths.items()}),
     )
@@ -189,13 +192,14 @@ async def gather(
     if not math.isfinite(norm):
         # What the others sent is bounded: it can only be its own.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
-    size, num_others = codec.num_bytes(num_elements), len(shares.members) - 1
+    size = codec.num_bytes(num_elements)
+    sent = size * (len(shares.members) - 1) if own.num_samples else 0
     return Average(
         vector_D=sum_D, digest=await asyncio.to_thread(_digest, shares, payloads, with_norms=False),
         squared_norm=norm, num_samples=shares.round_samples,
-        bytes_sent=size * num_others if own.num_samples else 0,
+        bytes_sent=sent,
         bytes_received=size * sum(share.peer_id != own_id for share in shares.senders),
-        compression_ratio=_ratio(codec, vector_D), residual=residual, upload_bytes_per_second=0.0,
+        compression_ratio=_ratio(shares, own, sent), residual=residual, upload_bytes_per_second=0.0,
     )  # fmt: skip
 
 
@@ -261,8 +265,11 @@ def _digest(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -
     return digest.hexdigest()
 
 
-def _ratio(codec: Codec, vector_D: torch.Tensor) -> float:
-    return vector_D.nbytes / max(1, codec.num_bytes(vector_D.numel()))
+def _ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
+    """See `Average`. A butterfly's member sends its contribution to the other owners, and its sum to all others."""
+    contributed = shares.num_elements - own.num_elements if own.num_samples else 0
+    handed_back = own.num_elements * (len(shares.members) - 1)
+    return torch.float32.itemsize * (contributed + handed_back) / bytes_sent if bytes_sent else 1.0
 
 
 def _upload_rate(payloads: dict[str, Payload], sent_bytes: dict[str, int]) -> float:

@@ -115,7 +115,26 @@ async def test_nothing_is_lost_but_what_the_residuals_keep(name: str, gathers: b
             found[residual.part] += residual.sum_P.double()
     expected = np.average(torch.stack(vectors).double().numpy(), axis=0, weights=samples)
     np.testing.assert_allclose(found.numpy(), expected, atol=2e-6)
-    assert results[0].compression_ratio == pytest.approx(4 * vectors[0].numel() / codec.num_bytes(vectors[0].numel()))
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("name", ["fp32", "int8", "topk"])
+@pytest.mark.parametrize("samples", [[1, 1], [1, 0, 3], [1, 2, 3, 4, 5]])
+@in_virtual_time
+async def test_the_ratio_is_to_what_a_member_would_send_in_float32(
+    name: str, gathers: bool, samples: list[int]
+) -> None:
+    """Of sparse codecs that is less than the codec's own: sums are larger, and a gather sends all of them to all."""
+    config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # names of codecs
+    vectors = random_vectors(len(samples), 30 * 4096)
+    plain = await average(vectors, samples, simple_codec("fp32"))
+    results = await average(vectors, samples, contribution_codec(config), result_codec(config), gathers=gathers)
+    for before, result in zip(plain, results, strict=True):
+        assert before.compression_ratio == 1.0
+        expected = before.bytes_sent / result.bytes_sent if result.bytes_sent else 1.0
+        assert result.compression_ratio == pytest.approx(expected)
+    if name == "topk":
+        assert 70 < results[0].compression_ratio < 210
 
 
 @in_virtual_time
@@ -124,10 +143,12 @@ async def test_bytes_are_counted_at_both_ends() -> None:
     # Parts of 4 elements, 8 bytes: two members send two parts each, and each owner answers two members.
     assert [result.bytes_sent for result in results] == [32, 32, 16]
     assert [result.bytes_received for result in results] == [24, 24, 32]
-    assert results[0].compression_ratio == 2.0
+    assert [result.compression_ratio for result in results] == [2.0, 2.0, 2.0]
     gathered = await average([torch.ones(12)] * 3, [1, 1, 0], simple_codec("fp16"), gathers=True)
     assert [result.bytes_sent for result in gathered] == [48, 48, 0]
     assert [result.bytes_received for result in gathered] == [24, 24, 48]
+    # Two members would have sent 64 bytes each in a butterfly of float32.
+    assert [result.compression_ratio for result in gathered] == pytest.approx([64 / 48, 64 / 48, 1.0])
 
 
 @in_virtual_time

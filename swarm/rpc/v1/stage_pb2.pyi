@@ -697,7 +697,7 @@ class RoundReport(_message.Message):
     bytes_sent: _builtins.int
     bytes_received: _builtins.int
     compression_ratio: _builtins.float
-    """Size in float32 over size on the wire."""
+    """Bytes that would have been sent in float32, over bytes_sent."""
     attempts: _builtins.int
     num_samples: _builtins.int
     """Samples in the average."""
