@@ -87,7 +87,8 @@ async def butterfly(
             are told.
     """
     own = shares.of(own_id)
-    residual_D = torch.zeros_like(vector_D) if codec.needs_feedback and own.num_samples else None
+    keeps_residual = codec.needs_feedback and own.num_samples > 0
+    residual_D = await asyncio.to_thread(torch.zeros_like, vector_D) if keeps_residual else None
     payloads: dict[str, Payload] = {}
     owners = {
         share.peer_id: part for share, part in zip(shares.members, shares.parts, strict=True) if share.num_elements

@@ -86,7 +86,7 @@ class Exchanges:
         own_part, feedback = self._own_part(shares), self._feedback.get(closed.contribution.fragment)
         return Reduction(
             shares, self._own_id, codec=self.codec, result_codec=self.result_codec,
-            owed_P=feedback.owed(own_part) if feedback else None,
+            owed=(lambda: feedback.owed(own_part)) if feedback else lambda: None,
         )  # fmt: skip
 
     async def run(

@@ -8,6 +8,7 @@ Shapes: P elements of the part.
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,13 +118,14 @@ class Reduction:
     """
 
     def __init__(
-        self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec, owed_P: torch.Tensor | None = None
-    ) -> None:
+        self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec,
+        owed: Callable[[], torch.Tensor | None] = lambda: None,
+    ) -> None:  # fmt: skip
         """
         Args:
             codec: of the contributions.
             result_codec: of the sum.
-            owed_P: what earlier sums owe; added to this one.
+            owed: gives what earlier sums owe, to be added to this one; called on the thread that sums.
         """
         part = shares.parts[[share.peer_id for share in shares.members].index(own_id)]
         self.num_elements = part.stop - part.start
@@ -135,7 +137,7 @@ class Reduction:
         self._own_id = own_id
         self._codec = codec
         self._result_codec = result_codec
-        self._owed_P = owed_P
+        self._owed = owed
         self._parts: dict[str, torch.Tensor] = {}
         self._arrived: set[str] = set()
         self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
@@ -193,12 +195,13 @@ class Reduction:
 
     def _sum(self, weighted: list[tuple[torch.Tensor, float]]) -> torch.Tensor:
         """The weighted sum of the parts; where nothing is to be added or dropped, the only one itself."""
-        adds_nothing = self._owed_P is None and [weight for _, weight in weighted] == [1.0]
+        owed_P = self._owed()
+        adds_nothing = owed_P is None and [weight for _, weight in weighted] == [1.0]
         if adds_nothing and not self._result_codec.needs_feedback:
             return weighted[0][0]
-        sum_P = torch.empty(self.num_elements) if self._owed_P is None else self._owed_P
+        sum_P = torch.empty(self.num_elements) if owed_P is None else owed_P
         for rows in slices(self.num_elements, CACHED_ELEMENTS):
-            if self._owed_P is None:
+            if owed_P is None:
                 sum_P[rows] = 0.0
             for part_P, weight in weighted:
                 sum_P[rows].add_(part_P[rows], alpha=weight)

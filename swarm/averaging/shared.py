@@ -85,9 +85,11 @@ class SharedBlocks:
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep this stage's average for those who will ask for it."""
         if self.is_due(round_number):
-            vector_S = torch.cat([tensors[name].flatten() for name in self._shapes])
-            encoded = await asyncio.to_thread(self._codec.encode, vector_S)
+            encoded = await asyncio.to_thread(self._encode, tensors)
             self._keep((round_number, self._stage, digest), encoded)
+
+    def _encode(self, tensors: Mapping[str, torch.Tensor]) -> Buffer:
+        return self._codec.encode(torch.cat([tensors[name].flatten() for name in self._shapes]))
 
     def answer(self, request: pb.SharedRequest) -> Buffer:
         """Another holder asks. Raises NotReady for what is not here, or not any more."""
@@ -108,15 +110,16 @@ class SharedBlocks:
         by_stage = {holder.stage: holder for holder in holders}
         if sorted(by_stage) != self._stages:
             raise MalformedMessage(f"shared blocks are held by the stages {self._stages}, not {sorted(by_stage)}")
-        sum_S = torch.zeros(self._num_elements)
+        sum_S = await asyncio.to_thread(torch.zeros, self._num_elements)
         for _, holder in sorted(by_stage.items()):
-            sum_S += await self._average_of(round_number, holder)
+            await asyncio.to_thread(sum_S.add_, await self._average_of(round_number, holder))
         pieces = torch.split(sum_S, [_numel(shape) for shape in self._shapes.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
     async def squared_norm_of_sum(self, round_number: int, holders: Iterable[pb.Partner]) -> float:
         """As `sum`; gives the squared norm."""
-        return sum(map(squared_norm, (await self.sum(round_number, holders)).values()))
+        summed = (await self.sum(round_number, holders)).values()
+        return await asyncio.to_thread(lambda: sum(map(squared_norm, summed)))
 
     async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
         num_bytes = self._codec.num_bytes(self._num_elements)

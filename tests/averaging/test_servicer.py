@@ -1,20 +1,15 @@
 """Averaging over real gRPC on loopback."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 import torch
-from grpc_health.v1._async import HealthServicer
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from swarm.averaging.averager import Averager
-from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import REPORT, GrpcTransport
 from swarm.clock import SystemClock
-from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
 from swarm.rounds import Snapshot
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -22,45 +17,10 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerRecord
-from tests.averaging.doubles import QUICK, FakeStage, make_config, record, until
+from tests.averaging.doubles import FakeStage, make_config, record, until
+from tests.averaging.nodes import Node
 
-PATIENT = dataclasses.replace(
-    QUICK, late_seconds=3.0, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0,
-    average_seconds=10.0, commit_seconds=10.0, grace_seconds=0.5, silence_seconds=5.0,
-)  # fmt: skip
-"""A machine that stands still for a second changes nothing: whoever dies here breaks its connections."""
-
-
-class Node:
-    """One peer with a server of its own."""
-
-    async def start(self, number: int, config: RunConfig, directory: list[PeerRecord]) -> None:
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        port = bind_server(self.server, "127.0.0.1", 0, None)
-        self.record = record(number, endpoint=f"127.0.0.1:{port}")
-        self.channels = ChannelPool(insecure=True)
-        self.stage = FakeStage()
-        self.averager = Averager(
-            config=config, own=self.record, member=self.stage, peers=lambda stage: directory,
-            transport=GrpcTransport(self.channels), clock=SystemClock(), timing=PATIENT,
-        )  # fmt: skip
-        self.stage.averager = self.averager
-        add_AveragingServiceServicer_to_server(
-            AveragingServicer(self.averager, own_id=self.record.peer_id), self.server
-        )
-        # Whoever waits for an exchange asks for a sign of life meanwhile.
-        add_HealthServicer_to_server(HealthServicer(), self.server)
-        await self.server.start()
-        self.task = asyncio.create_task(self.averager.run())
-
-    async def kill(self) -> None:
-        self.task.cancel()
-        await self.server.stop(None)
-
-    async def stop(self) -> None:
-        await self.kill()
-        await self.channels.close()
-        await asyncio.wait([self.task])
+pytestmark = pytest.mark.usefixtures("guarded")
 
 
 @pytest.fixture

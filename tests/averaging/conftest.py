@@ -1,0 +1,14 @@
+"""For tests with real servers and threads, in which nothing but averaging runs on the event loop."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.loop_guard import guarded_loops
+
+
+@pytest.fixture
+def guarded() -> Iterator[None]:
+    """Fails if the event loop is held, or touches a large tensor; see tests/support/loop_guard."""
+    with guarded_loops():
+        yield

@@ -1,0 +1,58 @@
+"""Averagers behind real gRPC servers on loopback."""
+
+import asyncio
+import dataclasses
+
+import grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from swarm.averaging.averager import Averager
+from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.transport import GrpcTransport
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.types import PeerRecord
+from tests.averaging.doubles import QUICK, FakeStage, record
+
+PATIENT = dataclasses.replace(
+    QUICK, late_seconds=3.0, report_seconds=3.0, call_seconds=2.0, fresh_seconds=4.0, begin_seconds=5.0,
+    average_seconds=10.0, commit_seconds=10.0, grace_seconds=0.5, silence_seconds=5.0,
+)  # fmt: skip
+"""A machine that stands still for a second changes nothing: whoever dies here breaks its connections."""
+
+
+class Node:
+    """One peer with a server of its own."""
+
+    def __init__(self, stage: FakeStage | None = None) -> None:
+        self.stage = stage or FakeStage()
+
+    async def start(self, number: int, config: RunConfig, directory: list[PeerRecord]) -> None:
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        port = bind_server(self.server, "127.0.0.1", 0, None)
+        self.record = record(number, endpoint=f"127.0.0.1:{port}")
+        self.channels = ChannelPool(insecure=True)
+        self.averager = Averager(
+            config=config, own=self.record, member=self.stage, peers=lambda stage: directory,
+            transport=GrpcTransport(self.channels), clock=SystemClock(), timing=PATIENT,
+        )  # fmt: skip
+        self.stage.averager = self.averager
+        add_AveragingServiceServicer_to_server(
+            AveragingServicer(self.averager, own_id=self.record.peer_id), self.server
+        )
+        # Whoever waits for an exchange asks for a sign of life meanwhile.
+        add_HealthServicer_to_server(HealthServicer(), self.server)
+        await self.server.start()
+        self.task = asyncio.create_task(self.averager.run())
+
+    async def kill(self) -> None:
+        self.task.cancel()
+        await self.server.stop(None)
+
+    async def stop(self) -> None:
+        await self.kill()
+        await self.channels.close()
+        await asyncio.wait([self.task])
