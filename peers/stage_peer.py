@@ -48,7 +48,7 @@ from peers.token_option import admitted, find_token, stop_or_expiry, with_token
 from swarm import config as configs
 from swarm.certificates import Role
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.clock import SystemClock
+from swarm.clock import SystemClock, run_loop
 from swarm.config import RunConfig
 from swarm.data import corpora, tokenizers
 from swarm.dht import node as dht_node
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
         announce_host=options.announce, identity_path=identity.libp2p_path,
     )  # fmt: skip
     try:
-        asyncio.run(
+        run_loop(
             run(options, own, admitted(identity.identity, token), node, device, checkpoints, events, token, returns)
         )
     finally:

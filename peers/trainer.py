@@ -34,7 +34,7 @@ from peers.report import Report
 from peers.sole_writer import require_sole_writer
 from peers.token_option import admitted, find_token, stop_or_expiry
 from swarm.certificates import Role
-from swarm.clock import SystemClock
+from swarm.clock import SystemClock, run_loop
 from swarm.config import RunConfig
 from swarm.connections import watch_connections
 from swarm.data import corpora, tokenizers
@@ -134,11 +134,11 @@ def main(argv: Sequence[str]) -> int:
     node = dht_node.start(clock=clock, initial_peers=addresses, client_mode=True)
     try:
         identity = admitted(generate(), token)
-        config = asyncio.run(agree_on_config(node, None, addresses, clock, identity.authority))
+        config = run_loop(agree_on_config(node, None, addresses, clock, identity.authority))
         # In the main thread, outside of any event loop: to prepare text may take minutes, and a thread cannot be ended.
         with process.interruptible():
             corpus, data = open_corpus(config, options.dataset, options.tokenizer)
-        return asyncio.run(run(options, config, corpus, data, node, identity, events))
+        return run_loop(run(options, config, corpus, data, node, identity, events))
     finally:
         node.shutdown()
 

@@ -2,17 +2,57 @@
 
 Everything that waits or measures takes a `Clock`. Wall-clock time appears only where other machines must
 agree on it (DHT expiry) and in what people read.
+
+The machine's own clock goes on while the machine sleeps, and so does the time of the programs' event loops. A laptop
+that slept is then like a process that was stopped: leases and bans have run out, and the peer finds itself behind.
 """
 
 import asyncio
 import math
+import sys
 import time
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
 
 JUMP_SECONDS = 2.0
-"""A wall clock that moves so much against the monotonic one has been set, or the machine slept."""
+"""A wall clock that moves so much against the monotonic one has been set."""
 DOUBT_SECONDS = 30.0
 """For how long a clock that has been set is not believed: many are set back soon."""
+
+
+def clock_through_sleep(platform: str, clocks: Mapping[str, Any]) -> Callable[[], float]:
+    """The monotonic clock of a platform (`sys.platform`) that goes on while the machine sleeps.
+
+    Python's own, time.monotonic, stands still meanwhile on Linux (CLOCK_MONOTONIC, see clock_gettime(2)) and on macOS
+    (mach_absolute_time), and goes on under Windows. Linux has CLOCK_BOOTTIME for this. What macOS's clock_gettime(3)
+    calls CLOCK_MONOTONIC_RAW is mach_continuous_time; under Linux the clock of that name stands still as well.
+
+    Args:
+        clocks: the names that Python's `time` has here.
+    """
+    name = {"linux": "CLOCK_BOOTTIME", "darwin": "CLOCK_MONOTONIC_RAW"}.get(platform)
+    if name is None or name not in clocks:
+        return time.monotonic
+    clock_id = clocks[name]
+    return lambda: time.clock_gettime(clock_id)
+
+
+_monotonic = clock_through_sleep(sys.platform, vars(time))
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time goes on while the machine sleeps: what was due meanwhile is late, not put off."""
+
+    def time(self) -> float:
+        return _monotonic()
+
+
+def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """As asyncio.run, in such a loop."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(main)
 
 
 class Clock(Protocol):
@@ -35,7 +75,7 @@ class SystemClock:
     """The machine's own clock."""
 
     def monotonic(self) -> float:
-        return time.monotonic()
+        return _monotonic()
 
     def time(self) -> float:
         return time.time()

@@ -1,10 +1,13 @@
 """Time that tests own, and time that the machine owns."""
 
 import asyncio
+import sys
+import time
 
 import pytest
 
-from swarm.clock import DOUBT_SECONDS, ManualClock, SteadyTime, SystemClock
+from swarm import clock
+from swarm.clock import DOUBT_SECONDS, Loop, ManualClock, SteadyTime, SystemClock, clock_through_sleep, run_loop
 from tests.support.set_clock import SetClock
 
 
@@ -100,3 +103,62 @@ async def test_system_clock_moves_on() -> None:
     await clock.sleep(0.01)
     assert clock.monotonic() - started >= 0.009
     assert clock.time() > 1.7e9
+
+
+# -- a machine that sleeps ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("platform", "right", "wrong"),
+    [
+        ("linux", "CLOCK_BOOTTIME", "CLOCK_MONOTONIC_RAW"),
+        ("darwin", "CLOCK_MONOTONIC_RAW", "CLOCK_UPTIME_RAW"),
+    ],
+)
+def test_the_clock_of_each_platform_goes_on_while_it_sleeps(
+    platform: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept_seconds = 3600.0
+    monkeypatch.setattr(time, "clock_gettime", {1: 10.0 + slept_seconds, 2: 10.0}.__getitem__)
+    assert clock_through_sleep(platform, {right: 1, wrong: 2})() == 3610.0
+
+
+@pytest.mark.parametrize(("platform", "clocks"), [("win32", {}), ("linux", {}), ("freebsd14", {"CLOCK_BOOTTIME": 1})])
+def test_elsewhere_it_is_the_one_that_python_takes(platform: str, clocks: dict[str, int]) -> None:
+    assert clock_through_sleep(platform, clocks) is time.monotonic
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's file is Linux's")
+def test_this_machine_s_clock_counts_from_its_boot_sleep_included() -> None:
+    with open("/proc/uptime", encoding="ascii") as file:
+        uptime_seconds = float(file.read().split()[0])
+    assert SystemClock().monotonic() == pytest.approx(uptime_seconds, abs=2.0)
+
+
+def test_the_programs_event_loop_has_the_same_time() -> None:
+    """Or what waits would be put off by as long as the machine slept."""
+
+    async def look() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        before = loop.time()
+        assert before <= SystemClock().monotonic() <= loop.time()
+        await asyncio.sleep(0.05)
+        assert loop.time() - before >= 0.05
+
+    run_loop(look())
+
+
+def test_a_timer_that_was_due_while_the_machine_slept_goes_off_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    real, slept = clock._monotonic, 0.0
+    monkeypatch.setattr(clock, "_monotonic", lambda: real() + slept)
+
+    async def sleep() -> None:
+        nonlocal slept
+        waiting = asyncio.create_task(SystemClock().sleep(3600.0))
+        await asyncio.sleep(0)
+        slept = 3600.0
+        await asyncio.wait_for(waiting, 10.0)
+
+    run_loop(sleep())
