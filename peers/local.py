@@ -22,7 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from peers import cli, process
+from peers import cli, devices, process
+from peers.devices import Device
 from peers.live_table import LiveTable
 from peers.observe import observe
 from peers.sole_writer import require_sole_writer
@@ -82,7 +83,8 @@ class LocalOptions:
     threads: int = 1
     """CPU threads of each peer."""
     device: str = "cpu"
-    """Device of every peer."""
+    """cpu, cuda:1, ... or mps, for all peers; cuda and auto spread them over the GPUs by free memory. Each peer's
+    autograd graphs get their part of it."""
     wandb: str | None = None
     """Report to this Weights & Biases project, into local files."""
     wandb_online: bool = False
@@ -132,6 +134,8 @@ def main(argv: Sequence[str]) -> int:
     if token is not None:
         # For the children: command lines can be read by everybody on this machine.
         os.environ[VARIABLE] = str(token)
+    num_peers = (options.stages or config.stages.num_stages) * options.peers_per_stage
+    places = devices.spread(devices.named(options.device), num_peers + (options.join_at is not None))
     logs = options.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     require_sole_writer(logs, f"--output {options.output}")
@@ -142,7 +146,8 @@ def main(argv: Sequence[str]) -> int:
         tempfile.TemporaryDirectory(prefix="swarm-local-") as folder,
         Supervisor(logs, grace_seconds=grace_seconds) as children,
     ):
-        return asyncio.run(LocalSwarm(options, config, children, Path(folder), admitted(generate(), token)).run())
+        swarm = LocalSwarm(options, config, children, Path(folder), admitted(generate(), token), places)
+        return asyncio.run(swarm.run())
 
 
 @dataclass(eq=False)
@@ -166,6 +171,8 @@ class LocalSwarm:
     folder: Path
     identity: Identity
     """With which the peers are asked how they are."""
+    places: Sequence[Device]
+    """The device of each peer, in the order in which they start."""
     peers: list[LocalPeer] = field(default_factory=list)
     trainer: Child | None = None
     events: list[str] = field(default_factory=list)
@@ -241,8 +248,11 @@ class LocalSwarm:
         options, self.num_started = self.options, self.num_started + 1
         name = f"peer-{self.num_started}"
         ready_file = self.folder / f"{name}.json"
+        device = self.places[self.num_started - 1]
+        graph_bytes = devices.graph_bytes(device, num_processes=self.places.count(device))
         arguments = [
-            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--device", options.device,
+            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--device", device.name,
+            "--graph-memory-mib", str(graph_bytes >> 20),
             "--threads", str(options.threads), "--identity", str(self.folder / f"{name}.pem"),
             "--ready-file", str(ready_file),
         ]  # fmt: skip

@@ -30,6 +30,7 @@ import torch
 from peers import cli, process
 from peers.cache import cache_folder
 from peers.claim import Claim
+from peers.devices import device_of
 from peers.event_file import begin, open_events, start_of
 from peers.identity_file import claim_identity
 from peers.mover import Listen, Mover
@@ -98,7 +99,8 @@ class PeerOptions:
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
+    free memory, as cuda does."""
     threads: int = 0
     """CPU threads for computing; 0 leaves the choice to PyTorch."""
     host: str = "0.0.0.0"
@@ -116,8 +118,9 @@ class PeerOptions:
     max_in_flight: int = 0
     """Microbatches to work on at once; 0 takes two more than there are stages, and more where links are so long or slow
     that these do not keep the peer busy."""
-    graph_memory_mib: int = 4096
-    """Memory for what backward needs of forward; beyond it forwards are computed again."""
+    graph_memory_mib: int | None = None
+    """Memory for what backward needs of forward; beyond it forwards are computed again. Left out, it is half of the GPU
+    memory, or a quarter of the RAM, that is free beside the stage's weights and optimizer."""
     insecure: bool = False
     """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
     checkpoint: Path | None = None
@@ -172,7 +175,7 @@ class PeerOptions:
         if self.resume_round is not None and self.resume is None:
             raise ValueError("--resume-round needs --resume DIR")
         for name in ("threads", "max_in_flight", "graph_memory_mib"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
 
 
@@ -188,7 +191,7 @@ def main(argv: Sequence[str]) -> int:
     options = dataclasses.replace(options, initial_peers=addresses, announce=announce)
     require_ready_file(options.ready_file)
     cache = cache_folder()
-    device = choose_device(options.device)
+    device = device_of(options.device, random.SystemRandom())
     if options.threads:
         torch.set_num_threads(options.threads)
     with process.interruptible():
@@ -218,21 +221,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _label(options: PeerOptions) -> str:
     return "auto" if options.stage == "auto" else f"stage {options.stage}"
-
-
-def choose_device(name: str) -> torch.device:
-    """The torch device of that name. Raises ValueError if there is none, or if this PyTorch cannot compute on it."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("a stage computes on cpu or cuda")
-        # A GPU that this build of PyTorch is not made for gives memory, and fails to compute.
-        torch.zeros(1, device=device).add_(1).cpu()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} cannot be used: {process.first_line(error)}") from None
-    return device
 
 
 def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
@@ -317,7 +305,8 @@ async def run(
     def make_server(stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
         local = ServerOptions(
             name=name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
-            graph_bytes=options.graph_memory_mib << 20, checkpoints=checkpoints, events=events,
+            graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
+            checkpoints=checkpoints, events=events,
             resume=ResumeOptions(
                 folder=options.resume, round_number=None if comes_from_another else options.resume_round,
                 joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,

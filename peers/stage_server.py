@@ -21,7 +21,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import swarm
-from peers import process, resume
+from peers import devices, process, resume
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
 from peers.resume_news import say_changes
@@ -43,7 +43,7 @@ from swarm.hop import Hop
 from swarm.identity import Identity
 from swarm.lookup import DirectoryServicer
 from swarm.model.stages import build_stage
-from swarm.out_of_memory import is_out_of_memory
+from swarm.out_of_memory import in_words, is_out_of_memory
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rounds import Snapshot
@@ -90,7 +90,8 @@ class ServerOptions:
     device: torch.device
     insecure: bool
     max_in_flight: int
-    graph_bytes: int
+    graph_bytes: int | None
+    """What autograd graphs may take; None for a share of what is free."""
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
@@ -146,6 +147,7 @@ class StageServer:
             # What the first step makes: moments, a second sum, another copy. If it does not fit, that is to be said
             # now, and not after an hour.
             first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
+            first_step_bytes = sum(tensor.nbytes for tensor in first_step)
             del first_step
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -154,9 +156,13 @@ class StageServer:
                 f"stage {stage} does not fit on {options.device}: {process.first_line(error)}; take more stages, or "
                 "another --device"
             ) from None
+        limit_bytes = options.graph_bytes
+        if limit_bytes is None:
+            limit_bytes = devices.graph_bytes(devices.here(options.device), needed_bytes=first_step_bytes)
+            logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), options.device)
         backend = StageBackend(
             config=config, stage=stage, module=module, staging=staging, weights=weights,
-            budget=GraphBudget(limit_bytes=options.graph_bytes), events=self._events,
+            budget=GraphBudget(limit_bytes=limit_bytes), events=self._events,
         )  # fmt: skip
         hop = None
         if not backend.is_last:
@@ -506,5 +512,12 @@ class StageServer:
             ),
             rounds=list(self._member.reports),
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
-            device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            device_bytes=_most_device_bytes(device),
         )  # fmt: skip
+
+
+def _most_device_bytes(device: torch.device) -> int:
+    """The most that has been in use of a GPU; of MPS, which does not note it, what is in use."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else 0

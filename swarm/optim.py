@@ -174,8 +174,11 @@ def _cosine(angle: float) -> float:
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Sum of squares over all elements, accumulated in float64."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    """Sum of squares over all elements, accumulated in float64; within a tensor on MPS in float32, its widest type."""
+    norms = [
+        torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
+        for tensor in tensors
+    ]
     # Read together: on a GPU each reading waits for all that was queued before it.
     return sum((norm**2 for norm in torch.stack(norms).tolist()), 0.0) if norms else 0.0
 

@@ -116,6 +116,19 @@ class Staging:
         return Stopwatch()
 
 
+class CopyingStaging(Staging):
+    """Of a device that torch has no queues for copies and no pinned memory of (MPS): each copy is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, copy=True)
+
+    def download(self, tensor: torch.Tensor, convert: Convert | None = None) -> Download:
+        return super().download(tensor.detach().to("cpu", copy=True), convert)
+
+
 class CudaStopwatch(Stopwatch):
     """Measures the GPU: the compute thread goes on to the next task before the GPU has begun with this one.
 
@@ -217,4 +230,6 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 def staging_of(device: torch.device) -> Staging:
     """What suits the device."""
-    return CudaStaging(device) if device.type == "cuda" else Staging()
+    if device.type == "cuda":
+        return CudaStaging(device)
+    return Staging() if device.type == "cpu" else CopyingStaging(device)

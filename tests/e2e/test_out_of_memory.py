@@ -54,7 +54,7 @@ def test_no_memory_for_the_libraries_is_one_line(program: str, arguments: list[s
 
 
 def test_no_memory_for_the_stage_is_one_line(swarm: RealSwarm) -> None:
-    text = swarm.config.read_text(encoding="utf-8").replace("d_model = 128", "d_model = 2048")
+    text = swarm.config.read_text(encoding="utf-8").replace("d_model = 128", "d_model = 8192")
     swarm.config.write_text(text, encoding="utf-8")
     result = _run("peer", "--config", str(swarm.config), "--threads", "1", "--device", "cpu", limit_mib=1200)
     assert result.returncode == 1
@@ -70,7 +70,7 @@ def test_a_peer_whose_memory_runs_out_leaves_with_a_line_and_the_run_goes_on(swa
     pages = int(Path(f"/proc/{poor.child.pid}/statm").read_text().split()[0])
     limit = pages * resource.getpagesize()
     resource.prlimit(poor.child.pid, resource.RLIMIT_AS, (limit, limit))
-    trainer = swarm.start_trainer("trainer", steps=4)
+    trainer = swarm.start_trainer("trainer", steps=2)
     codes = {}
 
     def has_ended() -> bool:
@@ -87,4 +87,4 @@ def test_a_peer_whose_memory_runs_out_leaves_with_a_line_and_the_run_goes_on(swa
     assert last.startswith(("swarm-peer: error: stage 1 ran out of memory", "swarm-peer: error: out of memory")), log
     if trainer.name not in codes:
         assert swarm.wait_for_end(trainer) == 0
-    assert len(swarm.steps("trainer")) == 4
+    assert len(swarm.steps("trainer")) == 2

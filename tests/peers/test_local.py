@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from peers import cli, local
+from peers.devices import Device
 from peers.live_table import LiveTable
 from peers.local import LocalOptions, LocalPeer, LocalSwarm
 from peers.supervisor import Child, Exit, Supervisor
@@ -64,9 +65,10 @@ class _Children(Supervisor):
 
 def _swarm(tmp_path: Path, **options: object) -> tuple[LocalSwarm, _Children]:
     children = _Children(tmp_path / "out" / "logs")
-    values = {"output": tmp_path / "out", **options}
+    values = LocalOptions(**{"output": tmp_path / "out", **options})  # type: ignore[arg-type]
     identity = generate()
-    swarm = LocalSwarm(LocalOptions(**values), configs.load_preset("tiny"), children, tmp_path, identity)  # type: ignore[arg-type]
+    places = [Device(name=f"cuda:{number % 2}", free_bytes=8 << 30) for number in range(8)]
+    swarm = LocalSwarm(values, configs.load_preset("tiny"), children, tmp_path, identity, places)
     swarm.channels = ChannelPool(insecure=True, identity=identity)
     return swarm, children
 
@@ -98,6 +100,16 @@ def _metrics(swarm: LocalSwarm) -> MetricsLog:
 def _add_step(swarm: LocalSwarm, step: int) -> None:
     with (swarm.options.output / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "train/loss": 1.0, "train/tokens_per_sec": 1.0}) + "\n")
+
+
+def test_each_peer_has_its_device_and_its_part_of_the_memory(tmp_path: Path) -> None:
+    swarm, children = _swarm(tmp_path)
+    for stage in (0, 1, 2):
+        swarm._start_peer(stage)
+    commands = [children.commands[f"peer-{number}"] for number in (1, 2, 3)]
+    assert [command[command.index("--device") + 1] for command in commands] == ["cuda:0", "cuda:1", "cuda:0"]
+    # Half of 8 GiB, which four peers share.
+    assert {command[command.index("--graph-memory-mib") + 1] for command in commands} == {"1024"}
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from swarm.config import RunConfig
-from swarm.stage.staging import Convert, CudaStaging, Download, Staging, staging_of
+from swarm.stage.staging import Convert, CopyingStaging, CudaStaging, Download, Staging, staging_of
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, eventually, running_chain
 
 _NOTHING = float("nan")
@@ -30,6 +30,23 @@ def test_the_cpu_computes_with_what_it_receives_and_sends_what_it_computes() -> 
     assert staging.upload(tensor) is tensor
     assert staging.download(tensor).wait() is tensor
     assert staging.download(tensor, lambda ones: 2 * ones).wait().tolist() == [2, 2, 2]
+
+
+def test_a_device_without_queues_for_copies_is_copied_to_and_from() -> None:
+    """As MPS is. Here the CPU stands in: nothing that was copied is shared."""
+    assert type(staging_of(torch.device("mps"))) is CopyingStaging
+    staging, tensor = CopyingStaging(torch.device("cpu")), torch.ones(3)
+    uploaded = staging.upload(tensor)
+    downloaded, doubled = staging.download(uploaded).wait(), staging.download(uploaded, lambda ones: 2 * ones).wait()
+    uploaded.zero_()
+    assert (tensor.tolist(), downloaded.tolist(), doubled.tolist()) == ([1] * 3, [1] * 3, [2] * 3)
+
+
+async def test_a_chain_trains_with_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.chain.staging_of", CopyingStaging)
+    async with running_chain(SYNCHRONOUS) as chain:
+        await chain.train_all(range(4))
+        chain.assert_accumulated(range(4))
 
 
 # -- what is waited for elsewhere --------------------------------------------------------------------------------------
