@@ -42,6 +42,7 @@ from peers.network import (
     require_name,
     say_who_may_join,
 )
+from peers.own_addresses import own_hosts
 from peers.rebalancer import Rebalancer
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
@@ -110,7 +111,8 @@ class PeerOptions:
     dht_port: int = 0
     """TCP port for the DHT; 0 takes a free one."""
     announce: str | None = None
-    """Host name or IP address at which others reach this machine, if not the one it sees itself."""
+    """Host name or IP address at which others reach this machine; left out, its own address on the way to the initial
+    peers, or on its default way."""
     identity: Path | None = None
     """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
     name: str = ""
@@ -208,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
         )  # fmt: skip
     node = dht_node.start(
         clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
-        announce_host=options.announce, identity_path=identity.libp2p_path,
+        announce_hosts=[options.announce] if options.announce else own_hosts(options.host, options.initial_peers),
+        identity_path=identity.libp2p_path,
     )  # fmt: skip
     try:
         run_loop(

@@ -283,7 +283,7 @@ class DhtNode:
 
 def start(
     *, clock: Clock, initial_peers: Sequence[str] = (), host: str = "0.0.0.0", port: int = 0,
-    announce_host: str | None = None, identity_path: Path | None = None, client_mode: bool = False,
+    announce_hosts: Sequence[str] = (), identity_path: Path | None = None, client_mode: bool = False,
     timeout_seconds: float = 30.0,
 ) -> DhtNode:  # fmt: skip
     """Start a node and join the others. Blocks; imports hivemind, which takes seconds.
@@ -294,7 +294,7 @@ def start(
         initial_peers: addresses of nodes to join, of which one has to answer; none starts a new DHT.
         host: IP address to listen on.
         port: TCP port to listen on; 0 takes a free one.
-        announce_host: name or IP address at which others reach this machine, if not the one it sees itself.
+        announce_hosts: names or IP addresses at which others reach this machine; without any, all that it sees itself.
         identity_path: file with the node's libp2p key, made if missing, so that its address stays the same.
         client_mode: ask others, but listen to nobody and store nothing.
 
@@ -310,8 +310,8 @@ def start(
     else:
         port = addresses.require_free_port(host, port)
         options = ["-dhtServer=1", f"-hostAddrs={addresses.at(host, port)}"]
-        if announce_host is not None:
-            options.append(f"-announceAddrs={addresses.at(announce_host, port)}")
+        if announce_hosts:
+            options.append(f"-announceAddrs={','.join(addresses.at(host, port) for host in announce_hosts)}")
     _import_hivemind()
     if identity_path is not None:
         options.append(f"-id={_libp2p_key(identity_path)}")
