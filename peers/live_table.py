@@ -16,6 +16,7 @@ from rich.text import Text
 from peers.view import PeerRow, SwarmView, TrainerRow
 
 _EVENTS_SHOWN = 5
+_LARGE_LAG_SECONDS = 0.2
 _STATE_STYLES = {
     "serving": "green", "joining": "yellow", "moving": "yellow", "leaving": "yellow", "unreachable": "red",
 }  # fmt: skip
@@ -82,17 +83,20 @@ def _peers(view: SwarmView) -> Table:
     has_devices = any(peer.device not in ("", "cpu") for row in view.stages for peer in row.peers)
     if has_devices:
         table.add_column("device")
-    for heading in ("samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed", "members"):
+    # Likewise: only one that is late matters.
+    has_lags = any(peer.loop_lag_seconds >= _LARGE_LAG_SECONDS for row in view.stages for peer in row.peers)
+    headings = ["samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed", "members"]
+    for heading in headings + ["lag"] * has_lags:
         table.add_column(heading, justify="right")
     for row in view.stages:
         for peer in row.peers:
-            table.add_row(str(row.stage), *_cells(peer, has_devices=has_devices))
+            table.add_row(str(row.stage), *_cells(peer, has_devices=has_devices, has_lags=has_lags))
         if row.stage in view.empty_stages:
             table.add_row(str(row.stage), Text("no peer", style="bold red"))
     return table
 
 
-def _cells(peer: PeerRow, *, has_devices: bool) -> list[RenderableType]:
+def _cells(peer: PeerRow, *, has_devices: bool, has_lags: bool) -> list[RenderableType]:
     return [
         escape(peer.name),
         Text(_state(peer), style=_STATE_STYLES.get(peer.state, "")),
@@ -101,6 +105,7 @@ def _cells(peer: PeerRow, *, has_devices: bool) -> list[RenderableType]:
         *map(str, (peer.queue_length, peer.round, peer.samples)),
         *map(str, (peer.forwards, peer.backwards, peer.rerouted_backwards)),
         f"{peer.members}/{peer.alive_peers}",
+        *([f"{peer.loop_lag_seconds:.1f} s"] if has_lags else []),
     ]
 
 

@@ -110,4 +110,5 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,
         exchange_seconds=last.exchange_seconds, wait_seconds=last.wait_seconds,
         contribution_norm=last.contribution_norm, moves=record.moves,
+        loop_lag_seconds=reply.loop_lag_seconds,
     )  # fmt: skip

@@ -42,6 +42,7 @@ from swarm.events import Events, Join
 from swarm.hop import Hop
 from swarm.identity import Identity
 from swarm.lookup import DirectoryServicer
+from swarm.loop_lag import LoopLag
 from swarm.model.stages import build_stage
 from swarm.out_of_memory import in_words, is_out_of_memory
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
@@ -182,6 +183,7 @@ class StageServer:
         self._averager: Averager
         self._health = _Health()
         self._news = StageNews(clock)
+        self._loop_lag = LoopLag(clock)
 
     @asynccontextmanager
     async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:
@@ -220,7 +222,8 @@ class StageServer:
                 self._stage.serving = True
                 self._state = PeerState.SERVING
                 self._events.write(Join())
-                background = [tasks.create_task(work) for work in (self._keep_announced(), self._watch_connections())]
+                works = self._keep_announced(), self._watch_connections(), self._loop_lag.run()
+                background = [tasks.create_task(work) for work in works]
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
                 yield self._endpoint
                 for task in (averaging, *background):
@@ -510,7 +513,7 @@ class StageServer:
             averaging=pb.AveragingCounters(
                 attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads
             ),
-            rounds=list(self._member.reports),
+            rounds=list(self._member.reports), loop_lag_seconds=self._loop_lag.seconds,
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
             device_bytes=_most_device_bytes(device),
         )  # fmt: skip

@@ -55,6 +55,8 @@ class PeerRow:
     """Of these, the ones that came to nothing, by reason."""
     downloads: int = 0
     """States it downloaded because it was behind."""
+    loop_lag_seconds: float = 0.0
+    """By how long its event loop was late at most, in the last minute or two: for so long it answered nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)

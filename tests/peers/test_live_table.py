@@ -34,6 +34,12 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
 
 
+def test_a_late_event_loop_is_shown_and_usual_ones_are_not() -> None:
+    for seconds, is_shown in ((0.19, False), (1.26, True)):
+        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, replace(PEER, loop_lag_seconds=seconds))),)))
+        assert ("lag" in drawn) == ("1.3 s" in drawn) == is_shown
+
+
 def test_devices_are_shown_unless_all_compute_on_the_cpu() -> None:
     on_cpu = replace(PEER, device="cpu")
     for peers, is_shown in ([on_cpu, PEER], False), ([on_cpu, replace(PEER, device="cuda:1")], True):

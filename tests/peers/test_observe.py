@@ -102,6 +102,14 @@ async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None
     assert (shown.peer_id, shown.name, shown.state) == (peer.peer_id, peer.record.name, "serving")
 
 
+async def test_how_late_a_peer_s_event_loop_was_is_shown() -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        peer = chain.peers[0]
+        peer.servicer._describe = partial(pb.DescribeReply, state="serving", loop_lag_seconds=0.75)
+        seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
+    assert json.loads(seen.to_json())["stages"][0]["peers"][0]["loop_lag_seconds"] == 0.75
+
+
 async def test_what_a_peer_computes_on_is_shown_whether_it_answers_or_not() -> None:
     """Older releases do not announce it."""
     async with running_chain(SYNCHRONOUS) as chain:

@@ -511,6 +511,7 @@ class DescribeReply(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     AVERAGING_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_SECONDS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -528,6 +529,8 @@ class DescribeReply(_message.Message):
     queue_length: _builtins.int
     resident_bytes: _builtins.int
     device_bytes: _builtins.int
+    loop_lag_seconds: _builtins.float
+    """By how long its event loop was late at most, in the last minute or two."""
     @_builtins.property
     def counters(self) -> Global___StageCounters: ...
     @_builtins.property
@@ -557,10 +560,11 @@ class DescribeReply(_message.Message):
         resident_bytes: _builtins.int = ...,
         device_bytes: _builtins.int = ...,
         averaging: Global___AveragingCounters | None = ...,
+        loop_lag_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
