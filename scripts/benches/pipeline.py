@@ -14,6 +14,7 @@ one repetition.
 
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +55,9 @@ class Options(BenchOptions):
     in every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
     microbatches: int = 0
     """Microbatches in a round, which is one optimizer step, with DiLoCo one inner and one outer step; 0: as many as
-    make 64 samples at 768 and 256 at 384, which takes about as long."""
-    warm_up: int = 2
-    """Rounds of the swarm before the first repetition."""
+    make 24 samples at 768 and 96 at 384, which takes half a minute or less on two slow cores."""
+    warm_up: int = 1
+    """Rounds of the swarm before the first repetition, whose trainer begins with one more that does not count."""
     steps: int = 1
     """Rounds that each repetition measures."""
     repetitions: int = 3
@@ -75,6 +76,7 @@ class Options(BenchOptions):
 
 def run(options: Options) -> dict[str, Any]:
     """Measure every width; gives the figures."""
+    started_at = time.monotonic()
     turns = {str(width): _measure(options, width) for width in options.d_model}
 
     def over(side: str) -> dict[str, paired.Ratio]:
@@ -87,6 +89,7 @@ def run(options: Options) -> dict[str, Any]:
         "setting": options.setting,
         "microbatches_per_round": {str(width): _num_microbatches(options, width) for width in options.d_model},
         "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
+        "seconds": time.monotonic() - started_at,
     }
 
 
@@ -99,7 +102,7 @@ def _microbatch_size(options: Options, d_model: int) -> int:
 
 
 def _num_microbatches(options: Options, d_model: int) -> int:
-    samples = 64 * (768 / d_model) ** 2
+    samples = 24 * (768 / d_model) ** 2
     return options.microbatches or max(1, round(samples / _microbatch_size(options, d_model)))
 
 
@@ -129,10 +132,14 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         folder = Path(name)
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
+        # All at once: each would have one core to itself while it imports torch and warms up.
         limit = [_whole_model(f"limit-{number}", 1, options.steps, children, folder) for number in range(2)]
         single = [_whole_model("single", 2, options.steps, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
+        for worker in (*limit, *single):
+            worker.until_stopped()
+        say(f"d_model {d_model}: the swarm warms up")
         if options.warm_up:
             swarm.train("warm-up", options.warm_up)
         rates = paired.in_turns(
@@ -152,9 +159,7 @@ def _whole_model(name: str, threads: int, steps: int, children: Supervisor, fold
     results = folder / name
     arguments = [str(folder / "run.toml"), str(results), str(threads), str(steps)]
     command = [sys.executable, "-m", "scripts.benches.sides.whole_model", *arguments]
-    worker = Worker(name, command, results, children)
-    worker.until_stopped()
-    return worker
+    return Worker(name, command, results, children)
 
 
 def _train_at_once(processes: Sequence[Worker], tokens: int) -> float:

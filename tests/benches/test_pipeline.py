@@ -24,7 +24,7 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], complaint: str)
 
 
 @pytest.mark.parametrize(
-    ("d_model", "num_layers", "microbatch_size", "round_samples"), [(384, 6, 8, 256), (768, 12, 4, 64)]
+    ("d_model", "num_layers", "microbatch_size", "round_samples"), [(384, 6, 8, 96), (768, 12, 4, 24)]
 )
 def test_a_width_has_its_layers_and_its_microbatches(
     d_model: int, num_layers: int, microbatch_size: int, round_samples: int
