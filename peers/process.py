@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, TypeVar
@@ -78,9 +79,24 @@ def setup_logging(name: str, level: LogLevel) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLineFormatter(name, tracebacks=level == "debug"))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    threading.excepthook = _log_shortage(threading.excepthook)
+    sys.unraisablehook = _log_shortage(sys.unraisablehook)
     # Other packages' notes are no news to the user of this one.
     for package in ("asyncio", "matplotlib", "urllib3", "hivemind", "wandb"):
         logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
+
+
+def _log_shortage(hook: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Python's hook for what a thread or a destructor raises, which prints a traceback, but for a lack of memory."""
+
+    def log(raised: Any) -> None:
+        if raised.exc_value is None or not is_out_of_memory(raised.exc_value):
+            hook(raised)
+            return
+        error = raised.exc_value
+        logging.getLogger(__name__).error("out of memory: no room for %s", what_was_asked(error), exc_info=error)
+
+    return log
 
 
 class _OneLineFormatter(logging.Formatter):

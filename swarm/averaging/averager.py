@@ -9,7 +9,8 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 from swarm.averaging import messages
@@ -40,6 +41,7 @@ from swarm.errors import (
     SwarmError,
 )
 from swarm.events import Events, NoEvents
+from swarm.out_of_memory import is_out_of_memory
 from swarm.rounds import RoundMember
 from swarm.rpc.address import check_address
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -322,14 +324,16 @@ class Averager:
         """Answer a call. Raises WrongRun, IncompatibleVersion, WrongStage, NotReady, MalformedMessage."""
         message: Any = request
         self._check(message.address)
-        reply: Reply = await self._handlers[method.name](request)
+        with self._ends_without_memory():
+            reply: Reply = await self._handlers[method.name](request)
         self._signal()
         return reply
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         """Answer as the owner of a part; see Participant.exchange."""
         self._check(opening.address)
-        return await self._participant.exchange(opening, pieces)
+        with self._ends_without_memory():
+            return await self._participant.exchange(opening, pieces)
 
     async def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
         """Answer a peer that is behind; see Donor.serve."""
@@ -436,6 +440,17 @@ class Averager:
                 self._suspect(PeerId(peer.peer_id), is_gone=isinstance(error, PeerUnavailable) and error.is_gone)
             raise
 
+    @contextmanager
+    def _ends_without_memory(self) -> Iterator[None]:
+        """Have `run` raise what is raised inside for want of memory: this peer would be left out round after round, and
+        whatever it computes would count for nobody."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._spawn(_raise(error))
+            raise
+
     def _suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
         self._roster.suspect(peer_id, is_gone=is_gone)
         self._signal()  # The others may have waited for it.
@@ -469,3 +484,7 @@ class Averager:
     def _check(self, address: Address) -> None:
         check_address(address, run_id=self._config.run_id, stage=self._own.stage)
         self._running()
+
+
+async def _raise(error: Exception) -> None:
+    raise error

@@ -119,9 +119,11 @@ def _sweep(place: Path) -> None:
 
 async def _await_ready(process: asyncio.subprocess.Process) -> None:
     assert process.stdout is not None
-    last_line = "it said nothing"
+    reason = "it said nothing"
     async for line in process.stdout:
         if line.startswith(b"Peer ID:"):
             return
-        last_line = line.decode(errors="replace").strip() or last_line
-    raise OSError(f"the DHT's process, p2pd, did not start: {last_line}")
+        reason = line.decode(errors="replace").strip() or reason
+        if reason.startswith("fatal error:"):
+            break  # Go's runtime, out of memory as a rule: what follows says where, and not why.
+    raise OSError(f"the DHT's process, p2pd, did not start: {reason}")

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +17,7 @@ from swarm.averaging.messages import lineage_after
 from swarm.averaging.participant import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
+from swarm.out_of_memory import is_out_of_memory
 from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
@@ -566,6 +567,42 @@ async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str)
         members[1].learn(3)
         await until(lambda: all(stage.round == 1 for stage in members[:2]))
         assert len(members[0].results[0].members) == 2
+
+
+def _is_out_of_memory(errors: ExceptionGroup[Exception]) -> bool:
+    _, others = errors.split(is_out_of_memory)
+    return others is None
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["the leader", "a member"])
+@pytest.mark.parametrize("method", ["Begin", "Average"])
+@in_virtual_time
+async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
+    method: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left out round after round, it would go on serving for nothing."""
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        poor, others = network.peers[peer_id(number)], stages(network, *({1, 2, 3} - {number}))
+
+        async def fail(_: Any) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        async def answer(method: Any, request: Any) -> Any:
+            try:
+                return await honest(method, request)
+            except RuntimeError:  # As the servicer answers.
+                raise PeerUnavailable("internal error: RuntimeError") from None
+
+        poor.averager._handlers[method], honest = fail, poor.averager.handle
+        monkeypatch.setattr(poor.averager, "handle", answer)
+        for index, stage in enumerate([*others, *stages(network, number)]):
+            stage.learn(2 * index, 2 * index + 1)
+        await until(lambda: poor.task is not None and poor.task.done())
+        with pytest.raises(ExceptionGroup, check=_is_out_of_memory):
+            await cast("asyncio.Task[None]", poor.task)
+        poor.task = asyncio.create_task(asyncio.sleep(0))  # The network would wait for it, and raise this again.
+        network.kill(number)
+        await until(lambda: all(stage.round >= 1 for stage in others))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""What daemons leave behind that were killed with their owner."""
+"""Daemons that do not start, and what those leave behind that were killed with their owner."""
 
 import os
 import socket
 from pathlib import Path
+
+import pytest
 
 from swarm.dht import daemon
 
@@ -34,3 +36,19 @@ def test_only_folders_where_nobody_listens_are_removed(tmp_path: Path) -> None:
         others.mkdir()
         daemon._sweep(tmp_path)
         assert [folder.exists() for folder in (alive, dead, empty, new, others)] == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        ("fatal error: failed to reserve page summary memory\n\nruntime stack:\n\tasm_amd64.s:349 +0x11c", "memory"),
+        ("some news\nlisten tcp4 0.0.0.0:1: bind: permission denied", "permission denied"),
+    ],
+    ids=["without memory", "otherwise"],
+)
+async def test_one_that_does_not_start_says_why_in_one_line(tmp_path: Path, says: str, reason: str) -> None:
+    program = tmp_path / "p2pd"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\nexit 2\n")
+    program.chmod(0o700)
+    with pytest.raises(OSError, match=rf"^the DHT's process, p2pd, did not start: [^\n]*{reason}$"):
+        await daemon.launch(program, [])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -217,3 +218,21 @@ def test_child_dies_with_its_parent() -> None:
     parent.kill()
     parent.communicate()
     wait_until_gone(child)
+
+
+def test_a_thread_that_ends_for_want_of_memory_is_one_line(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    process.setup_logging("peer-1", "info")
+
+    def end(error: Exception) -> str:
+        thread = threading.Thread(target=_raise, args=[error])
+        thread.start()
+        thread.join()
+        return capsys.readouterr().err
+
+    (line,) = end(MemoryError()).splitlines()
+    assert "peer-1 ERROR: out of memory: no room for what was needed" in line
+    assert "Traceback" in end(KeyError("a bug")), "which is to be found"
