@@ -81,8 +81,8 @@ ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0 && ip l
 ip link add eth0 type veth peer name far && ip addr add 198.18.0.2/24 dev eth0
 ip link add vpn type veth peer name farther && ip addr add 10.9.0.7/24 dev vpn
 for name in eth0 far vpn farther; do ip link set $name up; done
-ip route add default via 198.18.0.1
 """
+DEFAULT_ROUTE = "ip route add default via 198.18.0.1"
 ASK = """
 import json, sys
 from peers.own_addresses import own_hosts
@@ -94,13 +94,22 @@ print(json.dumps(own_hosts("0.0.0.0", sys.argv[1:])))
     sys.platform != "linux" or not (shutil.which("unshare") and shutil.which("ip")), reason="needs unshare and ip"
 )
 @pytest.mark.parametrize(
-    ("initial_peers", "first"), [([], "198.18.0.2"), (["10.9.0.1"], "10.9.0.7"), (["172.17.0.5"], "198.18.0.2")]
+    ("initial_peers", "route", "first"),
+    [
+        ([], DEFAULT_ROUTE, "198.18.0.2"),
+        (["10.9.0.1"], DEFAULT_ROUTE, "10.9.0.7"),
+        (["172.17.0.5"], DEFAULT_ROUTE, "198.18.0.2"),
+        (["198.18.0.5"], "", "198.18.0.2"),
+        (["172.17.0.5", "10.9.0.1"], "", "10.9.0.7"),
+    ],
 )
-def test_in_a_network_of_its_own_the_kernel_s_routes_decide(initial_peers: Sequence[str], first: str) -> None:
+def test_in_a_network_of_its_own_the_kernel_s_routes_decide(
+    initial_peers: Sequence[str], route: str, first: str
+) -> None:
     addresses = [f"/ip4/{peer}/tcp/4001/p2p/Qm" for peer in initial_peers]
+    script = f'{NETWORK}\n{route}\nexec "$@"'
     result = subprocess.run(
-        ["unshare", "--net", "--map-root-user", "sh", "-ec", f'{NETWORK}\nexec "$@"', "sh", sys.executable, "-c", ASK,
-         *addresses],
+        ["unshare", "--net", "--map-root-user", "sh", "-ec", script, "sh", sys.executable, "-c", ASK, *addresses],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     if result.returncode != 0 and "unshare failed" in result.stderr + result.stdout:
