@@ -37,7 +37,7 @@ GPU_SHARE, RAM_SHARE = 0.5, 0.25
 """Of the memory that is free once a stage's weights and optimizer have theirs, what its graphs may take. The rest of a
 GPU is for one microbatch's computing; RAM is others' as well, and the system kills a process that takes too much."""
 ASKING_SECONDS = 60.0
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,18 +168,27 @@ def here(device: "torch.device") -> Device:
 
 def free_ram_bytes() -> int:
     """What this process may still take of the machine's memory, of its container's, and of its own limit."""
-    free = [psutil.virtual_memory().available, _free_in_cgroup()]
+    free = [psutil.virtual_memory().available, _free_in_cgroups()]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         free.append(limit - psutil.Process().memory_info().vms)
     return int(min(free))
 
 
-def _free_in_cgroup() -> float:
-    """What a container's limit leaves; infinite without one. Of version 2, and of the group that the container sees."""
+def _free_in_cgroups() -> float:
+    """What the limits of a container, a service or a cluster's job leave (version 2); infinite without any."""
+    own = _CGROUPS
+    with contextlib.suppress(OSError):
+        own /= _OWN_CGROUP.read_text().partition("::")[2].strip().lstrip("/")
+    return min(_free_in_cgroup(folder) for folder in (own, *own.parents))
+
+
+def _free_in_cgroup(folder: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        return max(0, limit - int((_CGROUP / "memory.current").read_text()))
+        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # Pages of files are given up when memory is short.
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(statistics.get("inactive_file", "0")))
     return math.inf
 
 

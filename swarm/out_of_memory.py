@@ -10,7 +10,7 @@ import re
 
 _WORDS = (
     "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "bad_alloc",
-    "can't start new thread", "failed to map segment",
+    "alloc_failed", "can't start new thread", "failed to map segment",
 )  # fmt: skip
 """In small letters. The last two: a thread needs memory for its stack, and a library a place for its code."""
 _SIZE = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]i?B)?", re.IGNORECASE)

@@ -23,6 +23,7 @@ def _of_torch() -> RuntimeError:
         (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), "what was needed"),
         (RuntimeError("CUDA error: out of memory"), "what was needed"),
         (RuntimeError("std::bad_alloc"), "what was needed"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "what was needed"),
         (RuntimeError("can't start new thread"), "another thread"),
         (MemoryError(), "what was needed"),
         (MemoryError("Unable to allocate 7.45 GiB for an array with shape (1000000000,)"), "7.45 GiB"),

@@ -87,15 +87,24 @@ def test_this_machine_is_asked_in_a_process_of_its_own() -> None:
 def test_the_ram_that_is_free_is_the_least_of_what_the_limits_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_CGROUP", tmp_path)
+    def limit(folder: Path, most: str) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text("1000000\n")
+        (folder / "memory.stat").write_text("anon 600000\ninactive_file 400000\n")
+
+    monkeypatch.setattr(devices, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(devices, "_OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job/step\n")
     of_machine = free_ram_bytes()
     assert of_machine > 0
-    (tmp_path / "memory.max").write_text("max\n")
+    limit(tmp_path / "job", "max")
     assert free_ram_bytes() == pytest.approx(of_machine, rel=0.5)
-    (tmp_path / "memory.max").write_text("3000000\n")
-    (tmp_path / "memory.current").write_text("1000000\n")
-    assert free_ram_bytes() == 2_000_000
-    assert here(torch.device("cpu")) == Device(name="cpu", free_bytes=2_000_000)
+    limit(tmp_path / "job", "3000000")
+    assert free_ram_bytes() == 2_400_000
+    limit(tmp_path / "job" / "step", "2000000")
+    assert free_ram_bytes() == 1_400_000
+    assert here(torch.device("cpu")) == Device(name="cpu", free_bytes=1_400_000)
 
 
 @pytest.mark.parametrize(
