@@ -171,6 +171,9 @@ class DataConfig:
     """Field of the Hugging Face dataset that holds the text."""
     tokenizer: str = "bytes"
     """`bytes`, or the path of a tokenizer.json."""
+    tokenizer_identity: str = ""
+    """`bytes`, or the SHA-256 of the tokenizer.json; the first peer fills it in. A trainer may have its copy at another
+    path, but it has to be this one."""
     max_tokens: int = 0
     """Use at most this many tokens of the corpus; 0 means all."""
     sequence_length: int = 128
@@ -183,9 +186,6 @@ class DataConfig:
     """Order of the microbatches, initial weights and dropout all follow from it."""
     digest: str = ""
     """SHA-256 of the tokens and the tokenizer; the first peer fills it in."""
-    tokenizer_identity: str = ""
-    """`bytes`, or the SHA-256 of the tokenizer.json; the first peer fills it in. A trainer may have its copy at another
-    path, but it has to be this one."""
 
     def __post_init__(self) -> None:
         _require_usable("data", self)

@@ -195,6 +195,13 @@ def test_a_mismatch_names_the_field_and_both_values() -> None:
         config.check_same(RunConfig(), RunConfig(data=DataConfig(seed=1)))
 
 
+def test_another_tokenizer_is_named_before_the_text_that_it_makes() -> None:
+    ours = DataConfig(tokenizer="x.json", tokenizer_identity="ab" * 32, digest="cd" * 32)
+    theirs = dataclasses.replace(ours, tokenizer_identity="ef" * 32, digest="01" * 32)
+    with pytest.raises(ConfigMismatch, match=r"^data.tokenizer_identity is 'abab"):
+        config.check_same(RunConfig(data=ours), RunConfig(data=theirs))
+
+
 def test_equal_configurations_agree() -> None:
     config.check_same(RunConfig(), RunConfig())
 

@@ -185,7 +185,7 @@ def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> No
     for path, reason in sorted(skipped.items())[:_MOST_NAMED]:
         logger.warning("skipped %s: %s", path, reason)
     if skipped:
-        logger.warning("%d of the %d files of %s were skipped", len(skipped), num_files, dataset)
+        logger.warning("skipped %d of the %d files of %s", len(skipped), num_files, dataset)
 
 
 def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:

@@ -114,7 +114,7 @@ def _add_what_is_no_text(folder: Path) -> list[str]:
         f"skipped {folder}/broken.txt: No such file or directory",
         f"skipped {folder}/image.txt: a NUL character at byte 3",
         f"skipped {folder}/latin.txt: not UTF-8 at byte 240002",
-        f"3 of the {NUM_FILES + 3} files of {folder} were skipped",
+        f"skipped 3 of the {NUM_FILES + 3} files of {folder}",
     ]
 
 
@@ -144,7 +144,7 @@ def test_of_many_skipped_files_some_are_named_and_all_are_counted(
         (folder / f"{number}.png").write_bytes(b"\x89PNG")
     corpora.prepare(_config(folder), cache_dir=cache)
     assert len(caplog.messages) == 21
-    assert caplog.messages[-1] == f"50 of the {NUM_FILES + 50} files of {folder} were skipped"
+    assert caplog.messages[-1] == f"skipped 50 of the {NUM_FILES + 50} files of {folder}"
 
 
 def test_a_name_that_no_line_can_hold(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:

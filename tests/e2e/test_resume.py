@@ -123,6 +123,9 @@ def test_a_stopped_run_goes_on_in_any_number_of_stages(
     losses = swarm.train("second", END - STOP)
     assert [row["step"] for row in swarm.steps("second")] == list(range(STOP + 1, END + 1))
     _assert_same(losses, swarm.wait_for_round(END, num_stages), uninterrupted)
+    for peer in swarm.peers:
+        said = f"stages.num_stages: 3 before, {num_stages} now" in peer.child.log.read_text(encoding="utf-8")
+        assert said == (num_stages != 3)
     swarm.kill_all()
 
 
