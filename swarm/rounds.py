@@ -37,6 +37,21 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How a member gets on with its work.
+
+    Attributes:
+        quiet_seconds: since it last finished a piece of it.
+        longest_seconds: that a piece has taken so far.
+        num_bytes: of its parameters: what closing has to pass through.
+    """
+
+    quiet_seconds: float
+    longest_seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Contribution:
     """What a member brings to a round's average.
 
@@ -128,10 +143,17 @@ def known(digest: str) -> "asyncio.Future[str]":
 
 
 class RoundMember(Protocol):
-    """A stage as its group sees it. Calls never overlap, but for `progress` and `snapshot`: these come at any time."""
+    """A stage as its group sees it.
+
+    Calls never overlap, but for `progress`, `pace` and `snapshot`: these come at any time.
+    """
 
     def progress(self) -> Progress:
         """Where the member is now."""
+        ...
+
+    def pace(self) -> Pace:
+        """How it gets on."""
         ...
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:

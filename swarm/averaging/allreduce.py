@@ -59,8 +59,12 @@ class Average:
 class AllReduceTransport(Protocol):
     """How a member reaches another one."""
 
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
         """Send a part (or nothing) and wait for what comes back, `reply_bytes` long.
+
+        Args:
+            waits: whether the peer itself has to wait for other members before it can answer. One that has not may
+                not be silent for long.
 
         Raises:
             MemberFailed: the peer says that another member failed.
@@ -171,7 +175,7 @@ async def gather(
             seconds = OWNER_PATIENCE * timeout_seconds
             try:
                 async with asyncio.timeout(seconds):
-                    payload = await transport.exchange(peer_id, b"", codec.num_bytes(num_elements))
+                    payload = await transport.exchange(peer_id, b"", codec.num_bytes(num_elements), waits=False)
             except TimeoutError:
                 raise _late(peer_id, seconds, own_id) from None
             decoded[peer_id] = await asyncio.to_thread(decode_bounded, codec, payload.encoded, num_elements)

@@ -10,9 +10,12 @@ from contextlib import asynccontextmanager
 from swarm.averaging.allreduce import AllReduceTransport, Average
 from swarm.averaging.exchange import Closed, Exchanges
 from swarm.averaging.group import Ballot, Refused
-from swarm.averaging.reduction import HandOut, Payload, Reduction
+from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Shares
+from swarm.averaging.timing import Timing
+from swarm.clock import Clock
 from swarm.compression.buffers import Received
+from swarm.rpc.wire import CHUNK_BYTES
 
 
 class Attempt:
@@ -23,11 +26,19 @@ class Attempt:
         began_at: by the member's clock.
     """
 
-    def __init__(self, *, ballot: Ballot, closed: Closed, began_at: float, exchanges: Exchanges) -> None:
+    def __init__(
+        self, *, ballot: Ballot, own_id: str, closed: Closed, began_at: float, exchanges: Exchanges, clock: Clock,
+        timing: Timing,
+    ) -> None:  # fmt: skip
         self.ballot = ballot
+        self._own_id = own_id
         self.closed = closed
         self.began_at = began_at
         self._exchanges = exchanges
+        self._clock = clock
+        self._timing = timing
+        self._heard_at: dict[str, float] = {}
+        """When a piece of each member's part came last."""
         self._shares = Shares(())
         self._side: asyncio.Future[Reduction | HandOut] = asyncio.get_running_loop().create_future()
         """This member's side of the exchange. Comes with Average; others may be quicker than the leader's call."""
@@ -52,10 +63,35 @@ class Attempt:
         side = self._side.result()
         try:
             async with self._ends_with_attempt(timeout_seconds):
-                return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
+                watching = asyncio.create_task(self._watch(side))
+                try:
+                    return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
+                finally:
+                    watching.cancel()
         except TimeoutError:
             reason = self._end or f"it took longer than {timeout_seconds:.1f} s"
             raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
+
+    def silence_seconds(self) -> float:
+        """For how long nothing may come from a member, however slow its line and its processor are.
+
+        Messages of its parts go to all owners in turn; before the first one it has a whole vector to encode.
+        """
+        vector_D, timing = self.closed.vector_D, self._timing
+        turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
+        return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
+
+    async def _watch(self, side: Reduction | HandOut) -> None:
+        """Name a member that answers, and sends nothing."""
+        began_at, seconds = self._clock.monotonic(), self.silence_seconds()
+        while side.missing:
+            await self._clock.sleep(self._timing.heartbeat_seconds)
+            for peer_id in side.missing:
+                last_at = max(began_at, self._heard_at.get(peer_id, began_at))
+                if peer_id != self._own_id and self._clock.monotonic() - last_at > seconds:
+                    reason = f"nothing of its contribution came for {seconds:.1f} s"
+                    side.fail(MemberFailed(peer_id, reason, noticed_by=self._own_id))
+                    return
 
     async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
         """Take another member's part and answer with the sum, or hand out this member's contribution.
@@ -65,7 +101,11 @@ class Attempt:
             MemberFailed: there will be no answer.
             MalformedMessage: more bytes than the part has, or no member.
         """
-        side = await asyncio.shield(self._side)
+        try:
+            async with asyncio.timeout(self.silence_seconds()):
+                side = await asyncio.shield(self._side)
+        except TimeoutError:
+            raise Refused("the leader has not named the members here") from None
         if shares_digest != self._shares.digest:
             raise Refused("the member lists differ")
         num_bytes = side.num_bytes_from(peer_id)
@@ -74,19 +114,20 @@ class Attempt:
             raise Refused(f"{peer_id} is sending its part already")
         self._sending.add(peer_id)
         try:
-            received = await self._receive(num_bytes, pieces)
+            received = await self._receive(peer_id, num_bytes, pieces)
             if peer_id in side.missing:
                 await side.add(peer_id, received.whole())
         finally:
             self._sending.discard(peer_id)
         return await side.result()
 
-    async def _receive(self, num_bytes: int, pieces: AsyncIterator[bytes]) -> Received:
+    async def _receive(self, peer_id: str, num_bytes: int, pieces: AsyncIterator[bytes]) -> Received:
         try:
             async with self._ends_with_attempt(None):
                 received = Received(num_bytes)
                 async for piece in pieces:
                     received.add(piece)
+                    self._heard_at[peer_id] = self._clock.monotonic()
         except TimeoutError:
             raise Refused(f"attempt {self.ballot.attempt} was given up: {self._end}") from None
         return received

@@ -1,7 +1,7 @@
 """A leader's duties: one attempt at committing a round.
 
-    Begin to all -> (an earlier result may have been decided: take that) or Average to all -> Barrier with the
-    other stages -> Commit to all; or, before anything is decided, Abort to all
+    Begin to all, and again to those that are still closing -> (an earlier result may have been decided: take that) or
+    Average to all -> Barrier with the other stages -> Commit to all; or, before anything is decided, Abort to all
 
 Used by averaging/averager, which decides when to try. A result is decided once every member of its exchange
 has prepared it; from then on it is never aborted, by no leader. Never touches tensors.
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 MOST_THROUGH_ONE = 8
 """Members of whom one may sum everything, for want of lines between the others: it carries all that they send."""
+_TELL_OF_CLOSING_SECONDS = 10.0
 SLOW = DeadlineExceeded, Overloaded
 """Of these errors, the first ones only double the deadlines."""
 
@@ -72,13 +73,14 @@ class Decision:
 class LeaderTimes:
     """What attempts took, last and in all."""
 
-    begin_seconds: float = 0.0
     average_seconds: float = 0.0
     commit_seconds: float = 0.0
     total_exchange_seconds: float = 0.0
     total_barrier_seconds: float = 0.0
     num_timeouts: int = 0
     """In a row; every one doubles the deadlines, up to 8 times."""
+    told_of_closing_at: float = -math.inf
+    """When the log said last who is still closing."""
 
 
 @dataclass(eq=False)
@@ -104,6 +106,8 @@ class Leader:
     decided: Callable[[], None] = lambda: None
     round_through_one: int | None = None
     """The round in which a line between two members failed: they exchange through this peer alone."""
+    vector_bytes: int = 0
+    """Of a contribution in float32, as far as one was exchanged."""
     times: LeaderTimes = field(default_factory=LeaderTimes)
     codec: Codec = field(init=False)
 
@@ -149,11 +153,7 @@ class Leader:
                 standing=messages.pack_standing(standing), drop_gaps=messages.pack_indices(drop),
             )  # fmt: skip
 
-        started_at = self.clock.monotonic()
-        timeout_seconds = self._deadline(self.timing.begin_seconds, self.times.begin_seconds)
-        first = {peer: request(spare_doubles.get(peer, ())) for peer in members}
-        answers = await self.broadcast(members, BEGIN, first, timeout_seconds)
-        replies = {peer: _checked(reply) for peer, reply in answers.items()}
+        replies = await self._close(members, {peer: request(spare_doubles.get(peer, ())) for peer in members})
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
@@ -170,13 +170,9 @@ class Leader:
         if unfinished(begun) is None:
             if self.config.rounds.synchronous:
                 drops = duplicates(begun)
-                again = {peer: members[peer] for peer in drops}
-                requests = {peer: request(drop) for peer, drop in drops.items()}
-                sizes = {peer: len(messages.unpack_indices(begun[peer].committed_gaps)) for peer in drops}
-                most = max((min(len(drop), sizes[peer] - len(drop)) for peer, drop in drops.items()), default=0)
-                timeout_seconds += self.timing.drop_seconds * most
-                for peer, answer in (await self.broadcast(again, BEGIN, requests, timeout_seconds)).items():
-                    reply = _checked(answer)
+                # What is left they may have to compute again, a microbatch at a time.
+                again = await self._close(members, {peer: request(drop) for peer, drop in drops.items()})
+                for peer, reply in again.items():
                     if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                         raise self._failure("a member could not drop a duplicate", {peer: reply})
                     begun[peer] = reply
@@ -190,14 +186,48 @@ class Leader:
             if self.config.rounds.synchronous and num_samples != self.config.rounds.round_samples:
                 # Nobody may find out by the weights that something is in a sum and not among the ids, or twice.
                 raise self._failure(f"{num_samples} samples were contributed to a round of another size", unreached)
-        if not slow:
-            self.times.begin_seconds = self.clock.monotonic() - started_at
         return begun
+
+    async def _close(
+        self, members: Members, requests: dict[PeerId, pb.BeginRequest]
+    ) -> dict[PeerId, pb.BeginReply | SwarmError]:
+        """Have members close, and wait for as long as those that are still at it get on with it."""
+        started_at = self.clock.monotonic()
+        timeout_seconds = self._deadline(self.timing.begin_seconds, 0.0)
+        wait_seconds = min(self.timing.closing_seconds, timeout_seconds / 2)
+        for request in requests.values():
+            request.wait_seconds = wait_seconds
+        answers: dict[PeerId, pb.BeginReply | SwarmError] = {}
+        waiting = dict(requests)
+        while waiting:
+            asked, asked_at = {peer: members[peer] for peer in waiting}, self.clock.monotonic()
+            for peer, answer in (await self.broadcast(asked, BEGIN, waiting, timeout_seconds)).items():
+                reply = _checked(answer)
+                if isinstance(reply, pb.BeginReply) and reply.HasField("closing"):
+                    closing, seconds = reply.closing, self.clock.monotonic() - started_at
+                    allowed_seconds = timeout_seconds + 3 * closing.expected_seconds
+                    if closing.quiet_seconds <= allowed_seconds and seconds <= self.timing.max_closing_seconds:
+                        continue
+                    reply = DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")
+                del waiting[peer]
+                answers[peer] = reply
+                if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):
+                    # There will be another attempt, which joins what the others have begun.
+                    return answers
+            if not waiting:
+                break
+            # Somebody may answer at once that it is still at it.
+            await self.clock.sleep(max(0.0, asked_at + wait_seconds - self.clock.monotonic()))
+            if self.clock.monotonic() - self.times.told_of_closing_at >= _TELL_OF_CLOSING_SECONDS:
+                self.times.told_of_closing_at = self.clock.monotonic()
+                logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
+        return answers
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
         started_at = self.clock.monotonic()
         through_one = standing.round == self.round_through_one and self._can_sum_all(begun)
         shares = self._shares(begun, only_owner=self.own_id if through_one else None)
+        self.vector_bytes = 4 * shares.num_elements
         # There and back at every member, at worst all of it over one line.
         num_times = 2 * (len(begun) - 1) if through_one else 4
         num_bytes = num_times * self.codec.num_bytes(shares.num_elements)
@@ -370,7 +400,8 @@ class Leader:
 
     async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
         started_at = self.clock.monotonic()
-        timeout_seconds = self._deadline(self.timing.commit_seconds, self.times.commit_seconds)
+        floor = self.timing.commit_seconds + self.vector_bytes / self.timing.work_bytes_per_second
+        timeout_seconds = self._deadline(floor, self.times.commit_seconds)
         replies = await self.broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
             # What a deadline has cut off says nothing; the deadlines that followed from it would grow round by round.
@@ -396,7 +427,7 @@ class Leader:
 
 def _checked(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
     """An answer, or that it makes no sense."""
-    if isinstance(reply, SwarmError) or reply.HasField("refusal"):
+    if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("closing"):
         return reply
     try:
         messages.unpack_indices(reply.committed_gaps)

@@ -7,6 +7,7 @@ to the exchange. Applies nothing but committed results, each once. Never decides
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from swarm.averaging import messages, results
 from swarm.averaging.allreduce import AllReduceTransport, Average
 from swarm.averaging.attempt import Attempt
+from swarm.averaging.closing import Closing
 from swarm.averaging.donor import Donor
 from swarm.averaging.exchange import Exchanges
 from swarm.averaging.feedback import Residual
@@ -83,6 +85,8 @@ class Participant:
         self._events = events
         self._lock = asyncio.Lock()
         """Held by whatever calls the stage."""
+        self._closing: Closing | None = None
+        """In this round, until it is opened again; may go on while nobody holds the lock."""
         self._attempt: Attempt | None = None
         self._result: _Result | None = None
         self._state_digest: asyncio.Future[str] | None = None
@@ -100,9 +104,18 @@ class Participant:
     # -- first phase -------------------------------------------------------------------------------------------------
 
     async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
-        """Promise the attempt and close the contribution. Raises MalformedMessage for another leader's attempt."""
+        """Promise the attempt and close the contribution, or say how far that is.
+
+        Cancelled, it leaves the closing to go on. Raises MalformedMessage for another leader's attempt.
+        """
         ballot = messages.own_ballot(request)
-        async with self._lock:
+        gives_up_at = self._clock.monotonic() + max(0.0, min(request.wait_seconds, self._timing.begin_seconds))
+        try:
+            async with asyncio.timeout(gives_up_at - self._clock.monotonic()):
+                await self._lock.acquire()
+        except TimeoutError:  # As while a commit waits for the compute thread.
+            return self._still_closing()
+        try:
             try:
                 if self.is_catching_up:
                     raise Refused("this member is catching up")
@@ -112,16 +125,26 @@ class Participant:
             except Refused as refused:
                 return pb.BeginReply(refusal=self._refusal(refused))
             self._end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
-            began_at = self._clock.monotonic()
-            contribution = await self._member.close(self.group.round, drop=messages.unpack_indices(request.drop_gaps))
-            closed = await self._exchanges.close(contribution)
+            closing = self._join_closing(frozenset(messages.unpack_indices(request.drop_gaps)))
+        finally:
+            self._lock.release()
+        if not await closing.wait(max(0.0, gives_up_at - self._clock.monotonic())):
+            return self._still_closing()
+        async with self._lock:
+            if closing is not self._closing or self.group.active != ballot:
+                return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
+            closed = closing.closed
+            contribution = closed.contribution
             self._events.write(
                 Begin(
                     round=self.group.round, lineage=self.standing.lineage, attempt=ballot.attempt,
                     leader=ballot.leader_id,
                 )
             )  # fmt: skip
-            self._attempt = Attempt(ballot=ballot, closed=closed, began_at=began_at, exchanges=self._exchanges)
+            self._attempt = Attempt(
+                ballot=ballot, own_id=self._own_id, closed=closed, began_at=closing.began_at,
+                exchanges=self._exchanges, clock=self._clock, timing=self._timing,
+            )  # fmt: skip
             return pb.BeginReply(
                 num_samples=contribution.num_samples, round_samples=contribution.round_samples,
                 committed_gaps=messages.pack_indices(contribution.committed),
@@ -130,6 +153,47 @@ class Participant:
                 bytes_per_second=self._exchanges.bytes_per_second,
                 spare_gaps=messages.pack_indices(contribution.spare),
             )  # fmt: skip
+
+    def _join_closing(self, drop: frozenset[int]) -> Closing:
+        """What an earlier attempt has begun, or has frozen, if it is the same; else a new one."""
+        before = self._closing
+        if before is None or before.drop != drop:
+            self._closing = Closing(drop=drop, began_at=self._clock.monotonic())
+            self._spawn(self._close(self._closing, before))
+            return self._closing
+        return before
+
+    async def _close(self, closing: Closing, before: Closing | None) -> None:
+        if before is not None:
+            await before.wait()
+        failed = False
+        try:
+            contribution = await self._member.close(self.group.round, drop=closing.drop)
+            closing.end(await self._exchanges.close(contribution))
+        except Exception as error:  # noqa: BLE001 - it belongs to the attempts that wait for it
+            logger.warning("the contribution could not be closed: %s", error)
+            closing.end(error)
+            failed = True
+        async with self._lock:
+            if closing is self._closing and (failed or self.group.active is None):
+                # The attempts that wanted it are over.
+                await self._member.reopen(self.group.round)
+                self._closing = None
+
+    async def _end_of_closing(self) -> None:
+        """Wait until nothing is being frozen: calls of the stage never overlap."""
+        if self._closing is not None:
+            await self._closing.wait()
+
+    def _still_closing(self) -> pb.BeginReply:
+        pace, now = self._member.pace(), self._clock.monotonic()
+        waited_seconds = now - self._closing.began_at if self._closing is not None else math.inf
+        expected_seconds = max(pace.longest_seconds, pace.num_bytes / self._timing.work_bytes_per_second)
+        return pb.BeginReply(
+            closing=pb.Closing(
+                quiet_seconds=min(pace.quiet_seconds, waited_seconds), expected_seconds=expected_seconds
+            )
+        )  # fmt: skip
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
         """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt.
@@ -141,7 +205,7 @@ class Participant:
         try:
             async with self._lock:
                 attempt = self._join(request, ballot, shares)
-            average, seconds = await attempt.exchange(self._others(request), request.timeout_seconds)
+            average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
             # Before it is prepared: should this call end here with its leader, there may be nobody else who has it.
             await self._shared.offer(request.round, average.digest, result.round_result.tensors)
@@ -172,7 +236,7 @@ class Participant:
         attempt.open(shares)
         return attempt
 
-    def _others(self, request: pb.AverageRequest) -> AllReduceTransport:
+    def _others(self, request: pb.AverageRequest, attempt: Attempt) -> AllReduceTransport:
         opening = pb.ExchangeOpen(
             address=self._address, peer_id=self._own_id, round=request.round, ballot=request.ballot,
             shares_digest=self.group.shares_digest,
@@ -180,7 +244,7 @@ class Participant:
         records = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
         return _Others(
             transport=self._transport, records=records, opening=opening, timeout_seconds=request.timeout_seconds,
-            clock=self._clock, timing=self._timing,
+            silence_seconds=attempt.silence_seconds(), clock=self._clock, timing=self._timing,
         )  # fmt: skip
 
     def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> _Result:
@@ -259,6 +323,7 @@ class Participant:
             except Refused as refused:
                 return refused
             self._end_exchange("the round was committed")
+            await self._end_of_closing()
             tensors = dict(kept.round_result.tensors)
             if self._shared.is_due(round_number):
                 try:
@@ -332,6 +397,7 @@ class Participant:
     async def _install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> IntegrityError | None:
         async with self._lock:
             self._end_exchange("a newer state was downloaded")
+            await self._end_of_closing()
             try:
                 await self._member.install(snapshot, carry=self._gave_nothing_until(snapshot, outcomes))
             except IntegrityError as unfit:
@@ -374,6 +440,7 @@ class Participant:
             if committed.before != self.standing or not self.is_sound:
                 return None
             self._end_exchange("the round was committed without this member")
+            await self._end_of_closing()
             # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
             contribution = await self._member.close(self.standing.round, drop=())
             try:
@@ -397,7 +464,7 @@ class Participant:
             self.is_sound = (ours, reached) == (theirs, committed.after)
             if not self.is_sound:
                 self.group.install(committed.before.round)
-                self._attempt = self._result = None
+                self._attempt = self._result = self._closing = None
                 self._donor.jumped()
                 return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
             self.group.install(reached.round)
@@ -417,7 +484,7 @@ class Participant:
         self.outcomes |= {outcome.round: outcome for outcome in outcomes}
         for round_number in sorted(self.outcomes)[: -self._num_kept]:
             del self.outcomes[round_number]
-        self._attempt = self._result = None
+        self._attempt = self._result = self._closing = None
         self.standing = messages.standing_of(self._member.progress())
         self._moved()
 
@@ -430,7 +497,10 @@ class Participant:
         self._attempt = None
         if self.group.prepared is None:
             self._result = None
-        await self._member.reopen(self.group.round)
+        if self._closing is None or self._closing.is_over:
+            self._closing = None
+            await self._member.reopen(self.group.round)
+        # Else it goes on, for the next attempt; if there is none by its end, the round is opened then.
 
     def _end_exchange(self, reason: str) -> None:
         if self._attempt is not None:
@@ -450,10 +520,11 @@ class _Others:
     records: dict[str, PeerRecord]
     opening: pb.ExchangeOpen
     timeout_seconds: float
+    silence_seconds: float
     clock: Clock
     timing: Timing
 
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
         peer = self.records[peer_id]
         silence: list[str] = []
 
@@ -470,8 +541,9 @@ class _Others:
                 watching = asyncio.create_task(watch(scope))
                 try:
                     return await self.transport.exchange(
-                        peer, self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds
-                    )
+                        peer, self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds,
+                        silence_seconds=None if waits else self.silence_seconds,
+                    )  # fmt: skip
                 finally:
                     watching.cancel()
                     del watching, scope  # Likewise.

@@ -32,9 +32,13 @@ class Timing:
     max_exclusion_seconds: float = 60.0
     """Longest time for that."""
     begin_seconds: float = 3.0
-    """Least deadline for closing a contribution."""
-    drop_seconds: float = 2.0
-    """More of it for each microbatch that a member has to compute again, to take some out of its contribution."""
+    """Least time for which a member that closes its contribution may finish no piece of that work."""
+    closing_seconds: float = 1.0
+    """After so long a member that is still closing says how it gets on."""
+    max_closing_seconds: float = 600.0
+    """Longest time for closing, whatever a member says."""
+    work_bytes_per_second: float = 5e7
+    """The slowest machine that is waited for while it copies, encodes or applies what it holds."""
     average_seconds: float = 10.0
     """Least deadline for an exchange."""
     bytes_per_second: float = 1e6
@@ -50,7 +54,7 @@ class Timing:
     shared_seconds: float = 60.0
     """How long another stage's average of a shared block is asked for."""
     silence_seconds: float = 15.0
-    """Longest wait for the next piece of a snapshot."""
+    """Longest wait for the next piece of a snapshot, or of an exchange."""
     retry_seconds: float = 0.2
     """Wait before asking another stage again, and before the first repeated attempt but one."""
     max_retry_seconds: float = 5.0

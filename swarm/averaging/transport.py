@@ -61,9 +61,14 @@ class Transport(Protocol):
         ...
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> Payload:
-        """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames somebody."""
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        silence_seconds: float | None = None,
+    ) -> Payload:  # fmt: skip
+        """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames somebody.
+
+        Args:
+            silence_seconds: longest wait for the next piece; None where there is no telling.
+        """
         ...
 
     def download(
@@ -128,8 +133,9 @@ class GrpcTransport:
         return reply
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> Payload:
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        silence_seconds: float | None = None,
+    ) -> Payload:  # fmt: skip
         upload_seconds = 0.0
 
         async def requests() -> AsyncIterator[pb.ExchangeRequest]:
@@ -147,7 +153,12 @@ class GrpcTransport:
         stub: Any = self._stub(peer, bulk=True)
         call = stub.Exchange(requests(), timeout=timeout_seconds)
         try:
-            async for reply in call:
+            replies = aiter(call)
+            while True:
+                async with asyncio.timeout(silence_seconds):
+                    reply = await anext(replies, None)
+                if reply is None:
+                    break
                 match reply.WhichOneof("message"):
                     case "failure":
                         failure = reply.failure
@@ -156,6 +167,8 @@ class GrpcTransport:
                         squared_norm = reply.reduced.squared_norm
                     case _:
                         encoded.add(reply.data)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing came from {peer.peer_id} for {silence_seconds} s") from None
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         finally:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from swarm.events import Close, Commit, Events, Install, NoEvents, State, ranges
-from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, known
+from swarm.rounds import Contribution, Pace, Progress, RoundResult, Snapshot, known
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.stage import Stage
 from swarm.stage.staging import HostReader
@@ -66,6 +66,14 @@ class StageMember:
     def _committed(self) -> frozenset[int]:
         # With DiLoCo nobody asks which, and a round may have any number of them.
         return self._stage.ledger.committed(self._stage.round) if self._stage.config.rounds.synchronous else frozenset()
+
+    def pace(self) -> Pace:
+        """How the compute thread gets on, for which closing and committing wait."""
+        runtime = self._stage.runtime
+        return Pace(
+            quiet_seconds=runtime.quiet_seconds, longest_seconds=runtime.longest_seconds,
+            num_bytes=4 * self._weights.num_elements,
+        )  # fmt: skip
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze what this member contributes to the round; the same again if asked again."""

@@ -7,6 +7,7 @@ nothing else.
 
 import asyncio
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -32,6 +33,9 @@ class Runtime:
         self._condition = threading.Condition()
         self._stopping = False
         self._running = False
+        self._ended_at = time.monotonic()
+        self.longest_seconds = 0.0
+        """That a task has taken so far."""
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
 
     def start(self) -> None:
@@ -44,6 +48,11 @@ class Runtime:
             self._stopping = True
             self._condition.notify()
         self._thread.join(timeout_seconds)
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since a task ended, or the thread began."""
+        return time.monotonic() - self._ended_at
 
     @property
     def queue_length(self) -> int:
@@ -85,6 +94,7 @@ class Runtime:
     def _loop(self) -> None:
         while (task := self._next()) is not None:
             result: Any = None
+            began_at = time.monotonic()
             try:
                 result = task.work()
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who gets it whole
@@ -92,6 +102,8 @@ class Runtime:
                 task.future.set_exception(error)
             else:
                 task.future.set_result(result)
+            self._ended_at = time.monotonic()
+            self.longest_seconds = max(self.longest_seconds, self._ended_at - began_at)
             del task, result  # a waiting thread must not keep a microbatch's tensors alive
 
     def _next(self) -> Task | None:

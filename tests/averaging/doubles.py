@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import hashlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -17,7 +18,7 @@ from swarm.averaging.transport import Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.rounds import Contribution, Progress, RoundResult, Snapshot, Tensors, known
+from swarm.rounds import Contribution, Pace, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.virtual_time import LoopClock
@@ -88,6 +89,8 @@ class FakeStage:
         self.carried: list[bool] = []
         """For each of them, whether what was learnt before it was to be kept."""
         self.dropped: set[int] = set()
+        self.quiet_seconds: Callable[[], float] = lambda: 0.0
+        """Since it last finished a piece of work."""
         self.poison = False
         """Contribute NaN."""
         self.carries = False
@@ -107,6 +110,9 @@ class FakeStage:
             num_samples=MICROBATCH * len(self.indices), committed=frozenset(self.indices),
             highest_microbatch=max(self.indices, default=-1), spare=frozenset(self.spare & self.indices),
         )  # fmt: skip
+
+    def pace(self) -> Pace:
+        return Pace(quiet_seconds=self.quiet_seconds(), longest_seconds=0.0, num_bytes=0)
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         assert round_number == self.round
@@ -185,7 +191,7 @@ class Peer:
         self.thawed.set()
         self.averager = Averager(
             config=network.config, own=self.record, member=self.stage, peers=network.directory,
-            transport=MemoryTransport(network, self), clock=LoopClock(), timing=QUICK,
+            transport=MemoryTransport(network, self), clock=LoopClock(), timing=network.timing,
         )  # fmt: skip
         self.stage.averager = self.averager
         self.context = contextvars.copy_context()
@@ -210,6 +216,7 @@ class Network:
         self.delivers_late = False
         self.late: set[asyncio.Future[Any]] = set()
         self.peers: dict[str, Peer] = {}
+        self.timing = QUICK
         self.calls: list[tuple[str, int, int]] = []
         self.cut: set[frozenset[int]] = set()
         self.make_stage: Callable[[int, str], FakeStage] = lambda stage_number, lineage: stage_type(lineage)
@@ -270,14 +277,16 @@ class MemoryTransport:
         return await self._reach(target, method.name, lambda: target.averager.handle(method, copy), timeout_seconds)
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> Payload:
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        silence_seconds: float | None = None,
+    ) -> Payload:  # fmt: skip
         async def pieces() -> AsyncIterator[bytes]:
             yield bytes(part)
 
         target = self._target(peer)
+        seconds = math.inf if silence_seconds is None else silence_seconds
         reduced = await self._reach(
-            target, "Exchange", lambda: target.averager.exchange(opening, pieces()), timeout_seconds
+            target, "Exchange", lambda: target.averager.exchange(opening, pieces()), min(seconds, timeout_seconds)
         )
         assert len(reduced.encoded) == reply_bytes
         return Payload(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)

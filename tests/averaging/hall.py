@@ -32,7 +32,7 @@ class Door:
     hall: Hall
     own_id: str
 
-    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
         """See AllReduceTransport."""
         payload = await self.hall.exchange(self.own_id, peer_id, part)
         assert len(payload.encoded) == reply_bytes

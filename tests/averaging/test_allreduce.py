@@ -18,8 +18,9 @@ from swarm.compression.codec import Buffer, Codec, contribution_codec, result_co
 from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
 from swarm.memory import Recycler
+from tests.averaging.doubles import QUICK
 from tests.averaging.hall import Door, Hall
-from tests.support.virtual_time import in_virtual_time, run
+from tests.support.virtual_time import LoopClock, in_virtual_time, run
 
 FP32 = simple_codec("fp32")
 
@@ -211,7 +212,7 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
     reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
 
     class Patient:
-        async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+        async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
             await asyncio.sleep(10)
             raise AssertionError
 
@@ -243,7 +244,7 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
     await reduction.add("1", FP32.encode(torch.ones(4)))
 
     class Malicious:
-        async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int) -> Payload:
+        async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
             return Payload(encoded=FP32.encode(torch.full((4,), value)), squared_norm=norm)
 
     with pytest.raises(MemberFailed, match=reason) as failed:
@@ -271,8 +272,11 @@ async def test_a_member_does_not_send_its_part_again_while_that_is_taken_in() ->
     reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
     reduction.add_decoded("0", torch.zeros(2))
     exchanges: Any = SimpleNamespace(open=lambda closed, shares: reduction)
-    closed: Any = None
-    attempt = Attempt(ballot=Ballot(1, "0"), closed=closed, began_at=0.0, exchanges=exchanges)
+    closed: Any = SimpleNamespace(vector_D=torch.zeros(4))
+    attempt = Attempt(
+        ballot=Ballot(1, "0"), own_id="0", closed=closed, began_at=0.0, exchanges=exchanges, clock=LoopClock(),
+        timing=QUICK,
+    )  # fmt: skip
     attempt.open(shares)
 
     async def pieces() -> AsyncIterator[bytes]:

@@ -142,6 +142,27 @@ async def test_a_donor_that_drips_is_given_up() -> None:
     await server.stop(None)
 
 
+class Silent(AveragingServiceServicer):
+    """Takes a call, and says no more than a word."""
+
+    async def Exchange(self, request_iterator: object, context: object) -> AsyncIterator[pb.ExchangeReply]:
+        yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=1.0))
+        await asyncio.Event().wait()
+
+
+async def test_an_exchange_with_a_member_that_falls_silent_ends_long_before_its_deadline() -> None:
+    server, channels = grpc.aio.server(options=SERVER_OPTIONS), ChannelPool(insecure=True)
+    add_AveragingServiceServicer_to_server(Silent(), server)  # type: ignore[abstract]  # for the type checker only
+    member = record(1, endpoint=f"127.0.0.1:{bind_server(server, '127.0.0.1', 0, None)}")
+    await server.start()
+    with pytest.raises(DeadlineExceeded, match="nothing came from"):
+        await GrpcTransport(channels).exchange(
+            member, pb.ExchangeOpen(), b"", reply_bytes=8, timeout_seconds=600.0, silence_seconds=0.2
+        )
+    await channels.close()
+    await server.stop(None)
+
+
 async def test_peer_that_does_not_run_yet_is_not_ready() -> None:
     averager = Averager(
         config=make_config(), own=record(1), member=FakeStage(), peers=lambda stage: [],

@@ -25,6 +25,20 @@ async def runtime() -> AsyncIterator[Runtime]:
     runtime.stop(5.0)
 
 
+async def test_how_the_thread_gets_on_is_known(runtime: Runtime) -> None:
+    assert runtime.longest_seconds == 0.0
+    async with _Blocked(runtime):
+        await asyncio.sleep(0.05)
+        assert runtime.quiet_seconds >= 0.05
+    await eventually(lambda: runtime.longest_seconds >= 0.05)
+    longest_seconds = runtime.longest_seconds
+    await runtime.control(lambda: None)
+    assert runtime.longest_seconds == longest_seconds
+    before = runtime.quiet_seconds
+    await asyncio.sleep(0.01)
+    assert runtime.quiet_seconds >= before + 0.01
+
+
 class _Blocked:
     """Keeps the thread busy until it is released."""
 

@@ -117,10 +117,14 @@ class HeldTransport(GrpcTransport):
         return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float
-    ) -> Payload:
+        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        silence_seconds: float | None = None,
+    ) -> Payload:  # fmt: skip
         await self.line.wait()
-        return await super().exchange(peer, opening, part, reply_bytes=reply_bytes, timeout_seconds=timeout_seconds)
+        return await super().exchange(
+            peer, opening, part, reply_bytes=reply_bytes, timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+        )  # fmt: skip
 
 
 class Member:

@@ -364,7 +364,10 @@ class BeginRequest(_message.Message):
     BALLOT_FIELD_NUMBER: _builtins.int
     STANDING_FIELD_NUMBER: _builtins.int
     DROP_GAPS_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
+    wait_seconds: _builtins.float
+    """A member that takes longer to freeze its contribution answers `closing`, and is asked again."""
     @_builtins.property
     def address(self) -> _stage_pb2.Address: ...
     @_builtins.property
@@ -383,10 +386,11 @@ class BeginRequest(_message.Message):
         ballot: Global___Ballot | None = ...,
         standing: Global___Standing | None = ...,
         drop_gaps: _abc.Iterable[_builtins.int] | None = ...,
+        wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "drop_gaps", b"drop_gaps", "peer_id", b"peer_id", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ballot", b"ballot", "drop_gaps", b"drop_gaps", "peer_id", b"peer_id", "standing", b"standing", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,6 +410,7 @@ class BeginReply(_message.Message):
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
     SPARE_GAPS_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Behind the contribution: its weight."""
     norm: _builtins.float
@@ -432,6 +437,10 @@ class BeginReply(_message.Message):
     def spare_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in ReportRequest."""
 
+    @_builtins.property
+    def closing(self) -> Global___Closing:
+        """Instead of all of the above: the member is still at it."""
+
     def __init__(
         self,
         *,
@@ -445,14 +454,41 @@ class BeginReply(_message.Message):
         bytes_per_second: _builtins.float = ...,
         round_samples: _builtins.int = ...,
         spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
+        closing: Global___Closing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since", "spare_gaps", b"spare_gaps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since", "spare_gaps", b"spare_gaps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeginReply: _TypeAlias = BeginReply  # noqa: Y015
+
+@_typing.final
+class Closing(_message.Message):
+    """How a member gets on with freezing its contribution. It goes on with that, whether anybody asks again or not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUIET_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    quiet_seconds: _builtins.float
+    """Since it last finished a piece of the work."""
+    expected_seconds: _builtins.float
+    """That one piece may take, by what it has measured."""
+    def __init__(
+        self,
+        *,
+        quiet_seconds: _builtins.float = ...,
+        expected_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_seconds", b"expected_seconds", "quiet_seconds", b"quiet_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Closing: _TypeAlias = Closing  # noqa: Y015
 
 @_typing.final
 class Share(_message.Message):

@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 60.0
 TIMING = Timing(
     report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
     late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
-    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS,
+    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
 )  # fmt: skip
 """Nobody is given up for being slow: all workers share one thread, and that perhaps a busy machine. A killed one's
 calls fail at once."""
