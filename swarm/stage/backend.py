@@ -24,9 +24,10 @@ from swarm.events import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss, with_shared_casts
 from swarm.rpc.wire import TensorSpec, require_in_range
+from swarm.stage.buckets import GradientBucket, Source, Version
 from swarm.stage.boundary import Boundary, boundary_of
 from swarm.stage.staging import Download, Staging
-from swarm.stage.weights import GradientBucket, Source, StageWeights, Version
+from swarm.stage.weights import StageWeights
 
 TOKENS = "tokens"
 HIDDEN = "hidden"
@@ -254,6 +255,7 @@ class StageBackend:
             self._take_out(bucket, sources.keys())
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
+            bucket.versions[source.version.number] -= 1
             self.events.write(
                 RollBack(microbatch=source.microbatch, samples=source.num_samples, bucket=bucket.number)
             )  # fmt: skip
@@ -346,9 +348,10 @@ class StageBackend:
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
         num_samples = self.config.data.microbatch_size
-        bucket = self.weights.spare_bucket() if spare else self.weights.open_bucket
+        bucket = self.weights.buckets.make_spare() if spare else self.weights.buckets.open
         bucket.add(gradients[len(inputs) :], num_samples)
         bucket.num_tentative += 1
+        bucket.versions[forward.version.number] += 1
         self.events.write(
             Accumulate(microbatch=forward.microbatch, samples=num_samples, bucket=bucket.number, only_at=only_at)
         )

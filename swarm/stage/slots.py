@@ -21,19 +21,24 @@ class Slots:
 
     Args:
         queue_length: tells how many tasks are at the compute thread, the running one included.
+        room: tells how many microbatches may be in flight for another reason than how busy the peer is; None: any
+            number.
     """
 
-    def __init__(self, least: int, largest: int, queue_length: Callable[[], int]) -> None:
+    def __init__(
+        self, least: int, largest: int, queue_length: Callable[[], int], room: Callable[[], int] | None = None
+    ) -> None:
         self._size = float(least)
         self.least = least
         """So many there always are."""
         self._largest = max(least, largest)
         self._queue_length = queue_length
+        self._room = room or (lambda: self._largest)
 
     @property
     def size(self) -> int:
         """Microbatches that may be in flight here now."""
-        return self.least if self._piles_up() else int(self._size)
+        return max(0, min(self._room(), self.least if self._piles_up() else int(self._size)))
 
     @property
     def lacks_work(self) -> bool:
@@ -47,7 +52,7 @@ class Slots:
 
     def refused(self, *, idle: bool) -> None:
         """All are taken and somebody wanted one; `idle`: the peer has nothing to do, though it has all these."""
-        if idle:
+        if idle and int(self._size) <= self._room():
             self._size = min(float(self._largest), self._size + 1.0)
 
     def freed(self) -> None:

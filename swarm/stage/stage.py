@@ -117,7 +117,10 @@ class Stage:
         """Answers that are being written: the line takes no more."""
         self.num_unacknowledged = 0
         """Calls that have their answer, and whose acknowledgement is waited for."""
-        self._slots = Slots(limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length)
+        self._slots = Slots(
+            limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length,
+            None if config.rounds.synchronous else self._room,
+        )  # fmt: skip
         self._admissions: dict[int, Admission] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._shortage = Shortage(backend.stage, backend.budget)
@@ -195,8 +198,6 @@ class Stage:
         if self.config.rounds.synchronous:
             self._check_round(microbatch)
             self._check_replay(microbatch)
-        elif self._averages_too_long():
-            raise Overloaded("the round is being averaged", retry_after_seconds=0.2)
         place = self._place(microbatch.round)
         self._admissions = {
             p: admission for p, admission in self._admissions.items() if admission.num_held or p >= place
@@ -248,10 +249,16 @@ class Stage:
         """Return once this peer cannot go on, for want of memory."""
         await self._has_given_up.wait()
 
-    def _averages_too_long(self) -> bool:
-        """Whether a round's worth of samples waits for the one step that follows the exchange."""
-        weights = self.backend.weights
-        return weights.round.closed and weights.backlog_samples >= self.config.rounds.round_samples
+    def _room(self) -> int:
+        """DiLoCo: microbatches that may be in flight, so that their gradients are no older than the run allows.
+
+        What is here and has not gone into an inner step makes so many inner batches at most.
+        """
+        rounds, size = self.config.rounds, self.config.data.microbatch_size
+        largest = (1 + rounds.max_staleness) * rounds.inner_batch_samples // size
+        # While an answer is written, its microbatch has its slot as well.
+        waiting = self.backend.weights.num_unstepped_samples // size - self.num_answering
+        return largest - max(0, waiting)
 
     def _check_round(self, microbatch: Microbatch) -> None:
         if microbatch.round < self.round - 1:
@@ -494,7 +501,7 @@ class Stage:
 
     def spare_replays(self) -> frozenset[int]:
         """Those that are committed in this round."""
-        if not self.backend.weights.num_spare_samples:
+        if not self.backend.weights.buckets.num_spare_samples:
             return frozenset()  # Asked with every report, and there hardly ever are any.
         return frozenset(
             entry.microbatch

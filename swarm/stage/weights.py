@@ -23,9 +23,8 @@ from swarm.config import RunConfig
 from swarm.errors import IntegrityError, NotReady
 from swarm.events import Events, NoEvents, Step
 from swarm.memory import Recycler
+from swarm.stage.buckets import Buckets, GradientBucket, Tensors, Version
 from swarm.stage.staging import HostReader
-
-Tensors = dict[str, torch.Tensor]
 
 CPU = torch.device("cpu")
 LARGEST = 1e15
@@ -35,76 +34,32 @@ KEPT_ANCHORS = 2
 the one before."""
 
 
-@dataclass(eq=False)
-class Version:
-    """An immutable copy of the weights, and how many unfinished microbatches may still need it."""
-
-    parameters: Tensors
-    users: int = 0
-    casts: Tensors = field(default_factory=dict)
-    """With autocast, what products of matrices take instead of some parameters: made once, for all microbatches."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Source:
-    """What a microbatch's gradient was computed from: all that is needed to compute it again.
+@dataclass
+class InnerSteps:
+    """The inner steps of one round at this peer (DiLoCo), for those who watch how it learns.
 
     Attributes:
-        wire_inputs: what the stage received, CPU.
-        wire_gradient: of its output, likewise; None at the last stage.
-        version: the weights that were used.
+        samples: that they used, in all.
+        microbatches: likewise.
+        staleness: versions of the weights that were made between a microbatch's forward and its step, summed over the
+            microbatches.
+        largest_staleness: of a single microbatch.
     """
 
-    microbatch: int
-    num_samples: int
-    wire_inputs: Mapping[str, torch.Tensor]
-    wire_gradient: torch.Tensor | None
-    version: Version
+    count: int = 0
+    samples: int = 0
+    microbatches: int = 0
+    staleness: int = 0
+    largest_staleness: int = 0
 
-
-@dataclass(eq=False)
-class GradientBucket:
-    """A sum of per-sample gradients, waiting for a step.
-
-    Attributes:
-        number: counted from 0 at each peer.
-        sums: by parameter, sum over the samples.
-        num_samples: samples in the sum.
-        num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
-        sources: of what is in the sum, in the order of its coming; synchronous.
-    """
-
-    sums: Tensors
-    number: int = 0
-    num_samples: int = 0
-    num_tentative: int = 0
-    sources: dict[Source, None] = field(default_factory=dict)
-
-    def add(self, gradients: Iterable[torch.Tensor], num_samples: int, *, is_counted: bool = False) -> None:
-        """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out.
-
-        Args:
-            is_counted: `num_samples` of this bucket has them already.
-        """
-        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
-        self.num_samples += 0 if is_counted else num_samples
-
-    def clear(self, *, num_samples: int = 0) -> None:
-        """Take all gradients out; so many samples are about to be added again, and counted as if they were there."""
-        torch._foreach_zero_(list(self.sums.values()))
-        self.num_samples = num_samples
-
-    @property
-    def scale(self) -> float:
-        """What the sums are to be multiplied by to be means."""
-        return 1.0 / max(1, self.num_samples)
-
-    def mean(self, beside: "GradientBucket | None" = None) -> Tensors:
-        """The mean over the samples, those of another bucket too if there is one; zeros where there are none."""
-        if beside is None:
-            return {name: value * self.scale for name, value in self.sums.items()}
-        scale = 1.0 / max(1, self.num_samples + beside.num_samples)
-        return {name: (value + beside.sums[name]) * scale for name, value in self.sums.items()}
+    def add(self, bucket: GradientBucket, version: int) -> None:
+        """Count a step that is taken with this bucket on top of the version of that number."""
+        self.count += 1
+        self.samples += bucket.num_samples
+        self.microbatches += bucket.versions.total()
+        for number, count in bucket.versions.items():
+            self.staleness += (version - number) * count
+            self.largest_staleness = max(self.largest_staleness, version - number)
 
 
 @dataclass
@@ -149,7 +104,6 @@ class StageWeights:
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
         self._config = config
         self._events = events or NoEvents()
-        self._num_buckets = 0
         self._memory = Recycler()
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.round: Round
@@ -158,17 +112,19 @@ class StageWeights:
         self._fragments = fragments(self.masters, 1 if self._outer is None else config.averaging.num_fragments)
         self._unaveraged_samples = [0] * len(self._fragments)
         """By fragment, samples of inner steps since it was last averaged."""
-        self.open_bucket = self._new_bucket()
-        self._spare: GradientBucket | None = None
-        self._full_bucket: GradientBucket | None = None
-        """Enough for an inner step, which is taken once nothing in it is tentative."""
+        self.buckets = Buckets(
+            lambda: self._memory.like(self.masters), None if self._outer is None else config.rounds.inner_batch_samples
+        )
+        self.inner_steps = InnerSteps()
+        """Of this round."""
         self._frozen: FrozenContribution | None
         """The newest contribution of this round, also after it was reopened: its result may be decided all the same."""
         self._num_overlapped = 0
         """Inner steps since the round was closed."""
+        self._num_versions = 0
         self.version = self._publish()
         self._old_versions: list[Version] = []
-        """DiLoCo: those that inner steps have to wait for."""
+        """DiLoCo: those before the newest that may be in use."""
         self._anchors: dict[int, Tensors] = {}
         self._evaluated: tuple[Tensors, Tensors] | None = None
         """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
@@ -212,22 +168,6 @@ class StageWeights:
             raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
         return Version(parameters=self._anchors[round_number])
 
-    def spare_bucket(self) -> GradientBucket:
-        """Synchronous: beside the open one, of replays that may turn out to be needless.
-
-        To empty a bucket costs nothing; to take a part out of one, a forward and a backward for each microbatch of that
-        part, or of the rest.
-        """
-        if self._spare is None:
-            self._spare = self._new_bucket()
-        return self._spare
-
-    @property
-    def num_spare_samples(self) -> int:
-        """Samples in that bucket. May be asked from another thread."""
-        spare = self._spare
-        return spare.num_samples if spare is not None else 0
-
     def step_if_due(self) -> None:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready.
 
@@ -252,25 +192,22 @@ class StageWeights:
     def _step_if_due(self) -> None:
         if self._config.rounds.synchronous:
             return
-        while not self.round.closed or self._num_overlapped < self._config.averaging.overlap_steps:
+        for bucket in self.buckets.ready:
+            if self.round.closed and self._num_overlapped >= self._config.averaging.overlap_steps:
+                break
+            # As many versions as microbatches in their order need, and one for those that take much longer than others:
+            # a step that would need one more waits. Meanwhile the stage admits less, and no batch grows.
             self._old_versions = [version for version in self._old_versions if version.users]
-            # A third version would be needed while a microbatch still uses the one before the current. Until then all
-            # that comes goes into one step: a batch that was closed sooner would wait, and the next one after it again.
-            if self._old_versions:
-                return
-            if self._full_bucket is None and self.open_bucket.num_samples >= self._config.rounds.inner_batch_samples:
-                self._full_bucket, self.open_bucket = self.open_bucket, self._new_bucket()
-            if self._full_bucket is None or self._full_bucket.num_tentative:
-                return
-            bucket, self._full_bucket = self._full_bucket, None
-            if bucket.num_samples:
-                self._inner_step(bucket)
+            if len(self._old_versions) > self._config.rounds.max_staleness:
+                break
+            self.buckets.remove(bucket)
+            self._inner_step(bucket)
+        self.buckets.open_next()
 
     @property
-    def backlog_samples(self) -> int:
-        """Samples accumulated and not stepped yet."""
-        full_samples = self._full_bucket.num_samples if self._full_bucket else 0
-        return self.open_bucket.num_samples + self.num_spare_samples + full_samples
+    def num_unstepped_samples(self) -> int:
+        """Samples accumulated that no step has used yet. May be asked from another thread."""
+        return self.buckets.num_samples
 
     def _inner_step(self, bucket: GradientBucket) -> None:
         # In place: nobody adds to this bucket any more, nor takes anything out.
@@ -280,6 +217,7 @@ class StageWeights:
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(self._adamw, self.masters, gradients, self.learning_rate)
         self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
+        self.inner_steps.add(bucket, self.version.number)
         self.round.stepped_samples += bucket.num_samples
         self._unaveraged_samples = [samples + bucket.num_samples for samples in self._unaveraged_samples]
         self._num_overlapped += self.round.closed
@@ -303,7 +241,7 @@ class StageWeights:
     def round_samples(self) -> int:
         """Samples that count towards the current round here."""
         if self._config.rounds.synchronous:
-            return self.backlog_samples
+            return self.num_unstepped_samples
         return self.round.stepped_samples
 
     def seal(self) -> None:
@@ -323,8 +261,8 @@ class StageWeights:
         self.round.closed, self._num_overlapped = True, 0
         fragment = self.round.number % len(self._fragments)
         if self._outer is None:
-            tensors = {name: value.cpu() for name, value in self.open_bucket.mean(self._spare).items()}
-            num_samples = self.backlog_samples
+            tensors = {name: value.cpu() for name, value in self.buckets.open.mean(self.buckets.spare).items()}
+            num_samples = self.num_unstepped_samples
         else:
             anchor, weights = self._anchors[self.round.number], self.masters
             tensors = self._memory.like({name: anchor[name] for name in self._fragments[fragment]})
@@ -376,7 +314,7 @@ class StageWeights:
         gradients = {name: value.to(self.masters[name].device) * factor for name, value in average.items()}
         optim.step(self._adamw, self.masters, gradients, rate)
         del gradients  # Memory for what follows.
-        self.open_bucket, self._spare = self._new_bucket(), None
+        self.buckets.clear()
         self.version = self._publish()
 
     def _outer_step(
@@ -428,6 +366,7 @@ class StageWeights:
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round, self._frozen, self._evaluated = new_round, None, None
+        self.inner_steps = InnerSteps()
         self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
@@ -488,7 +427,7 @@ class StageWeights:
         else:
             self._unaveraged_samples = [0] * len(self._fragments)
         self._load_masters(anchor)
-        self.open_bucket, self._spare, self._full_bucket = self._new_bucket(), None, None
+        self.buckets.clear()
         self._old_versions.clear()
         self._anchors.clear()
         self.version = self._publish()
@@ -504,12 +443,6 @@ class StageWeights:
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
-    def _new_bucket(self) -> GradientBucket:
-        self._num_buckets += 1
-        bucket = GradientBucket(sums=self._memory.like(self.masters), number=self._num_buckets - 1)
-        bucket.clear()
-        return bucket
-
     def _stepping(self) -> tuple[optim.Optimizer, optim.Parameters]:
         """What steps at the end of a round, and from where."""
         if self._outer is None:
@@ -520,7 +453,9 @@ class StageWeights:
         """The masters as they are. Of some there may be copies, to which nobody writes: these are taken if they fit."""
         taken = {name: copy for name, copy in (copies or {}).items() if copy.device == self.masters[name].device}
         made = self._memory.copies({name: master for name, master in self.masters.items() if name not in taken})
-        return Version(parameters={name: (taken | made)[name].requires_grad_() for name in self.masters})
+        self._num_versions += 1
+        parameters = {name: (taken | made)[name].requires_grad_() for name in self.masters}
+        return Version(parameters=parameters, number=self._num_versions - 1)
 
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():

@@ -279,7 +279,7 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
     def step(peer: Peer) -> bool:
         """Have an inner batch arrive; whether a step was taken."""
         before = peer.weights.version
-        peer.weights.open_bucket.add([torch.ones_like(p) for p in before.parameters.values()], 16)
+        peer.weights.buckets.open.add([torch.ones_like(p) for p in before.parameters.values()], 16)
         peer.weights.step_if_due()
         return peer.weights.version is not before
 
@@ -294,7 +294,7 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
                 assert not await peer.runtime.control(partial(step, peer))
                 assert _num_versions(peer, others) == 2
                 # Or the microbatch's gradient would be added to it.
-                await peer.runtime.control(peer.weights.open_bucket.clear)
+                await peer.runtime.control(peer.weights.buckets.open.clear)
         reply = await training
         assert chain.num_samples() == [2, 2, 2]
         chain.assert_accumulated([0])

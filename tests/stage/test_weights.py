@@ -56,7 +56,7 @@ def _assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
 
 def _accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
     """What the backend does with an acknowledged gradient."""
-    bucket = weights.open_bucket
+    bucket = weights.buckets.open
     bucket.add(_gradients(number).values(), num_samples)
     weights.step_if_due()
     return bucket
@@ -66,7 +66,7 @@ def _accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> Gra
 
 
 def test_a_bucket_is_a_mean_over_samples_and_gives_back_what_is_taken_out() -> None:
-    bucket = _weights("synchronous").open_bucket
+    bucket = _weights("synchronous").buckets.open
     bucket.add(_gradients(0).values(), 2)
     bucket.add(_gradients(1).values(), 6)
     _assert_same(bucket.mean(), {n: (_gradients(0)[n] + 3 * _gradients(1)[n]) / 4 for n in _gradients(0)})
@@ -77,7 +77,7 @@ def test_a_bucket_is_a_mean_over_samples_and_gives_back_what_is_taken_out() -> N
 
 
 def test_the_mean_of_nothing_is_zero() -> None:
-    assert all(not value.any() for value in _weights("synchronous").open_bucket.mean().values())
+    assert all(not value.any() for value in _weights("synchronous").buckets.open.mean().values())
 
 
 # -- inner steps -------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:
         optim.step(adamw, reference, clipped, _config("diloco", **options).optimizer.learning_rate)
     _assert_same(weights.masters, reference)
     _assert_same(weights.version.parameters, reference)
-    assert (weights.round_samples, weights.backlog_samples) == (12, 0)
+    assert (weights.round_samples, weights.num_unstepped_samples) == (12, 0)
 
 
 def test_no_step_before_an_inner_batch_is_full() -> None:
@@ -120,29 +120,29 @@ def test_no_step_before_an_inner_batch_is_full() -> None:
     version = weights.version
     _accumulate(weights, 0)
     assert weights.version is version
-    assert weights.backlog_samples == 2
+    assert weights.num_unstepped_samples == 2
 
 
 def test_a_step_waits_for_the_tentative_while_new_work_fills_the_other_bucket() -> None:
     weights = _weights("diloco")
     version = weights.version
-    closing = weights.open_bucket
+    closing = weights.buckets.open
     closing.num_tentative = 1
     for number in range(2):
         _accumulate(weights, number)
     assert weights.version is version
-    assert weights.open_bucket is not closing
+    assert weights.buckets.open is not closing
     _accumulate(weights, 2)
-    assert weights.backlog_samples == 6
+    assert weights.num_unstepped_samples == 6
     closing.num_tentative = 0
     weights.step_if_due()
     assert weights.version is not version
-    assert (weights.round_samples, weights.backlog_samples) == (4, 2)
+    assert (weights.round_samples, weights.num_unstepped_samples) == (4, 2)
 
 
 def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
     weights = _weights("diloco")
-    version, closing = weights.version, weights.open_bucket
+    version, closing = weights.version, weights.buckets.open
     closing.num_tentative = 2
     for number in range(2):
         _accumulate(weights, number)
@@ -151,7 +151,7 @@ def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
     closing.num_tentative = 0
     weights.step_if_due()
     assert weights.version is version
-    assert (weights.round_samples, weights.backlog_samples) == (0, 0)
+    assert (weights.round_samples, weights.num_unstepped_samples) == (0, 0)
 
 
 def test_at_most_two_versions_are_in_use() -> None:
@@ -169,7 +169,7 @@ def test_at_most_two_versions_are_in_use() -> None:
     weights.step_if_due()
     third = weights.version
     assert third is not second
-    assert (weights.round_samples, weights.backlog_samples) == (12, 0), "all that came meanwhile is in one step"
+    assert (weights.round_samples, weights.num_unstepped_samples) == (12, 0), "all that came meanwhile is in one step"
 
 
 def test_a_version_never_changes() -> None:
@@ -274,17 +274,17 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
 def test_spare_replays_are_in_the_mean_and_in_a_bucket_of_their_own() -> None:
     weights = _weights("synchronous")
     _accumulate(weights, 0)
-    weights.spare_bucket().add(_gradients(1).values(), 6)
-    assert (weights.open_bucket.num_samples, weights.num_spare_samples, weights.round_samples) == (2, 6, 8)
+    weights.buckets.make_spare().add(_gradients(1).values(), 6)
+    assert (weights.buckets.open.num_samples, weights.buckets.num_spare_samples, weights.round_samples) == (2, 6, 8)
     closing = weights.close()
     assert closing.num_samples == 8
     mean = {name: (2 * value + 6 * _gradients(1)[name]) / 8 for name, value in _gradients(0).items()}
     torch.testing.assert_close(dict(closing.tensors), mean)
-    weights.spare_bucket().clear()
+    weights.buckets.make_spare().clear()
     torch.testing.assert_close(dict(weights.close().tensors), _gradients(0))
-    weights.spare_bucket().add(_gradients(1).values(), 6)
+    weights.buckets.make_spare().add(_gradients(1).values(), 6)
     weights.commit(mean, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
-    assert (weights.num_spare_samples, weights.round_samples) == (0, 0)
+    assert (weights.buckets.num_spare_samples, weights.round_samples) == (0, 0)
 
 
 def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
@@ -295,7 +295,7 @@ def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_
     for number in range(2, 4):
         _accumulate(weights, number)
     assert weights.version is version
-    assert weights.backlog_samples == 4
+    assert weights.num_unstepped_samples == 4
     _assert_same(weights.close().tensors, contribution)
     weights.reopen()
     assert weights.version is not version
@@ -318,7 +318,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     at_closing = _values(weights.masters)
     for number in range(2, 6):
         _accumulate(weights, number)
-    assert weights.backlog_samples == 4, "one step at most while the round is exchanged"
+    assert weights.num_unstepped_samples == 4, "one step at most while the round is exchanged"
     change = {name: weights.masters[name].detach() - at_closing[name] for name in anchor}
     assert any(bool(value.any()) for value in change.values())
     # A closing again gives what was learnt meanwhile as well; its own result is what is committed here.
@@ -331,7 +331,7 @@ def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() 
     _assert_same(new_anchor, moved)
     # The backlog was stepped at once, on top of what was carried over.
     assert weights.round_samples == 8
-    assert weights.backlog_samples == 0
+    assert weights.num_unstepped_samples == 0
 
 
 def test_the_carried_change_is_the_next_contribution() -> None:
@@ -402,7 +402,7 @@ def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
         _accumulate(weights, number)
     weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
     weights.step_if_due()
-    assert (weights.round.number, weights.round_samples, weights.backlog_samples) == (1, 4, 0)
+    assert (weights.round.number, weights.round_samples, weights.num_unstepped_samples) == (1, 4, 0)
 
 
 def test_the_average_that_is_applied_stays_as_it_is() -> None:
@@ -461,7 +461,7 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
     for number in range(3):
         for weights in (elsewhere, here):
             for inner in range(2):
-                weights.open_bucket.add([g.to(weights.masters["bias"].device) for g in _gradients(inner).values()], 2)
+                weights.buckets.open.add([g.to(weights.masters["bias"].device) for g in _gradients(inner).values()], 2)
                 weights.step_if_due()
             assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
             weights.commit(_gradients(10 + number), total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
@@ -470,7 +470,7 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
     newcomer.install(here.state_tensors(), Round(number=3))
     assert newcomer.state_digest() == here.state_digest()
     for weights in (elsewhere, newcomer):
-        trained = [*weights.masters.values(), *weights.version.parameters.values(), *weights.open_bucket.sums.values()]
+        trained = [*weights.masters.values(), *weights.version.parameters.values(), *weights.buckets.open.sums.values()]
         assert {tensor.device.type for tensor in trained} == {device}
         anchor = weights.anchor(3)
         assert anchor is not None
@@ -494,7 +494,7 @@ def test_a_newcomer_goes_on_exactly_where_the_holder_is(setting: str) -> None:
     newcomer.check(state, digest, round_number=1)
     newcomer.install(state, Round(number=1, run_samples=16, lineage="a"))
     assert newcomer.state_digest() == digest
-    assert (newcomer.round.number, newcomer.backlog_samples) == (1, 0)
+    assert (newcomer.round.number, newcomer.num_unstepped_samples) == (1, 0)
     assert newcomer.anchor(0) is None
     for weights in (holder, newcomer):
         weights.commit(_gradients(8), total_squared_norm=1.0, num_samples=16, num_members=2, lineage="b")
@@ -569,7 +569,7 @@ def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes
     assert weights.state_digest() == others.state_digest()
     _assert_same(dict(weights.masters), {name: value + learnt[name] for name, value in _values(others.masters).items()})
     _assert_same(weights.version.parameters, dict(weights.masters))
-    assert (weights.round.stepped_samples, weights.backlog_samples) == (8, 0)
+    assert (weights.round.stepped_samples, weights.num_unstepped_samples) == (8, 0)
     for _ in range(num_fragments):
         closing = weights.close()
         assert closing.num_samples == 8

@@ -13,20 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from peers import process
 from scripts.benches.shared.common import with_corpus
+from scripts.benches.shared.held_out import HeldOut
 from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config
 from scripts.benches.sides.diloco.driven_swarm import DrivenSwarm
 from scripts.benches.sides.reference import Reference
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.transformer import build_transformer
 
-HELD_OUT_SAMPLES = 2048
-HELD_OUT_BATCHES = 16
 CURVE_POINTS = 5
 
 
@@ -41,22 +38,14 @@ class Curve:
     """Tokens, and nats a token."""
 
     def __post_init__(self) -> None:
-        self._model = build_transformer(self.config, device="cpu")
-        samples = np.concatenate(self.data.held_out(HELD_OUT_SAMPLES))
-        self._batches = torch.from_numpy(samples).long().chunk(HELD_OUT_BATCHES)
+        self._held_out = HeldOut(self.config, self.data)
 
     def after_round(self, number: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Measure, if it is time to, with the weights that the round came to."""
         done = number + 1
         if done * CURVE_POINTS // self.num_rounds > number * CURVE_POINTS // self.num_rounds:
             tokens = done * self.config.rounds.round_samples * self.config.data.sequence_length
-            self.points.append((tokens, self._held_out_loss(weights)))
-
-    @torch.no_grad()
-    def _held_out_loss(self, weights: Mapping[str, torch.Tensor]) -> float:
-        self._model.load_state_dict(dict(weights))
-        losses = [float(self._model.loss(batch)) * len(batch) for batch in self._batches]
-        return sum(losses) / sum(len(batch) for batch in self._batches)
+            self.points.append((tokens, self._held_out.loss(weights)))
 
 
 def train(arm: Arm, config: RunConfig, data: Microbatches, rounds: int) -> dict[str, Any]:

@@ -1,0 +1,232 @@
+"""Does a swarm learn as it should? Held-out loss at equal tokens and at equal seconds, against plain training.
+
+A swarm of real processes with default options, two peers a stage, trains a small model on a text; so do a process
+that does the same without a swarm (`plain`: the steps of the synchronous setting, or DiLoCo with as many workers as a
+stage has peers) and one that takes an AdamW step on every inner batch (`single`), each with all cores, on the same
+samples from the same initial weights. Peers keep the anchor of every so many rounds, and all losses are measured
+afterwards, on the same held-out samples. Seconds are those of training alone.
+
+`seconds_to_loss` asks for the seconds until the loss that plain training has after four fifths of its tokens, as a ratio
+to plain training in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind one that adds
+so much to a call and its answer. From --d-model 384 on calls weigh little beside computing.
+"""
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from peers import cli
+from peers.supervisor import Supervisor, last_line
+from scripts.benches.shared.common import (
+    POLL_SECONDS,
+    BenchOptions,
+    SwarmProcesses,
+    program,
+    require_multiple,
+    say,
+    with_corpus,
+    write_config,
+)
+from scripts.benches.shared.held_out import HeldOut
+from scripts.benches.shared.judged import LESS
+from scripts.benches.shared.lines import FAST, Lines, serve
+from scripts.benches.shared.throttle import Throttle
+from swarm import config as configs
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import DeadlineExceeded, PeerUnavailable
+
+Setting = Literal["synchronous", "diloco", "tiny"]
+PEERS_A_STAGE = 2
+ROUND_SAMPLES, BATCH_SAMPLES = 512, 16
+"""Of a DiLoCo round, and of a batch: an inner one, or a synchronous round."""
+POINTS = 20
+"""Of a curve."""
+SHARE_OF_TOKENS = 0.8
+"""Of plain training's, after which its loss is what everybody has to reach."""
+
+JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS, "*.largest_staleness": LESS}
+
+Point = tuple[int, float, float]
+"""Tokens, seconds, loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BenchOptions):
+    """Compare how a swarm learns with plain training."""
+
+    settings: tuple[Setting, ...] = ("synchronous", "diloco", "tiny")
+    """What to train: the model of --d-model in two stages, in either setting, or the preset tiny."""
+    seeds: int = 3
+    """Seeds of data and initial weights: 0, 1, ..."""
+    tokens: int = 1 << 20
+    """To train on, at least."""
+    d_model: int = 128
+    """Width of the model, but for tiny; a multiple of 32."""
+    num_layers: int = 4
+    """Its layers."""
+    sequence_length: int = 64
+    """Tokens of its samples."""
+    round_trips_ms: tuple[int, ...] = (0,)
+    """Milliseconds that a call and its answer between any two processes of the swarm take longer."""
+    max_staleness: int = -1
+    """DiLoCo: rounds.max_staleness, if it is not to be the default."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"seeds": 1, "tokens": 1, "num_layers": 2, "sequence_length": 1})
+        require_multiple("d-model", self.d_model, 32)
+        cli.require_distinct(self, ("settings", "round_trips_ms"))
+        if min(self.round_trips_ms, default=-1) < 0:
+            raise ValueError("--round-trips-ms needs numbers from 0 on")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Train everything; gives the figures by setting."""
+    found: dict[str, Any] = {}
+    for setting in options.settings:
+        runs = [_train(options, setting, seed) for seed in range(options.seeds)]
+        found[setting] = {name: summary([sides[name] for sides in runs], [s["plain"] for s in runs]) for name in runs[0]}
+    return found | {"tokens": options.tokens, "d_model": options.d_model}
+
+
+def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
+    """What a setting trains."""
+    if setting == "tiny":
+        config = configs.load_preset("tiny")
+        data = dataclasses.replace(config.data, dataset=options.dataset, seed=seed)
+        return dataclasses.replace(config, data=data)
+    samples = BATCH_SAMPLES if setting == "synchronous" else ROUND_SAMPLES
+    rounds = RoundsConfig(setting=setting, round_samples=samples, inner_batch_samples=BATCH_SAMPLES)
+    if options.max_staleness >= 0:
+        rounds = dataclasses.replace(rounds, max_staleness=options.max_staleness)
+    return RunConfig(
+        run="bench-learning",
+        model=ModelConfig(
+            num_layers=options.num_layers, d_model=options.d_model, num_heads=options.d_model // 32, vocab_size=256
+        ),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(
+            dataset=options.dataset, seed=seed, sequence_length=options.sequence_length, microbatch_size=8
+        ),
+        rounds=rounds,
+    )
+
+
+def single_config(config: RunConfig) -> RunConfig:
+    """An AdamW step on every inner batch."""
+    rounds = RoundsConfig(setting="synchronous", round_samples=config.rounds.inner_batch_samples)
+    return dataclasses.replace(config, rounds=rounds)
+
+
+def num_rounds(config: RunConfig, tokens: int) -> int:
+    """So many tokens take."""
+    return -(-tokens // (config.rounds.round_samples * config.data.sequence_length))
+
+
+def _train(options: Options, setting: Setting, seed: int) -> dict[str, dict[str, Any]]:
+    """All sides with one seed: their curves and what else is told of them."""
+    config, data = with_corpus(run_config(options, setting, seed))
+    sides: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-learning-") as name:
+        folder = Path(name)
+        sides["plain"] = {"curve": _plain(config, options.tokens, folder / "plain")}
+        if not config.rounds.synchronous:
+            sides["single"] = {"curve": _plain(single_config(config), options.tokens, folder / "single")}
+        for round_trip_ms in options.round_trips_ms:
+            side = "swarm" if not round_trip_ms else f"swarm_{round_trip_ms}_ms"
+            sides[side] = _swarm(config, HeldOut(config, data), options.tokens, folder / side, round_trip_ms)
+    for side, figures in sides.items():
+        _, seconds, loss = figures["curve"][-1]
+        say(f"{setting}, seed {seed}, {side}: {loss:.4f} after {seconds:.0f} s")
+    return sides
+
+
+def _plain(config: RunConfig, tokens: int, folder: Path) -> list[Point]:
+    folder.mkdir()
+    write_config(config, folder / "run.toml")
+    arguments = [folder / "run.toml", PEERS_A_STAGE, num_rounds(config, tokens), POINTS]
+    with Supervisor(folder / "logs") as children:
+        child = children.start(
+            folder.name, [sys.executable, "-m", "scripts.benches.sides.plain_training", *map(str, arguments)]
+        )
+        while not (ended := children.exits()):
+            time.sleep(POLL_SECONDS)
+        if ended[0].returncode:
+            raise PeerUnavailable(f"{folder.name} failed: {ended[0].reason}")
+        return [(int(tokens), seconds, loss) for tokens, seconds, loss in json.loads(last_line(child.log))]
+
+
+def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, round_trip_ms: int) -> dict[str, Any]:
+    rounds = num_rounds(config, tokens)
+    every = max(1, rounds // POINTS)
+    kept = folder / "checkpoints"
+
+    def command(name: str, arguments: Sequence[str]) -> list[str]:
+        keeping = ["--checkpoint", str(kept), "--checkpoint-every", str(every), "--keep-checkpoints", str(rounds + 1)]
+        return program(name, [*arguments, *(keeping if name == "peer" else [])])
+
+    with Throttle(FAST, round_trip_seconds=round_trip_ms / 1e3) as throttle, (
+        Lines(folder / "logs", throttle) if round_trip_ms else Supervisor(folder / "logs")
+    ) as children:  # fmt: skip
+        swarm = SwarmProcesses(config, children, folder / "swarm", program=command)
+        swarm.start_peers([*range(config.stages.num_stages)] * PEERS_A_STAGE)
+        serve(swarm, swarm.peers)
+        rows = swarm.train("trainer", rounds)
+        swarm.stop()
+    whole = CheckpointFolder(kept, dataclasses.replace(config, stages=StagesConfig(num_stages=1)))
+    seconds_after: dict[int, float] = {}
+    for row in rows:
+        seconds_after[row["step"]] = max(seconds_after.values(), default=0.0) + row["train/step_time"]
+    curve = []
+    for number in range(every, rounds + 1, every):
+        restored = whole.restore(0, held_out.shapes, round_number=number)
+        if restored is None:
+            raise DeadlineExceeded(f"no checkpoint of round {number} was kept")
+        weights = {name.removeprefix("anchor/"): t for name, t in restored.tensors.items() if name.startswith("anchor/")}
+        tokens_then = restored.run_samples * config.data.sequence_length
+        curve.append((tokens_then, seconds_after[number], held_out.loss(weights)))
+    return {"curve": curve}
+
+
+def seconds_until(curve: Sequence[Point], loss: float) -> float | None:
+    """Seconds until a curve is at a loss, between two points on a straight line; None if it never is."""
+    before: Point | None = None
+    for point in curve:
+        if point[2] <= loss:
+            if before is None:
+                return point[1]
+            return before[1] + (point[1] - before[1]) * (before[2] - loss) / (before[2] - point[2])
+        before = point
+    return None
+
+
+def target_loss(plain: Sequence[Point]) -> float:
+    """The loss that is to be reached."""
+    return next(loss for tokens, _, loss in plain if tokens >= SHARE_OF_TOKENS * plain[-1][0])
+
+
+def summary(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One side's figures over its seeds, and ratios to plain training with the same seed."""
+    losses = [figures["curve"][-1][2] for figures in runs]
+    ratios = []
+    for figures, other in zip(runs, plain, strict=True):
+        target = target_loss(other["curve"])
+        seconds, usual = seconds_until(figures["curve"], target), seconds_until(other["curve"], target)
+        assert usual is not None
+        ratios.append(None if seconds is None else seconds / usual)
+    reached = [ratio for ratio in ratios if ratio is not None]
+    return {
+        "final_loss": statistics.mean(losses),
+        "final_losses": losses,
+        "seconds": statistics.mean(figures["curve"][-1][1] for figures in runs),
+        "seconds_to_loss": statistics.mean(reached) if len(reached) == len(ratios) else None,
+        "seconds_to_loss_by_seed": ratios,
+        "curves": [figures["curve"] for figures in runs],
+    }

@@ -1,0 +1,134 @@
+"""A process that trains a whole model without a swarm: what the learning bench compares a swarm with.
+
+    python -m scripts.benches.sides.plain_training CONFIG WORKERS ROUNDS POINTS
+
+Synchronous: one AdamW step a round. DiLoCo (arXiv 2311.08105): so many workers, which take their turns in this one
+process, each take inner AdamW steps on their share of every round, and an outer step follows. All cores compute.
+Its last line of stdout is a JSON list of points: tokens, seconds of training until then, held-out loss.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from scripts.benches.shared.common import compute_like_peers, with_corpus
+from scripts.benches.shared.held_out import HeldOut
+from scripts.benches.sides.reference import Reference
+from swarm import config as configs
+from swarm import optim
+from swarm.config import RunConfig
+from swarm.data.microbatches import Microbatches
+from swarm.model.layers import DropoutKey
+from swarm.model.transformer import build_transformer
+
+
+class Training(Protocol):
+    """A way to train, a round at a time."""
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The weights as they are now, by their names in the whole model."""
+        ...
+
+    def step(self, number: int) -> float:
+        """Train round `number`; gives its mean loss."""
+        ...
+
+
+class PlainDiloco:
+    """DiLoCo's workers in one process, from the same initial weights as the swarm's.
+
+    A worker has every so-manieth microbatch of a round, in whole inner batches.
+    """
+
+    def __init__(self, config: RunConfig, data: Microbatches, num_workers: int) -> None:
+        self._config = config
+        self._data = data
+        self._model = build_transformer(config, device="cpu")
+        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
+        self._anchor = self._copy()
+        self._inner = [optim.AdamW(config.optimizer) for _ in range(num_workers)]
+        self._outer = optim.OuterSgd(config.outer)
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The anchor."""
+        return self._anchor
+
+    def step(self, number: int) -> float:
+        """Train round `number`; gives its mean loss."""
+        size = self._config.microbatches_per_round
+        all_losses: list[float] = []
+        learnt: list[Mapping[str, torch.Tensor]] = []
+        for worker, adamw in enumerate(self._inner):
+            indices = range(number * size + worker, (number + 1) * size, len(self._inner))
+            self._load(self._anchor)
+            all_losses += self._inner_steps(adamw, indices, number)
+            learnt.append({name: self._anchor[name] - value.detach() for name, value in self._parameters.items()})
+        average = {name: sum(each[name] for each in learnt) / len(learnt) for name in self._anchor}
+        optim.step(self._outer, self._anchor, average, self._config.outer.learning_rate)
+        return sum(all_losses) / len(all_losses)
+
+    def _inner_steps(self, adamw: optim.AdamW, indices: Sequence[int], number: int) -> list[float]:
+        rounds, optimizer = self._config.rounds, self._config.optimizer
+        batch = rounds.inner_batch_samples // self._config.data.microbatch_size
+        losses: list[float] = []
+        for first in range(0, len(indices), batch):
+            chosen = indices[first : first + batch]
+            losses += [self._accumulate(index, 1 / len(chosen)) for index in chosen]
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            factor = optim.clip_factor(optim.squared_norm(gradients.values()), optimizer.clip_norm)
+            torch._foreach_mul_(list(gradients.values()), factor)
+            samples = number * rounds.round_samples + first * len(self._inner) * self._config.data.microbatch_size
+            optim.step(adamw, self._parameters, gradients, optim.learning_rate(optimizer, samples))
+            self._model.zero_grad(set_to_none=True)
+        return losses
+
+    def _accumulate(self, index: int, weight: float) -> float:
+        key = DropoutKey(seed=self._config.data.seed, microbatch=index)
+        loss = self._model.loss(torch.from_numpy(self._data.tokens(index)).long(), key)
+        (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return float(loss.detach())
+
+    def _copy(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def _load(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
+
+
+def train(
+    training: Training, config: RunConfig, rounds: int, points: int, measure: Callable[[Mapping[str, torch.Tensor]], float]
+) -> list[tuple[int, float, float]]:
+    """Train so many rounds, and measure so many times; only training counts as time."""
+    curve: list[tuple[int, float, float]] = []
+    seconds = 0.0
+    for number in range(rounds):
+        started_at = time.perf_counter()
+        training.step(number)
+        seconds += time.perf_counter() - started_at
+        if (number + 1) * points // rounds > number * points // rounds:
+            tokens = (number + 1) * config.rounds.round_samples * config.data.sequence_length
+            curve.append((tokens, seconds, measure(training.weights)))
+    return curve
+
+
+def main(path: Path, num_workers: int, rounds: int, points: int) -> None:
+    """Train, and print the points."""
+    compute_like_peers(torch.get_num_threads())
+    config, data = with_corpus(configs.load(path))
+    synchronous = config.rounds.synchronous
+    training: Training = Reference(config, data) if synchronous else PlainDiloco(config, data, num_workers)
+    print(json.dumps(train(training, config, rounds, points, HeldOut(config, data).loss)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

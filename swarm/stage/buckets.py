@@ -1,0 +1,173 @@
+"""Sums of gradients that wait for a step, and what each gradient was computed from.
+
+Owned by the compute thread: stage/backend fills buckets and takes gradients out again, stage/weights steps with them.
+With DiLoCo a bucket holds exactly one inner batch. Those that are full wait side by side until everything in them has
+been acknowledged, so that no batch grows because another one is late. Never touches weights.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Version:
+    """An immutable copy of the weights.
+
+    Attributes:
+        number: counts the versions of this peer, from 0.
+        users: unfinished microbatches that may still need it.
+        casts: with autocast, what products of matrices take instead of some parameters: made once, for all microbatches.
+    """
+
+    parameters: Tensors
+    number: int = 0
+    users: int = 0
+    casts: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Source:
+    """What a microbatch's gradient was computed from: all that is needed to compute it again.
+
+    Attributes:
+        wire_inputs: what the stage received, CPU.
+        wire_gradient: of its output, likewise; None at the last stage.
+        version: the weights that were used.
+    """
+
+    microbatch: int
+    num_samples: int
+    wire_inputs: Mapping[str, torch.Tensor]
+    wire_gradient: torch.Tensor | None
+    version: Version
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """A sum of per-sample gradients, waiting for a step.
+
+    Attributes:
+        number: counted from 0 at each peer.
+        sums: by parameter, sum over the samples.
+        num_samples: samples in the sum.
+        num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
+        sources: of what is in the sum, in the order of its coming; synchronous.
+        versions: how many microbatches in the sum were computed with each version, by its number.
+    """
+
+    sums: Tensors
+    number: int = 0
+    num_samples: int = 0
+    num_tentative: int = 0
+    sources: dict[Source, None] = field(default_factory=dict)
+    versions: Counter[int] = field(default_factory=Counter)
+
+    def add(self, gradients: Iterable[torch.Tensor], num_samples: int, *, is_counted: bool = False) -> None:
+        """Add mean gradients of `num_samples` samples, in the order of `sums`; a negative number takes them out.
+
+        Args:
+            is_counted: `num_samples` of this bucket has them already.
+        """
+        torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
+        self.num_samples += 0 if is_counted else num_samples
+
+    def clear(self, *, num_samples: int = 0) -> None:
+        """Take all gradients out; so many samples are about to be added again, and counted as if they were there."""
+        torch._foreach_zero_(list(self.sums.values()))
+        self.num_samples = num_samples
+
+    @property
+    def scale(self) -> float:
+        """What the sums are to be multiplied by to be means."""
+        return 1.0 / max(1, self.num_samples)
+
+    def mean(self, beside: "GradientBucket | None" = None) -> Tensors:
+        """The mean over the samples, those of another bucket too if there is one; zeros where there are none."""
+        if beside is None:
+            return {name: value * self.scale for name, value in self.sums.items()}
+        scale = 1.0 / max(1, self.num_samples + beside.num_samples)
+        return {name: (value + beside.sums[name]) * scale for name, value in self.sums.items()}
+
+
+class Buckets:
+    """The buckets of a stage that no step has emptied yet, oldest first.
+
+    Args:
+        new: gives sums to fill, of any values.
+        batch_samples: samples of one batch, at which a bucket is full; None: a bucket is never full (synchronous).
+    """
+
+    def __init__(self, new: Callable[[], Tensors], batch_samples: int | None) -> None:
+        self._new = new
+        self._batch_samples = batch_samples
+        self._num_made = 0
+        self._buckets: list[GradientBucket] = []
+        self._spare: GradientBucket | None = None
+        self.clear()
+
+    @property
+    def open(self) -> GradientBucket:
+        """The one that a gradient goes into: the first that is not full.
+
+        That may be an older one, of which a gradient was taken out again.
+        """
+        return next(bucket for bucket in self._buckets if not self._is_full(bucket))
+
+    @property
+    def ready(self) -> list[GradientBucket]:
+        """Those that are full and hold nothing tentative, oldest first."""
+        return [bucket for bucket in self._buckets if self._is_full(bucket) and not bucket.num_tentative]
+
+    def open_next(self) -> None:
+        """Begin a new bucket if all are full; to be called after whatever may have filled one."""
+        if all(map(self._is_full, self._buckets)):
+            self._buckets.append(self._make())
+
+    def remove(self, bucket: GradientBucket) -> None:
+        """A step is about to be taken with this one."""
+        self._buckets.remove(bucket)
+
+    def clear(self) -> None:
+        """Forget all gradients, and begin with an empty bucket."""
+        self._buckets, self._spare = [], None
+        self.open_next()
+
+    @property
+    def spare(self) -> GradientBucket | None:
+        """Synchronous: the one beside the open one, of replays that may turn out to be needless, if there is one.
+
+        To empty a bucket costs nothing; to take a part out of one, a forward and a backward for each microbatch of that
+        part, or of the rest.
+        """
+        return self._spare
+
+    def make_spare(self) -> GradientBucket:
+        """The spare bucket, which is made if there is none."""
+        if self._spare is None:
+            self._spare = self._make()
+        return self._spare
+
+    @property
+    def num_spare_samples(self) -> int:
+        """Samples in the spare bucket. May be asked from another thread."""
+        spare = self._spare
+        return spare.num_samples if spare is not None else 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that no step has used yet. May be asked from another thread."""
+        return sum(bucket.num_samples for bucket in tuple(self._buckets)) + self.num_spare_samples
+
+    def _is_full(self, bucket: GradientBucket) -> bool:
+        return self._batch_samples is not None and bucket.num_samples >= self._batch_samples
+
+    def _make(self) -> GradientBucket:
+        bucket = GradientBucket(sums=self._new(), number=self._num_made)
+        self._num_made += 1
+        bucket.clear()
+        return bucket
