@@ -124,7 +124,7 @@ class StageWeights:
         self._num_versions = 0
         self.version = self._publish()
         self._old_versions: list[Version] = []
-        """DiLoCo: those before the newest that may be in use."""
+        """DiLoCo: those before the newest that are in use."""
         self._anchors: dict[int, Tensors] = {}
         self._evaluated: tuple[Tensors, Tensors] | None = None
         """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
@@ -192,12 +192,12 @@ class StageWeights:
     def _step_if_due(self) -> None:
         if self._config.rounds.synchronous:
             return
+        self._old_versions = [version for version in self._old_versions if version.users]
         for bucket in self.buckets.ready:
             if self.round.closed and self._num_overlapped >= self._config.averaging.overlap_steps:
                 break
             # As many versions as microbatches in their order need, and one for those that take much longer than others:
             # a step that would need one more waits. Meanwhile the stage admits less, and no batch grows.
-            self._old_versions = [version for version in self._old_versions if version.users]
             if len(self._old_versions) > self._config.rounds.max_staleness:
                 break
             self.buckets.remove(bucket)
@@ -221,8 +221,7 @@ class StageWeights:
         self.round.stepped_samples += bucket.num_samples
         self._unaveraged_samples = [samples + bucket.num_samples for samples in self._unaveraged_samples]
         self._num_overlapped += self.round.closed
-        self._old_versions.append(self.version)
-        self.version = self._publish()
+        self._replace_version()
 
     @property
     def learning_rate(self) -> float:
@@ -345,8 +344,7 @@ class StageWeights:
         self._load_masters(stepped)
         if carried:
             self._add_to_masters(carried)
-        self._old_versions.append(self.version)
-        self.version = self._publish(None if carried else stepped)
+        self._replace_version(None if carried else stepped)
         return carried_samples, {**anchor, **stepped}
 
     def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
@@ -448,6 +446,12 @@ class StageWeights:
         if self._outer is None:
             return self._adamw, self.masters
         return self._outer, self._anchors[self.round.number]
+
+    def _replace_version(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Publish the masters; the version before stays for those who use it."""
+        if self.version.users:
+            self._old_versions.append(self.version)
+        self.version = self._publish(copies)
 
     def _publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> Version:
         """The masters as they are. Of some there may be copies, to which nobody writes: these are taken if they fit."""

@@ -377,17 +377,31 @@ def test_rolling_back_after_a_step_uses_the_old_weights() -> None:
     assert entry.source.version.users == 0
 
 
-def test_a_third_version_waits_for_the_first_to_be_done_with() -> None:
+def test_a_step_that_needs_too_many_versions_waits_for_the_oldest_to_be_done_with() -> None:
     backend = _backend(_DILOCO, 1)
-    first = backend.weights.version
+    versions = [backend.weights.version]
+    forwards = []
+    for number in range(2):
+        forwards.append(backend.forward(7 + number, 0, {TOKENS: _tokens(7), HIDDEN: _hidden(7)}))
+        _accumulate_and_settle(backend, number)
+        versions.append(backend.weights.version)
+    assert len(set(map(id, versions))) == 3
+    _accumulate_and_settle(backend, 2)
+    assert backend.weights.version is versions[-1]
+    backend.release(forwards[0])
+    assert backend.weights.version is not versions[-1]
+
+
+def test_what_is_rolled_back_is_not_counted_as_stale() -> None:
+    backend = _backend(_DILOCO, 1)
     forward = backend.forward(7, 0, {TOKENS: _tokens(7), HIDDEN: _hidden(7)})
     _accumulate_and_settle(backend, 1)
-    second = backend.weights.version
+    _, entry = backend.backward(forward, _hidden(8), accumulate=True)
+    assert entry is not None
+    backend.roll_back([entry])
     _accumulate_and_settle(backend, 2)
-    assert first is not second
-    assert backend.weights.version is second
-    backend.release(forward)
-    assert backend.weights.version is not second
+    steps = backend.weights.inner_steps
+    assert (steps.count, steps.microbatches, steps.staleness) == (2, 2, 0)
 
 
 def test_a_released_forward_leaves_nothing() -> None:

@@ -12,7 +12,9 @@ from torch import nn
 from swarm import optim
 from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import IntegrityError
-from swarm.stage.weights import GradientBucket, Round, StageWeights, digest_of, fragments
+from swarm.events import Event, Step
+from swarm.stage.buckets import GradientBucket
+from swarm.stage.weights import Round, StageWeights, digest_of, fragments
 
 _INNER_SAMPLES = 4
 
@@ -35,8 +37,19 @@ def _module(seed: int = 0) -> nn.Module:
         return nn.Linear(3, 4)
 
 
-def _weights(setting: str, **optimizer: float | str) -> StageWeights:
-    return StageWeights(_config(setting, **optimizer), _module(), lineage="")
+class _Steps:
+    """Keeps of all events the inner steps: of which bucket, with how many samples."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int]] = []
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, Step):
+            self.taken.append((event.bucket, event.samples))
+
+
+def _weights(setting: str, *, events: _Steps | None = None, **optimizer: float | str) -> StageWeights:
+    return StageWeights(_config(setting, **optimizer), _module(), lineage="", events=events)
 
 
 def _gradients(number: int) -> dict[str, torch.Tensor]:
@@ -123,21 +136,37 @@ def test_no_step_before_an_inner_batch_is_full() -> None:
     assert weights.num_unstepped_samples == 2
 
 
-def test_a_step_waits_for_the_tentative_while_new_work_fills_the_other_bucket() -> None:
-    weights = _weights("diloco")
-    version = weights.version
-    closing = weights.buckets.open
-    closing.num_tentative = 1
-    for number in range(2):
+def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
+    """Every step takes one inner batch, whatever had to wait, and in whatever order batches become ready."""
+    events = _Steps()
+    weights = _weights("diloco", events=events)
+    late = weights.buckets.open
+    late.num_tentative = 1
+    for number in range(5):
         _accumulate(weights, number)
-    assert weights.version is version
-    assert weights.buckets.open is not closing
-    _accumulate(weights, 2)
-    assert weights.num_unstepped_samples == 6
-    closing.num_tentative = 0
+    assert events.taken == [(1, 4)], "the second batch was ready before the first"
+    assert (weights.round_samples, weights.num_unstepped_samples) == (4, 6)
+    late.num_tentative = 0
     weights.step_if_due()
-    assert weights.version is not version
-    assert (weights.round_samples, weights.num_unstepped_samples) == (4, 2)
+    assert events.taken == [(1, 4), (0, 4)]
+    assert (weights.round_samples, weights.num_unstepped_samples) == (8, 2)
+
+
+def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> None:
+    events = _Steps()
+    weights = _weights("diloco", events=events)
+    first = weights.buckets.open
+    first.num_tentative = 2
+    for number in range(3):
+        _accumulate(weights, number)
+    first.add(_gradients(0).values(), -2)
+    first.num_tentative = 0
+    weights.step_if_due()
+    assert events.taken == [], "half a batch is left of it"
+    assert weights.buckets.open is first
+    _accumulate(weights, 0)
+    assert events.taken == [(0, 4)]
+    assert weights.num_unstepped_samples == 2
 
 
 def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
@@ -154,22 +183,37 @@ def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
     assert (weights.round_samples, weights.num_unstepped_samples) == (0, 0)
 
 
-def test_at_most_two_versions_are_in_use() -> None:
-    """A third one would be needed while a microbatch still computes with the one before the current."""
-    weights = _weights("diloco")
-    first = weights.version
-    first.users = 1
-    for number in range(6):
-        _accumulate(weights, number)
+def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
+    """With a staleness of one: the newest, two older ones for microbatches in their order, and no fourth."""
+    events = _Steps()
+    weights = _weights("diloco", events=events)
+    late = weights.version
+    late.users = 1
+    _accumulate(weights, 0)
+    _accumulate(weights, 1)
     second = weights.version
-    assert second is not first
-    assert weights.round_samples == 4, "the second step waits"
     second.users = 1
-    first.users = 0
+    for number in range(2, 6):
+        _accumulate(weights, number)
+    assert events.taken == [(0, 4), (1, 4)], "the third step waits"
+    assert weights.num_unstepped_samples == 4
+    late.users = 0
     weights.step_if_due()
-    third = weights.version
-    assert third is not second
-    assert (weights.round_samples, weights.num_unstepped_samples) == (12, 0), "all that came meanwhile is in one step"
+    assert events.taken == [(0, 4), (1, 4), (2, 4)]
+
+
+def test_staleness_counts_the_versions_between_a_forward_and_its_step() -> None:
+    weights = _weights("diloco")
+    first = weights.version.number
+    for number in range(4):
+        # The second batch was computed before the first one's step.
+        weights.buckets.open.versions[first] += 1
+        _accumulate(weights, number)
+    steps = weights.inner_steps
+    assert (steps.count, steps.samples, steps.microbatches) == (2, 8, 4)
+    assert (steps.staleness, steps.largest_staleness) == (2, 1)
+    weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
+    assert weights.inner_steps.count == 0, "each round is counted by itself"
 
 
 def test_a_version_never_changes() -> None:
