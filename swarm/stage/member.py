@@ -113,7 +113,7 @@ class StageMember:
         if round_number == self._stage.round:
             self._closed = None
             await self._stage.runtime.control(self._weights.reopen)
-            self._stage.on_change()
+            self._stage.changed()
 
     async def state_digest(self) -> str:
         """BLAKE3 of anchor and outer state at the beginning of the round; waits until it is known."""

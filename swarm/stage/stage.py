@@ -26,6 +26,7 @@ from swarm.stage.admission import Admission
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
+from swarm.stage.pace import Pace
 from swarm.stage.runtime import Runtime
 from swarm.stage.shortage import Shortage
 from swarm.stage.slots import Slots
@@ -117,8 +118,9 @@ class Stage:
         """Answers that are being written: the line takes no more."""
         self.num_unacknowledged = 0
         """Calls that have their answer, and whose acknowledgement is waited for."""
+        self._pace = Pace(None if config.rounds.synchronous else self._most_ahead, self._num_unstepped)
         self._slots = Slots(
-            limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length,
+            limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length + self._pace.num_waiting,
             None if config.rounds.synchronous else self._room,
         )  # fmt: skip
         self._admissions: dict[int, Admission] = {}
@@ -171,6 +173,7 @@ class Stage:
         """Whether more microbatches would have the peer do more: they would wait for nothing here, and fit."""
         return not (
             not self._slots.lacks_work
+            or self._pace.num_waiting
             or self.num_answering
             or (self._hop is not None and self._hop.is_held_up)
             or not self.backend.budget.has_room()
@@ -249,16 +252,27 @@ class Stage:
         """Return once this peer cannot go on, for want of memory."""
         await self._has_given_up.wait()
 
-    def _room(self) -> int:
-        """DiLoCo: microbatches that may be in flight, so that their gradients are no older than the run allows.
+    @property
+    def _batch_microbatches(self) -> int:
+        """DiLoCo: microbatches of an inner batch."""
+        return self.config.rounds.inner_batch_samples // self.config.data.microbatch_size
 
-        What is here and has not gone into an inner step makes so many inner batches at most.
+    @property
+    def _most_ahead(self) -> int:
+        """DiLoCo: microbatches with which the weights may be computed that the next steps start from."""
+        return (1 + self.config.rounds.max_staleness) * self._batch_microbatches
+
+    def _num_unstepped(self) -> int:
+        return self.backend.weights.num_unstepped_samples // self.config.data.microbatch_size
+
+    def _room(self) -> int:
+        """DiLoCo: microbatches that may be in flight: those with which the next steps are taken, and a batch to follow.
+
+        More would wait here, while another peer might have nothing to do.
         """
-        rounds, size = self.config.rounds, self.config.data.microbatch_size
-        largest = (1 + rounds.max_staleness) * rounds.inner_batch_samples // size
         # While an answer is written, its microbatch has its slot as well.
-        waiting = self.backend.weights.num_unstepped_samples // size - self.num_answering
-        return largest - max(0, waiting)
+        waiting = max(0, self._num_unstepped() - self.num_answering)
+        return self._most_ahead + self._batch_microbatches - waiting
 
     def _check_round(self, microbatch: Microbatch) -> None:
         if microbatch.round < self.round - 1:
@@ -382,7 +396,7 @@ class Stage:
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
             age=self.next_age(), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
-            adopts=adopts, earlier=earlier,
+            pace=self._pace, adopts=adopts, earlier=earlier,
             # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )  # fmt: skip
@@ -425,6 +439,11 @@ class Stage:
 
     async def _settle(self, computation: Computation) -> None:
         await computation.settle(keep_answer=self.config.rounds.synchronous)
+        self.changed()
+
+    def changed(self) -> None:
+        """Gradients were acknowledged, stepped with or taken out: what waits for that goes on."""
+        self._pace.look()
         self.on_change()
 
     def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:
@@ -491,6 +510,7 @@ class Stage:
         await self.runtime.control(undo)
         # The computations' own tasks, which are cancelled, did not hear of a step that failed.
         self.backend.weights.require_sound()
+        self._pace.look()
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
@@ -527,4 +547,4 @@ class Stage:
         # With DiLoCo a microbatch may be repeated across a round's end; one round of memory covers that.
         self.ledger.prune(self.round if self.config.rounds.synchronous else self.round - 1)
         self._new_round.set()
-        self.on_change()
+        self.changed()
