@@ -223,7 +223,7 @@ class RoundsConfig:
     synchronous setting at most 262,144 times that."""
     inner_batch_samples: int = 16
     """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size."""
-    max_staleness: int = 1
+    max_staleness: int = 0
     """DiLoCo only: inner steps that a peer may take, as a rule, between a microbatch's forward and the step that uses its
     gradient. A peer takes as many microbatches at once as make `1 + max_staleness` inner batches, and no more: a larger
     number keeps it busy over longer lines and in deeper pipelines, and learns less from each sample."""
