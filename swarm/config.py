@@ -224,9 +224,10 @@ class RoundsConfig:
     inner_batch_samples: int = 16
     """DiLoCo only: samples a peer accumulates before each inner step; a multiple of the microbatch size."""
     max_staleness: int = 0
-    """DiLoCo only: inner steps that a peer may take, as a rule, between a microbatch's forward and the step that uses its
-    gradient. A peer takes as many microbatches at once as make `1 + max_staleness` inner batches, and no more: a larger
-    number keeps it busy over longer lines and in deeper pipelines, and learns less from each sample."""
+    """DiLoCo only: inner steps that a peer may take, as a rule, between a microbatch's forward and the step that uses
+    its gradient. A peer computes with at most `1 + max_staleness` inner batches at once. More keep it busy over longer
+    lines and in deeper pipelines, but a run learns less from each sample (docs/performance.md); a larger
+    `inner_batch_samples` does the same, and costs less where the peers are few."""
 
     def __post_init__(self) -> None:
         _require_usable("rounds", self)

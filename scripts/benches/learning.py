@@ -6,9 +6,9 @@ stage has peers) and one that takes an AdamW step on every inner batch (`single`
 samples from the same initial weights. Peers keep the anchor of every so many rounds, and all losses are measured
 afterwards, on the same held-out samples. Seconds are those of training alone.
 
-`seconds_to_loss` asks for the seconds until the loss that plain training has after four fifths of its tokens, as a ratio
-to plain training in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind one that adds
-so much to a call and its answer. From --d-model 384 on calls weigh little beside computing.
+`seconds_to_loss` asks for the seconds until the loss that plain training has after four fifths of its tokens, as a
+ratio to plain training in the same run. Lines may be long: `--round-trips-ms 0 100` puts every process behind one that
+adds so much to a call and its answer. From --d-model 384 on calls weigh little beside computing.
 """
 
 import dataclasses
@@ -40,10 +40,11 @@ from scripts.benches.shared.lines import FAST, Lines, serve
 from scripts.benches.shared.throttle import Throttle
 from swarm import config as configs
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, ModelConfig, OuterConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
 Setting = Literal["synchronous", "diloco", "tiny"]
+SETTINGS: tuple[Setting, ...] = ("synchronous", "diloco", "tiny")
 PEERS_A_STAGE = 2
 ROUND_SAMPLES, BATCH_SAMPLES = 512, 16
 """Of a DiLoCo round, and of a batch: an inner one, or a synchronous round."""
@@ -62,7 +63,7 @@ Point = tuple[int, float, float]
 class Options(BenchOptions):
     """Compare how a swarm learns with plain training."""
 
-    settings: tuple[Setting, ...] = ("synchronous", "diloco", "tiny")
+    settings: tuple[Setting, ...] = SETTINGS
     """What to train: the model of --d-model in two stages, in either setting, or the preset tiny."""
     seeds: int = 3
     """Seeds of data and initial weights: 0, 1, ..."""
@@ -92,7 +93,9 @@ def run(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for setting in options.settings:
         runs = [_train(options, setting, seed) for seed in range(options.seeds)]
-        found[setting] = {name: summary([sides[name] for sides in runs], [s["plain"] for s in runs]) for name in runs[0]}
+        found[setting] = {
+            name: summary([sides[name] for sides in runs], [s["plain"] for s in runs]) for name in runs[0]
+        }
     return found | {"tokens": options.tokens, "d_model": options.d_model}
 
 
@@ -112,10 +115,10 @@ def run_config(options: Options, setting: Setting, seed: int) -> RunConfig:
             num_layers=options.num_layers, d_model=options.d_model, num_heads=options.d_model // 32, vocab_size=256
         ),
         stages=StagesConfig(num_stages=2),
-        data=DataConfig(
-            dataset=options.dataset, seed=seed, sequence_length=options.sequence_length, microbatch_size=8
-        ),
+        data=DataConfig(dataset=options.dataset, seed=seed, sequence_length=options.sequence_length, microbatch_size=8),
         rounds=rounds,
+        # As in the preset tiny: rounds this short want the plain mean of the peers.
+        outer=OuterConfig(learning_rate=1.0, momentum=0.0),
     )
 
 
@@ -189,7 +192,9 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
         restored = whole.restore(0, held_out.shapes, round_number=number)
         if restored is None:
             raise DeadlineExceeded(f"no checkpoint of round {number} was kept")
-        weights = {name.removeprefix("anchor/"): t for name, t in restored.tensors.items() if name.startswith("anchor/")}
+        weights = {
+            name.removeprefix("anchor/"): t for name, t in restored.tensors.items() if name.startswith("anchor/")
+        }
         tokens_then = restored.run_samples * config.data.sequence_length
         curve.append((tokens_then, seconds_after[number], held_out.loss(weights)))
     return {"curve": curve}

@@ -105,6 +105,8 @@ def run_config(setting: str, options: Options) -> RunConfig:
         rounds=RoundsConfig(
             setting="synchronous" if setting == "synchronous" else "diloco",
             round_samples=MEMBERS * WAVES * wave_samples, inner_batch_samples=wave_samples,
+            # A wave is always in flight, while another one's gradients are accumulated.
+            max_staleness=1,
         ),
     )  # fmt: skip
 

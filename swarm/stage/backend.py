@@ -24,8 +24,8 @@ from swarm.events import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss, with_shared_casts
 from swarm.rpc.wire import TensorSpec, require_in_range
-from swarm.stage.buckets import GradientBucket, Source, Version
 from swarm.stage.boundary import Boundary, boundary_of
+from swarm.stage.buckets import GradientBucket, Source, Version
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 

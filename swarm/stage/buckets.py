@@ -21,7 +21,7 @@ class Version:
     Attributes:
         number: counts the versions of this peer, from 0.
         users: unfinished microbatches that may still need it.
-        casts: with autocast, what products of matrices take instead of some parameters: made once, for all microbatches.
+        casts: with autocast, what products of matrices take instead of some parameters: made once, for all of them.
     """
 
     parameters: Tensors

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 from swarm.events import Close, Commit, Events, Install, NoEvents, State, ranges
 from swarm.rounds import Contribution, Pace, Progress, RoundResult, Snapshot, known
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.buckets import Tensors
 from swarm.stage.stage import Stage
 from swarm.stage.staging import HostReader
-from swarm.stage.weights import FrozenContribution, Round, Tensors, digest_of
+from swarm.stage.weights import FrozenContribution, Round, digest_of
 
 _Result = TypeVar("_Result")
 

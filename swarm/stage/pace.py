@@ -1,10 +1,9 @@
 """How far forwards may run ahead of the inner steps that will use their gradients (DiLoCo).
 
 Used by stage/stage, which makes it, and by stage/computation, which takes a turn before a forward. A gradient that is
-computed with older weights than those it is applied to teaches less: with Adam, one step of delay costs a fifth of what
-is learnt at first (scripts/bench learning). So a peer computes with the same weights no more microbatches than make its
-next inner batches, however many it has admitted; those that wait begin as soon as a step is taken. Runs on the event
-loop; never computes.
+computed with older weights than those it is applied to teaches less (docs/performance.md#learning). So a peer computes
+with the same weights no more microbatches than make its next inner batches, however many it has admitted; those that
+wait begin as soon as a step is taken. Runs on the event loop; never computes.
 """
 
 import asyncio
@@ -13,19 +12,33 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
 
+from swarm.clock import Clock
+from swarm.routing.throughput import MovingAverage
+
+LATE = 3.0
+"""A turn that has taken so many times the usual seconds is late: its microbatch waits for a peer that has died, say."""
+SHORTEST_LATE_SECONDS = 1.0
+"""No turn is late sooner."""
+LOOK_SECONDS = 0.25
+"""Between two looks of those that wait at whether a turn has become late."""
+
 
 class Pace:
     """Gives turns, older microbatches first.
 
     Args:
-        most: microbatches whose forward has begun and whose gradient no step has used; None: any number.
+        most: microbatches whose forward has begun and whose gradient no step has used, late ones left out; None: any
+            number. A late one would hold up all others; its gradient goes into a later step.
         num_unstepped: tells how many gradients are accumulated that no step has used.
     """
 
-    def __init__(self, most: int | None, num_unstepped: Callable[[], int]) -> None:
+    def __init__(self, most: int | None, num_unstepped: Callable[[], int], clock: Clock) -> None:
         self._most = most
         self._num_unstepped = num_unstepped
-        self._num_running = 0
+        self._clock = clock
+        self._began_at: dict[int, float] = {}
+        """By turn."""
+        self._usual_seconds = MovingAverage(0.1)
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
 
@@ -43,28 +56,34 @@ class Pace:
 
         Cancellation gives the turn, or the place in the queue, to the next one.
         """
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (age, next(self._numbers), turn))
-        self.look()
+        number, turn = next(self._numbers), asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (age, number, turn))
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._end()
-            raise
-        try:
+            self.look()
+            while not turn.done():
+                await asyncio.wait([turn], timeout=LOOK_SECONDS)
+                self.look()
             yield
+            self._usual_seconds.observe(self._clock.monotonic() - self._began_at[number])
         finally:
-            self._end()
+            turn.cancel()
+            self._began_at.pop(number, None)
+            self.look()
 
     def look(self) -> None:
         """Give turns for which there is room; to be called after every step, and when gradients were taken out."""
-        while self._waiting and (self._most is None or self._num_running + self._num_unstepped() < self._most):
-            _, _, turn = heapq.heappop(self._waiting)
+        while self._waiting and self._has_room():
+            _, number, turn = heapq.heappop(self._waiting)
             if not turn.done():
-                self._num_running += 1
+                self._began_at[number] = self._clock.monotonic()
                 turn.set_result(None)
 
-    def _end(self) -> None:
-        self._num_running -= 1
-        self.look()
+    def _has_room(self) -> bool:
+        return self._most is None or self._num_running() + self._num_unstepped() < self._most
+
+    def _num_running(self) -> int:
+        usual = self._usual_seconds.value
+        if usual is None:
+            return len(self._began_at)
+        late_since = self._clock.monotonic() - max(SHORTEST_LATE_SECONDS, LATE * usual)
+        return sum(began_at > late_since for began_at in self._began_at.values())

@@ -118,7 +118,7 @@ class Stage:
         """Answers that are being written: the line takes no more."""
         self.num_unacknowledged = 0
         """Calls that have their answer, and whose acknowledgement is waited for."""
-        self._pace = Pace(None if config.rounds.synchronous else self._most_ahead, self._num_unstepped)
+        self._pace = Pace(None if config.rounds.synchronous else self._most_ahead, self._num_unstepped, clock)
         self._slots = Slots(
             limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length + self._pace.num_waiting,
             None if config.rounds.synchronous else self._room,

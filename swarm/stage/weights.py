@@ -32,6 +32,9 @@ LARGEST = 1e15
 KEPT_ANCHORS = 2
 """Rounds whose anchor weights stay readable, for evaluation and for stages that have to repeat a round: this one and
 the one before."""
+LATE_VERSIONS = 2
+"""Versions that are kept, beside the newest and those that `max_staleness` asks for, for microbatches that take much
+longer than others: their peer further on has died, say."""
 
 
 @dataclass
@@ -196,9 +199,8 @@ class StageWeights:
         for bucket in self.buckets.ready:
             if self.round.closed and self._num_overlapped >= self._config.averaging.overlap_steps:
                 break
-            # As many versions as microbatches in their order need, and one for those that take much longer than others:
-            # a step that would need one more waits. Meanwhile the stage admits less, and no batch grows.
-            if len(self._old_versions) > self._config.rounds.max_staleness:
+            # A step that would need one more version waits, and so does what the stage admits: no batch grows.
+            if len(self._old_versions) >= self._config.rounds.max_staleness + LATE_VERSIONS:
                 break
             self.buckets.remove(bucket)
             self._inner_step(bucket)

@@ -32,8 +32,8 @@ from swarm.stage.backend import (
     reply_specs,
     request_specs,
 )  # fmt: skip
-from swarm.stage.staging import Download, Staging
 from swarm.stage.buckets import GradientBucket, Source
+from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from tests.support.rounding import rounding_reference
 

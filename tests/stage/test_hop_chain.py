@@ -26,10 +26,10 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
+from swarm.stage.buckets import GradientBucket, Version
 from swarm.stage.incoming import Incoming
 from swarm.stage.slots import FEW
 from swarm.stage.task_queue import Priority
-from swarm.stage.weights import GradientBucket, Version
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.chain import (
     DILOCO,

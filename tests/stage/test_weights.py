@@ -48,8 +48,14 @@ class _Steps:
             self.taken.append((event.bucket, event.samples))
 
 
-def _weights(setting: str, *, events: _Steps | None = None, **optimizer: float | str) -> StageWeights:
-    return StageWeights(_config(setting, **optimizer), _module(), lineage="", events=events)
+def _weights(setting: str, **optimizer: float | str) -> StageWeights:
+    return StageWeights(_config(setting, **optimizer), _module(), lineage="")
+
+
+def _recorded() -> tuple[StageWeights, _Steps]:
+    """With DiLoCo, and the steps that it takes."""
+    steps = _Steps()
+    return StageWeights(_config("diloco"), _module(), lineage="", events=steps), steps
 
 
 def _gradients(number: int) -> dict[str, torch.Tensor]:
@@ -138,8 +144,7 @@ def test_no_step_before_an_inner_batch_is_full() -> None:
 
 def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
     """Every step takes one inner batch, whatever had to wait, and in whatever order batches become ready."""
-    events = _Steps()
-    weights = _weights("diloco", events=events)
+    weights, events = _recorded()
     late = weights.buckets.open
     late.num_tentative = 1
     for number in range(5):
@@ -153,8 +158,7 @@ def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -
 
 
 def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> None:
-    events = _Steps()
-    weights = _weights("diloco", events=events)
+    weights, events = _recorded()
     first = weights.buckets.open
     first.num_tentative = 2
     for number in range(3):
@@ -185,8 +189,7 @@ def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
 
 def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
     """With a staleness of one: the newest, two older ones for microbatches in their order, and no fourth."""
-    events = _Steps()
-    weights = _weights("diloco", events=events)
+    weights, events = _recorded()
     late = weights.version
     late.users = 1
     _accumulate(weights, 0)

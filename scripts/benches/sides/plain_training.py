@@ -71,7 +71,7 @@ class PlainDiloco:
             self._load(self._anchor)
             all_losses += self._inner_steps(adamw, indices, number)
             learnt.append({name: self._anchor[name] - value.detach() for name, value in self._parameters.items()})
-        average = {name: sum(each[name] for each in learnt) / len(learnt) for name in self._anchor}
+        average = {name: torch.stack([each[name] for each in learnt]).mean(dim=0) for name in self._anchor}
         optim.step(self._outer, self._anchor, average, self._config.outer.learning_rate)
         return sum(all_losses) / len(all_losses)
 
@@ -106,7 +106,11 @@ class PlainDiloco:
 
 
 def train(
-    training: Training, config: RunConfig, rounds: int, points: int, measure: Callable[[Mapping[str, torch.Tensor]], float]
+    training: Training,
+    config: RunConfig,
+    rounds: int,
+    points: int,
+    measure: Callable[[Mapping[str, torch.Tensor]], float],
 ) -> list[tuple[int, float, float]]:
     """Train so many rounds, and measure so many times; only training counts as time."""
     curve: list[tuple[int, float, float]] = []

@@ -1,0 +1,64 @@
+"""The learning bench: what it compares, what its figures mean, and that plain training is what it says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.benches import learning
+from scripts.benches.learning import Options, num_rounds, run_config, seconds_until, single_config, summary
+from scripts.benches.shared.common import with_corpus
+from scripts.benches.sides.plain_training import PlainDiloco, train
+from scripts.benches.sides.reference import Reference
+
+
+def _options(tmp_path: Path, **changes: int) -> Options:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} bottles\n" for number in range(3000)))
+    return Options(**{"dataset": str(text), "d_model": 32, "num_layers": 2, "sequence_length": 16, **changes})  # type: ignore[arg-type]  # counts
+
+
+def test_all_settings_see_as_many_tokens(tmp_path: Path) -> None:
+    options = _options(tmp_path)
+    for setting in learning.SETTINGS:
+        config = run_config(options, setting, seed=1)
+        for each in (config, single_config(config)):
+            tokens = num_rounds(each, options.tokens) * each.rounds.round_samples * each.data.sequence_length
+            assert options.tokens <= tokens < options.tokens * 1.05
+
+
+def test_the_time_to_a_loss_is_between_the_points_of_a_curve() -> None:
+    curve = [(100, 10.0, 3.0), (200, 20.0, 2.0), (300, 30.0, 2.5)]
+    assert seconds_until(curve, 3.5) == 10.0
+    assert seconds_until(curve, 2.25) == pytest.approx(17.5)
+    assert seconds_until(curve, 1.9) is None
+
+
+def test_figures_are_means_over_the_seeds_and_ratios_to_plain_training_of_the_same_seed() -> None:
+    plain = [{"curve": [(80, 8.0, 2.0), (100, 10.0, 1.9)]}, {"curve": [(80, 16.0, 3.0), (100, 20.0, 2.9)]}]
+    swarm = [{"curve": [(80, 8.0, 2.2), (100, 10.0, 1.8)]}, {"curve": [(80, 16.0, 3.0), (100, 20.0, 2.0)]}]
+    found = summary(swarm, plain)
+    assert found["final_loss"] == pytest.approx(1.9)
+    assert found["seconds_to_loss_by_seed"] == pytest.approx([9.0 / 8.0, 1.0])
+    never = [{"curve": [(80, 8.0, 2.2), (100, 10.0, 2.1)]}, swarm[1]]
+    assert summary(never, plain)["seconds_to_loss"] is None
+
+
+def test_plain_diloco_of_one_worker_that_takes_its_mean_is_plain_adamw(tmp_path: Path) -> None:
+    """With an outer rate of one and no momentum the outer step gives back what the worker came to."""
+    config, data = with_corpus(run_config(_options(tmp_path), "diloco", 0))
+    diloco, adamw = PlainDiloco(config, data, 1), Reference(single_config(config), data)
+    diloco.step(0)
+    for number in range(config.rounds.round_samples // config.rounds.inner_batch_samples):
+        adamw.step(number)
+    for name, value in adamw.weights.items():
+        torch.testing.assert_close(diloco.weights[name], value, rtol=0, atol=1e-5)
+
+
+def test_workers_share_a_round_and_their_mean_is_the_next_anchor(tmp_path: Path) -> None:
+    config, data = with_corpus(run_config(_options(tmp_path), "diloco", 0))
+    both = PlainDiloco(config, data, 2)
+    start = {name: value.clone() for name, value in both.weights.items()}
+    points = train(both, config, 1, 1, lambda weights: float(weights["embedding.weight"].norm()))
+    assert [tokens for tokens, _, _ in points] == [config.rounds.round_samples * config.data.sequence_length]
+    assert all(not torch.equal(start[name], value) for name, value in both.weights.items() if value.ndim == 2)

@@ -1,0 +1,87 @@
+"""Turns: so many forwards ahead of the steps that will use their gradients, and no more."""
+
+import asyncio
+from contextlib import suppress
+
+from swarm.clock import ManualClock
+from swarm.stage.pace import LATE, Pace
+from tests.support.chain import eventually
+
+
+class Peer:
+    """What has its turn at a peer, and what waits for a step."""
+
+    def __init__(self, most: int | None) -> None:
+        self.num_unstepped = 0
+        self.clock = ManualClock()
+        self.pace = Pace(most, lambda: self.num_unstepped, self.clock)
+        self.running: list[int] = []
+        self._ends: dict[int, asyncio.Event] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def begin(self, *ages: int) -> None:
+        for age in ages:
+            self._ends[age] = asyncio.Event()
+            self._tasks[age] = asyncio.create_task(self._run(age))
+        await asyncio.sleep(0)
+
+    async def _run(self, age: int) -> None:
+        async with self.pace.turn(age):
+            self.running.append(age)
+            await self._ends[age].wait()
+            self.num_unstepped += 1
+
+    async def end(self, age: int) -> None:
+        """Its gradient is accumulated."""
+        self._ends[age].set()
+        await self._tasks[age]
+
+    async def cancel(self, age: int) -> None:
+        self._tasks[age].cancel()
+        with suppress(asyncio.CancelledError):
+            await self._tasks[age]
+
+    async def step(self, count: int) -> None:
+        self.num_unstepped -= count
+        self.pace.look()
+        await asyncio.sleep(0)
+
+
+async def test_no_more_begin_than_a_step_will_use_and_the_oldest_is_next() -> None:
+    peer = Peer(2)
+    await peer.begin(0, 1, 3, 2)
+    assert (peer.running, peer.pace.num_waiting) == ([0, 1], 2)
+    await peer.end(0)
+    await peer.end(1)
+    assert peer.running == [0, 1], "their gradients wait for the step"
+    await peer.step(2)
+    await eventually(lambda: peer.running == [0, 1, 2, 3])
+
+
+async def test_what_fails_or_is_given_up_makes_room() -> None:
+    peer = Peer(1)
+    await peer.begin(0, 1, 2)
+    await peer.cancel(1)
+    await peer.cancel(0)
+    await eventually(lambda: peer.running == [0, 2])
+
+
+async def test_without_a_bound_all_begin() -> None:
+    peer = Peer(None)
+    await peer.begin(*range(50))
+    assert peer.running == [*range(50)]
+
+
+async def test_one_that_is_late_holds_up_nobody() -> None:
+    """As where its peer further on is frozen; those that take as long as usual are waited for."""
+    peer = Peer(1)
+    await peer.begin(0)
+    peer.clock.advance(10.0)
+    await peer.end(0)
+    await peer.step(1)
+    await peer.begin(1, 2)
+    peer.clock.advance(LATE * 10.0 - 1.0)
+    peer.pace.look()
+    assert peer.running == [0, 1]
+    peer.clock.advance(1.0)
+    await eventually(lambda: peer.running == [0, 1, 2])
