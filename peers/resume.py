@@ -234,9 +234,12 @@ async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[
 
 
 async def describe(
-    config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
+    config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool, *, caller: pb.Incarnation | None = None
 ) -> list[pb.DescribeReply]:  # fmt: skip
     """What peers say of themselves, of those that answer and serve the stage that they are announced at.
+
+    Args:
+        caller: who asks; they tell then whether another process serves under its identity.
 
     Raises:
         PeerUnavailable: none of them could even be asked, for one has TLS and the other has not, say.
@@ -247,7 +250,7 @@ async def describe(
         try:
             call: Any = StageServiceStub(channels.channel(record)).Describe
             async with asyncio.timeout(ANSWER_SECONDS):
-                reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id))
+                reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id, caller=caller))
             require_bounds(reply, finite=True)
         except PeerUnavailable as error:
             faults.append(error)

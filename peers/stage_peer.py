@@ -28,11 +28,13 @@ from typing import Literal
 import torch
 
 from peers import cli, process
+from peers import incarnation as incarnations
 from peers.cache import cache_folder
 from peers.claim import Claim
 from peers.devices import device_of
 from peers.event_file import begin, open_events, start_of
 from peers.identity_file import claim_identity
+from peers.incarnation import Rivals
 from peers.mover import Listen, Mover
 from peers.network import (
     REFRESH_SECONDS,
@@ -57,7 +59,7 @@ from swarm.dht import node as dht_node
 from swarm.dht.addresses import is_host
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
-from swarm.errors import SwarmError
+from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events import Events
 from swarm.identity import Identity
 from swarm.routing.router import Router
@@ -208,18 +210,37 @@ def main(argv: Sequence[str]) -> int:
             "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, add "
             "--initial-peers ADDRESS", options.stage,
         )  # fmt: skip
-    node = dht_node.start(
-        clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
-        announce_hosts=[options.announce] if options.announce else own_hosts(options.host, options.initial_peers),
-        identity_path=identity.libp2p_path,
-    )  # fmt: skip
+    member = admitted(identity.identity, token)
+    node = enter_dht(options, member, identity.libp2p_path)
     try:
-        run_loop(
-            run(options, own, admitted(identity.identity, token), node, device, checkpoints, events, token, returns)
-        )
+        run_loop(run(options, own, member, node, device, checkpoints, events, token, returns))
     finally:
         node.shutdown()
     return 0
+
+
+def enter_dht(options: PeerOptions, member: Identity, libp2p_path: Path) -> DhtNode:
+    """Start this peer's node. Raises what dht_node.start raises, and Fatal if another process has this identity."""
+    clock = SystemClock()
+    try:
+        return dht_node.start(
+            clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
+            announce_hosts=[options.announce] if options.announce else own_hosts(options.host, options.initial_peers),
+            identity_path=libp2p_path,
+        )  # fmt: skip
+    except dht_node.OwnAddress:
+        # Either the process that has this address has died, or its key files were copied to here.
+        with contextlib.suppress(PeerUnavailable):
+            node = dht_node.start(clock=clock, initial_peers=options.initial_peers, client_mode=True)
+            try:
+                run_loop(
+                    incarnations.require_alone_at(
+                        node, options.initial_peers, member, insecure=options.insecure, clock=clock
+                    )
+                )
+            finally:
+                node.shutdown()
+        raise
 
 
 def _label(options: PeerOptions) -> str:
@@ -298,6 +319,8 @@ async def run(
     name = options.name or default_name()
     every_seconds = DEFAULT_REBALANCE_SECONDS if options.rebalance_every is None else options.rebalance_every
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    incarnation = incarnations.begin(clock)
+    rivals = Rivals(config=config, identity=identity, own=incarnation, known=known, channels=channels, clock=clock)
     claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
     rebalancer = Rebalancer(
         config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
@@ -315,7 +338,7 @@ async def run(
                 joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
                 had_checkpoints=checkpoints is not None and checkpoints.had_any, starts_over=options.start_over,
             ),
-            movable=options.stage == "auto" and every_seconds > 0, moves=moves,
+            movable=options.stage == "auto" and every_seconds > 0, moves=moves, incarnation=incarnation,
         )  # fmt: skip
         return StageServer(
             config=config, stage=stage, identity=identity, known=known, router=router, directory=directory,
@@ -344,6 +367,8 @@ async def run(
         # Before it is waited for anything: joiners look for the run now.
         publishing = tasks.create_task(republish(directory, config))
         await known.look_first(directory, stages, clock, returns=returns)
+        # Before anything is announced, which would take the place of what the other one has announced.
+        await rivals.require_alone()
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
         # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
@@ -354,6 +379,7 @@ async def run(
             tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
             publishing,
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
+            tasks.create_task(rivals.watch()),
         ]
         mover = Mover(
             make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=events, stop=stop,

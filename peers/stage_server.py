@@ -11,7 +11,7 @@ import resource
 import sys
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -22,6 +22,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import swarm
 from peers import devices, process, resume
+from peers.incarnation import Incarnation, Rivals
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
 from peers.resume_news import say_changes
@@ -100,6 +101,8 @@ class ServerOptions:
     """Whether the peer may be needed elsewhere and go there."""
     moves: int = 0
     """How often it has done so."""
+    incarnation: Incarnation = field(default_factory=Incarnation)
+    """This start of the process."""
 
 
 class _Health(HealthServicer):
@@ -184,6 +187,10 @@ class StageServer:
         self._health = _Health()
         self._news = StageNews(clock)
         self._loop_lag = LoopLag(clock)
+        self._rivals = Rivals(
+            config=config, identity=identity, own=options.incarnation, known=known, channels=self._channels,
+            clock=clock, endpoint=lambda: self._endpoint,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:
@@ -251,7 +258,7 @@ class StageServer:
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(
             config=self._config, stage=self._stage, hop=self._hop, describe=self._describe,
-            callers=self._callers,
+            callers=self._callers, rival_of=self._rivals.of,
         )  # fmt: skip
         lease_servicer = LeaseServicer(
             config=self._config, stage=self._number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
@@ -472,7 +479,8 @@ class StageServer:
             samples_per_second=self._stage.samples_per_second, queue_length=self._runtime.queue_length,
             round=self._stage.round, samples=self._member.run_samples, lineage=self._member.progress().lineage,
             dht_address=self._dht_address, device=str(self._options.device), movable=self._options.movable,
-            moves=self._options.moves,
+            moves=self._options.moves, nonce=self._options.incarnation.nonce,
+            started_at=self._options.incarnation.started_at,
         )  # fmt: skip
 
     async def _announce(self) -> None:

@@ -73,6 +73,10 @@ class PeerRecord(_Announcement):
     """Whether it goes to another stage by itself when that one needs it more."""
     moves: Annotated[int, Field(ge=0)] = 0
     """How often it has done so since it started."""
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
+    """Of this start of the peer's process, and no other one."""
+    started_at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """When that was, by the announcing machine's wall clock, seconds since the epoch."""
 
 
 class ClaimState(StrEnum):

@@ -53,6 +53,10 @@ _EXPLANATIONS = {
 Result = TypeVar("Result")
 
 
+class OwnAddress(PeerUnavailable):
+    """All that was given to enter the DHT by are addresses of this very node."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Running:
     """p2pd, hivemind's node over it, and the addresses at which others find it."""
@@ -477,9 +481,10 @@ def _bound(table: Any) -> None:
 
 
 def _cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:
+    kind = OwnAddress if "dial to self" in fault else PeerUnavailable
     explanations = (text for needle, text in _EXPLANATIONS.items() if needle in fault)
     default = "check the address, that a swarm-peer runs there, and that its port is open"
-    return PeerUnavailable(f"cannot join the DHT at {', '.join(tried)}: {next(explanations, default)}")
+    return kind(f"cannot join the DHT at {', '.join(tried)}: {next(explanations, default)}")
 
 
 async def _connect(p2p: Any, address: str) -> str | None:

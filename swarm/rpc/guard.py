@@ -23,7 +23,7 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloa
 from swarm.rpc.bounds import num_entries, require_bounds
 from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of, subtract
 from swarm.rpc.channels import abort, send
-from swarm.rpc.v1 import averaging_pb2, lease_pb2
+from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
 
 FOR_TRAINERS = frozenset({
     "/swarm.rpc.v1.StageService/Describe", "/swarm.rpc.v1.DirectoryService/Read", "/swarm.rpc.v1.LeaseService/Acquire",
@@ -231,5 +231,7 @@ def _claimed_id(request: Any) -> str | None:
             return request.open.peer_id if request.HasField("open") else None
         case lease_pb2.AcquireRequest():
             return request.trainer_id
+        case stage_pb2.DescribeRequest():
+            return request.caller.peer_id if request.HasField("caller") else None
     claimed = getattr(request, "peer_id", None)
     return claimed if isinstance(claimed, str) else None

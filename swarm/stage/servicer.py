@@ -72,15 +72,18 @@ class StageServicer(StageServiceServicer):
     def __init__(
         self, *, config: RunConfig, stage: Stage, hop: Hop | None, describe: Callable[[], pb.DescribeReply],
         callers: Callers | None = None,
+        rival_of: Callable[[pb.Incarnation], Awaitable[pb.Incarnation | None]] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
+            rival_of: finds the process that serves under the identity of a peer that asks, if that is not the same.
             callers: counts what is kept for each of them; the guard's.
         """
         self._config = config
         self._stage = stage
         self._hop = hop
         self._describe = describe
+        self._rival_of = rival_of
         self._callers = callers or Callers()
         self._specs = request_specs(config, stage.number)
         self._evaluating = asyncio.Lock()
@@ -94,7 +97,10 @@ class StageServicer(StageServiceServicer):
             seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
             with contextlib.suppress(TimeoutError):
                 await self._stage.reach_round(request.after_round + 1, seconds)
-        return self._describe()
+        reply = self._describe()
+        if request.HasField("caller") and self._rival_of is not None:
+            reply.MergeFrom(pb.DescribeReply(rival=await self._rival_of(request.caller)))
+        return reply
 
     # -- training ----------------------------------------------------------------------------------------------------
 

@@ -468,26 +468,69 @@ class DescribeRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     AFTER_ROUND_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     after_round: _builtins.int
     """Answer when the stage is at a later round than this, or after wait_seconds."""
     wait_seconds: _builtins.float
+    @_builtins.property
+    def caller(self) -> Global___Incarnation:
+        """Who asks: a peer that begins, and wants to know whether another process serves under its identity."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         after_round: _builtins.int | None = ...,
         wait_seconds: _builtins.float = ...,
+        caller: Global___Incarnation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round", "caller", b"caller"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round", "run_id", b"run_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_round", b"_after_round", "after_round", b"after_round", "caller", b"caller", "run_id", b"run_id", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_round: _TypeAlias = _typing.Literal["after_round"]  # noqa: Y015
     _WhichOneofArgType__after_round: _TypeAlias = _typing.Literal["_after_round", b"_after_round"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_round) -> _WhichOneofReturnType__after_round | None: ...
 
 Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+
+@_typing.final
+class Incarnation(_message.Message):
+    """One start of a peer's process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_ID_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    STARTED_AT_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    peer_id: _builtins.str
+    nonce: _builtins.str
+    """Of no other start."""
+    started_at: _builtins.float
+    """Seconds since the epoch."""
+    endpoint: _builtins.str
+    """host:port of its gRPC server; of one that asks, empty."""
+    signature: _builtins.bytes
+    """Of a rival, over all of this and the nonce of the one that asked, by the key that they share."""
+    def __init__(
+        self,
+        *,
+        peer_id: _builtins.str = ...,
+        nonce: _builtins.str = ...,
+        started_at: _builtins.float = ...,
+        endpoint: _builtins.str = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "nonce", b"nonce", "peer_id", b"peer_id", "signature", b"signature", "started_at", b"started_at"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Incarnation: _TypeAlias = Incarnation  # noqa: Y015
 
 @_typing.final
 class DescribeReply(_message.Message):
@@ -512,6 +555,7 @@ class DescribeReply(_message.Message):
     DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     AVERAGING_FIELD_NUMBER: _builtins.int
     LOOP_LAG_SECONDS_FIELD_NUMBER: _builtins.int
+    RIVAL_FIELD_NUMBER: _builtins.int
     peer_id: _builtins.str
     name: _builtins.str
     protocol_version: _builtins.int
@@ -539,6 +583,10 @@ class DescribeReply(_message.Message):
 
     @_builtins.property
     def averaging(self) -> Global___AveragingCounters: ...
+    @_builtins.property
+    def rival(self) -> Global___Incarnation:
+        """Set if another process than the one that asks, which started before it, answers under the asker's identity."""
+
     def __init__(
         self,
         *,
@@ -561,10 +609,11 @@ class DescribeReply(_message.Message):
         device_bytes: _builtins.int = ...,
         averaging: Global___AveragingCounters | None = ...,
         loop_lag_seconds: _builtins.float = ...,
+        rival: Global___Incarnation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "rival", b"rival"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["averaging", b"averaging", "counters", b"counters", "device_bytes", b"device_bytes", "lineage", b"lineage", "loop_lag_seconds", b"loop_lag_seconds", "name", b"name", "peer_id", b"peer_id", "protocol_version", b"protocol_version", "queue_length", b"queue_length", "resident_bytes", b"resident_bytes", "rival", b"rival", "round", b"round", "round_samples", b"round_samples", "rounds", b"rounds", "run_id", b"run_id", "run_samples", b"run_samples", "samples_per_second", b"samples_per_second", "software_version", b"software_version", "stage", b"stage", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

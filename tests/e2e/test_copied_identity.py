@@ -1,0 +1,74 @@
+"""A peer's key files copied to another place, as with a disk image: the copy is refused, and its original goes on."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peers.supervisor import Child, Supervisor
+from tests.support.swarm import RealPeer, RealSwarm, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
+    folder = tmp_path_factory.mktemp("copied")
+    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+        swarm = RealSwarm(folder, children)
+        swarm.start_peers([0])
+        swarm.start_peers([1])
+        yield swarm
+
+
+def _start_copy(swarm: RealSwarm, of: RealPeer, folder: Path) -> tuple[Child, Path]:
+    """A peer with a copy of another one's key files."""
+    folder.mkdir(exist_ok=True)
+    for ending in ("pem", "p2p"):
+        shutil.copy(swarm.folder / f"{of.child.name}.{ending}", folder)
+    identity = folder / f"{of.child.name}.pem"
+    return swarm.launch(of.stage, "--identity", str(identity))
+
+
+def _end(swarm: RealSwarm, child: Child, seconds: float) -> int:
+    def ended() -> list[int]:
+        return [exit_.returncode for exit_ in swarm.children.exits() if exit_.name == child.name]
+
+    codes: list[int] = wait_until(ended, seconds, f"{child.name} to end; see {child.log}")
+    return codes[0]
+
+
+def test_a_copy_is_refused_by_name_and_the_original_goes_on(swarm: RealSwarm, tmp_path: Path) -> None:
+    original = swarm.peers[1]
+    trainer = swarm.start_trainer("beside-a-copy", steps=40)
+    swarm.wait_for_steps("beside-a-copy", 2)
+    copy, ready = _start_copy(swarm, original, tmp_path / "elsewhere")
+    assert _end(swarm, copy, 60.0) != 0
+    lines = copy.log.read_text().splitlines()
+    assert f"another process serves under this identity at {original.ready['endpoint']} since " in lines[-1]
+    assert "start-over" not in copy.log.read_text()
+    assert not ready.exists()
+    assert swarm.wait_for_end(trainer, 90.0) == 0
+    view = swarm.status()
+    assert [peer["peer_id"] for peer in view["stages"][1]["peers"]] == [original.ready["peer_id"]]
+
+
+def test_so_is_one_that_enters_by_the_address_that_it_has_itself(swarm: RealSwarm, tmp_path: Path) -> None:
+    original = swarm.peers[0]
+    copy, _ = _start_copy(swarm, original, tmp_path / "elsewhere")
+    assert _end(swarm, copy, 60.0) != 0
+    *_, line = copy.log.read_text().splitlines()
+    assert f"another process serves under this identity at {original.ready['endpoint']} since " in line
+
+
+def test_after_a_kill_the_same_identity_serves_again_at_once(swarm: RealSwarm) -> None:
+    """Though the DHT still lists the process that is dead."""
+    original = swarm.peers[1]
+    identity = str(swarm.folder / f"{original.child.name}.pem")
+    swarm.kill(original)
+    # Its state is gone, as it was the stage's only peer.
+    again, ready = swarm.launch(1, "--identity", identity, "--start-over")
+    wait_until(ready.exists, 60.0, f"{again.name} to serve; see {again.log}")
+    assert json.loads(ready.read_text())["peer_id"] == original.ready["peer_id"]
