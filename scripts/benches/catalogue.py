@@ -13,6 +13,7 @@ MEASURING = {
     "peers": "tokens/s of two stages, against hivemind.moe and a static pipeline",
     "nanogpt": "nanoGPT's Shakespeare model as a swarm (slow)",
     "startup": "CPU and wall seconds until each command is of use",
+    "closing": "what the end of a round holds up, of a stage of 100 million parameters",
     "memory": "bytes of a stage peer, against arithmetic; the cost of computing forwards again",
     "hop": "activations there and gradients back, 8 MiB and 16 KiB, against hivemind.moe",
     "allreduce": "an averaging round of four processes, against hivemind's averager",

@@ -118,9 +118,9 @@ class StageMember:
 
     async def state_digest(self) -> str:
         """BLAKE3 of anchor and outer state at the beginning of the round; waits until it is known."""
-        if self._digest is None:
-            return (await self.snapshot()).digest
-        return await asyncio.shield(self._digest)
+        async with self._may_commit:
+            digest = self._digest
+        return (await self.snapshot()).digest if digest is None else await asyncio.shield(digest)
 
     async def apply(self, result: RoundResult) -> asyncio.Future[str]:
         """Take the outer step of a committed round. Gives what will be the BLAKE3 of anchor and outer state."""

@@ -312,7 +312,14 @@ class StageWeights:
 
     def _synchronous_step(self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float) -> None:
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
-        gradients = {name: value.to(self.masters[name].device) * factor for name, value in average.items()}
+        gradients = {name: value.to(self.masters[name].device) for name, value in average.items()}
+        if factor != 1.0:
+            # Into memory of its own: others may still fetch the average.
+            clipped = self._memory.like(gradients)
+            for name, value in gradients.items():
+                torch.mul(value, factor, out=clipped[name])
+            gradients = clipped
+            del clipped
         optim.step(self._adamw, self.masters, gradients, rate)
         del gradients  # Memory for what follows.
         self.buckets.clear()

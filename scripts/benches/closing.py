@@ -1,0 +1,85 @@
+"""Does a large stage close and commit without holding up its compute thread or its event loop?
+
+Two members of a stage, each a process of its own (sides/closing_stage.py), train a few microbatches a round and average
+over gRPC with TLS, in both settings. Of each commit: the seconds of the compute thread, those of the optimizer's step
+within, and what is left. Of each process: by how long its event loop was late, and for how long one callback computed
+at most. Seconds of the compute thread and of callbacks are the processor's, with one thread, so that other work on the
+machine counts for little; those of the clock are given beside them.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers import cli
+from peers.supervisor import Supervisor
+from scripts.benches.shared.common import OutputOptions, require_multiple, say, wait_for_json, write_config
+from scripts.benches.shared.judged import LESS
+from scripts.benches.sides.closing_stage import MEMBERS, MICROBATCHES
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+
+SETTINGS = ("synchronous", "diloco")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""One thread, as in swarm-peer."""
+CASE_SECONDS = 900.0
+"""After which a case is taken never to end."""
+
+JUDGED = {"settings.*.commit_beyond_step_cpu_seconds": LESS, "settings.*.loop_held_seconds": LESS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OutputOptions):
+    """Measure what the end of a round holds up, of a large stage."""
+
+    d_model: int = 1024
+    """Width of the model; a multiple of 128."""
+    layers: int = 8
+    """Of the stage, which is the whole model: with the usual width it has 100 million parameters."""
+    rounds: int = 4
+    """To commit; the first one, in which memory is taken, does not count."""
+
+    def __post_init__(self) -> None:
+        require_multiple("d-model", self.d_model, 128)
+        cli.require_at_least(self, {"layers": 1, "rounds": 2})
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Run both settings; gives their figures."""
+    figures: dict[str, Any] = {}
+    for setting in SETTINGS:
+        members = run_case(run_config(setting, options), options.rounds)
+        figures[setting] = {name: max(member[name] for member in members) for name in members[0] if name != "digests"}
+        assert members[0]["digests"] == members[1]["digests"], "members hold the same state after every round"
+        say(f"{setting}: {figures[setting]}")
+    return {"settings": figures, "d_model": options.d_model, "layers": options.layers, "rounds": options.rounds}
+
+
+def run_config(setting: str, options: Options) -> RunConfig:
+    """A run whose only stage is the whole model."""
+    return RunConfig(
+        run="bench-closing",
+        model=ModelConfig(num_layers=options.layers, d_model=options.d_model, num_heads=options.d_model // 64),
+        stages=StagesConfig(num_stages=1),
+        data=DataConfig(sequence_length=16, microbatch_size=1),
+        rounds=RoundsConfig(
+            setting="synchronous" if setting == "synchronous" else "diloco", round_samples=MEMBERS * MICROBATCHES,
+            inner_batch_samples=1,
+        ),
+    )  # fmt: skip
+
+
+def run_case(config: RunConfig, num_rounds: int) -> list[dict[str, Any]]:
+    """One setting, in two fresh processes."""
+    with tempfile.TemporaryDirectory(prefix="bench-closing-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        write_config(config, folder / "run.toml")
+        for number in range(MEMBERS):
+            arguments = [str(folder), str(number), str(num_rounds)]
+            command = [sys.executable, "-m", "scripts.benches.sides.closing_stage", *arguments]
+            children.start(f"member-{number}", command, environment=ENVIRONMENT)
+        return [
+            wait_for_json(folder / f"{number}.json", children, timeout_seconds=CASE_SECONDS)
+            for number in range(MEMBERS)
+        ]

@@ -1,0 +1,214 @@
+"""A process with one member of a stage that is a whole model; it tells what the end of a round holds up.
+
+    python -m scripts.benches.sides.closing_stage FOLDER NUMBER ROUNDS
+
+Started by the closing bench, twice for each setting: the two average with each other. Stage, compute thread, weights,
+averager, TLS and gRPC are those of a peer. Writes `NUMBER.json` to FOLDER.
+"""
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grpc
+import torch
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+from peers import process
+from scripts.benches.shared.common import write_json
+from swarm import config as configs
+from swarm import optim
+from swarm.averaging.averager import Averager
+from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.transport import GrpcTransport
+from swarm.clock import SystemClock
+from swarm.config import RunConfig
+from swarm.identity import generate
+from swarm.loop_lag import LoopLag
+from swarm.microbatch import Microbatch
+from swarm.model.stages import build_stage
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.stage.backend import TOKENS, GraphBudget, StageBackend, request_specs
+from swarm.stage.member import StageMember
+from swarm.stage.runtime import Runtime
+from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import Staging
+from swarm.stage.weights import FrozenContribution, StageWeights
+from swarm.types import PeerRecord, PeerState
+
+MEMBERS = 2
+MICROBATCHES = 2
+"""Of each member, a round."""
+POLL_SECONDS = 0.002
+
+
+class Times:
+    """Seconds of one kind of work, each time it was done: by the clock, and of the thread's processor."""
+
+    def __init__(self) -> None:
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Of what is done inside."""
+        wall, cpu = time.perf_counter(), time.thread_time()
+        yield
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.thread_time() - cpu)
+
+
+class TimedWeights(StageWeights):
+    """Knows how long the ends of rounds took."""
+
+    def __init__(self, config: RunConfig, module: torch.nn.Module, steps: Times) -> None:
+        super().__init__(config, module, lineage="")
+        self.closings, self.commits, self._steps = Times(), Times(), steps
+        self.beyond_steps = Times()
+        """Of commits, without the optimizer's steps within."""
+
+    def close(self) -> FrozenContribution:
+        with self.closings.taken():
+            return super().close()
+
+    def commit(self, average: Mapping[str, torch.Tensor], **how: Any) -> float:
+        num_steps = len(self._steps.wall)
+        with self.commits.taken():
+            rate = super().commit(average, **how)
+        self.beyond_steps.wall.append(self.commits.wall[-1] - sum(self._steps.wall[num_steps:]))
+        self.beyond_steps.cpu.append(self.commits.cpu[-1] - sum(self._steps.cpu[num_steps:]))
+        return rate
+
+
+@contextmanager
+def watched_loop(longest: list[float]) -> Iterator[None]:
+    """Note for how long one callback of the event loop computed at most."""
+    run = asyncio.Handle._run
+
+    def watched(handle: asyncio.Handle) -> None:
+        began_at = time.thread_time()
+        run(handle)
+        longest[0] = max(longest[0], time.thread_time() - began_at)
+
+    with mock.patch.object(asyncio.Handle, "_run", watched):
+        yield
+
+
+def timed(step: Callable[..., None], times: Times) -> Callable[..., None]:
+    """An optimizer's step that is measured."""
+
+    def stepping(*arguments: Any) -> None:
+        with times.taken():
+            step(*arguments)
+
+    return stepping
+
+
+async def train(stage: Stage, config: RunConfig, index: int) -> None:
+    """One microbatch, acknowledged."""
+    tokens = torch.zeros(request_specs(config, 0)[TOKENS].shape, dtype=torch.int32)
+    microbatch = Microbatch(index=index, round=stage.round, num_samples=1, accumulate_only_at=None)
+    subscriber = object()
+    slot = stage.admit(microbatch)
+    computation = await stage.begin(microbatch, {TOKENS: tokens}, {}, subscriber)
+    while not computation.done:
+        await computation.news(60.0)
+    computation.result()
+    stage.acknowledge(computation)
+    stage.leave(slot)
+    while stage.num_settling:  # noqa: ASYNC110 - done by a thread
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def main(folder: Path, number: int, num_rounds: int) -> None:
+    """Meet the other one, train and commit, and stay until it has."""
+    torch.set_num_threads(1)
+    config = configs.load(folder / "run.toml")
+    identity, channels, clock = generate(), ChannelPool(), SystemClock()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
+    record = PeerRecord(
+        peer_id=identity.peer_id, stage=0, endpoint=f"127.0.0.1:{port}", state=PeerState.SERVING, announced_at=0.0,
+        certificate_pem=identity.certificate_pem,
+    )  # fmt: skip
+    module = build_stage(config, 0, device="cpu")
+    steps = Times()
+    weights = TimedWeights(config, module, steps)
+    backend = StageBackend(
+        config=config, stage=0, module=module, weights=weights, staging=Staging(),
+        budget=GraphBudget(limit_bytes=1 << 40),
+    )  # fmt: skip
+    runtime, longest, lag = Runtime(queue_capacity=64), [0.0], LoopLag(clock)
+    runtime.start()
+    (folder / f"{number}.record.tmp").write_text(record.model_dump_json(), encoding="utf-8")
+    (folder / f"{number}.record.tmp").rename(folder / f"{number}.record")
+    records = [PeerRecord.model_validate_json(text) for text in await _all_there(folder, "record")]
+    digests, attempts, round_seconds = list[str](), list[int](), list[float]()
+    async with asyncio.TaskGroup() as tasks:
+        stage = Stage(
+            config=config, backend=backend, runtime=runtime, hop=None, clock=clock, tasks=tasks,
+            limits=StageLimits(max_in_flight=4),
+        )  # fmt: skip
+        member = StageMember(stage, num_alive=lambda: MEMBERS)
+        averager = Averager(
+            config=config, own=record, member=member, transport=GrpcTransport(channels), clock=clock,
+            peers=lambda number: records,
+        )  # fmt: skip
+        stage.on_change, stage.serving = averager.notify, True
+        add_AveragingServiceServicer_to_server(AveragingServicer(averager, own_id=identity.peer_id), server)
+        add_HealthServicer_to_server(HealthServicer(), server)
+        await server.start()
+        background = [tasks.create_task(work) for work in (averager.run(), lag.run())]
+        with watched_loop(longest), mock.patch.object(optim, "step", timed(optim.step, steps)):
+            for round_number in range(num_rounds):
+                if round_number == 1:  # What was imported and allocated first is over.
+                    lag, longest[0] = LoopLag(clock), 0.0
+                    background.append(tasks.create_task(lag.run()))
+                for microbatch in range(MICROBATCHES):
+                    await train(stage, config, (round_number * MICROBATCHES + microbatch) * MEMBERS + number)
+                trained_at = time.perf_counter()
+                while weights.round.number == round_number:  # noqa: ASYNC110 - set on the compute thread
+                    await asyncio.sleep(POLL_SECONDS)
+                round_seconds.append(time.perf_counter() - trained_at)
+                digests.append(await member.state_digest())
+                attempts.append(member.reports[-1].attempts)
+        write_json(
+            folder / f"{number}.json",
+            {
+                "parameters": weights.num_elements, "digests": digests, "attempts": max(attempts),
+                "round_seconds": statistics.median(round_seconds[1:]),
+                "close_cpu_seconds": statistics.median(weights.closings.cpu[1:]),
+                "commit_cpu_seconds": statistics.median(weights.commits.cpu[1:]),
+                "commit_beyond_step_cpu_seconds": statistics.median(weights.beyond_steps.cpu[1:]),
+                "commit_beyond_step_seconds": statistics.median(weights.beyond_steps.wall[1:]),
+                "loop_held_seconds": longest[0], "loop_lag_seconds": lag.seconds,
+            },
+        )  # fmt: skip
+        await _all_there(folder, "json")
+        for task in background:
+            task.cancel()
+    runtime.stop(60.0)
+    await server.stop(0)
+    await channels.close()
+
+
+async def _all_there(folder: Path, suffix: str) -> list[str]:
+    """Wait for what each member writes."""
+    paths = [folder / f"{member}.{suffix}" for member in range(MEMBERS)]
+    while not all(path.exists() for path in paths):  # noqa: ASYNC110 - what other processes do
+        await asyncio.sleep(POLL_SECONDS)
+    return [path.read_text(encoding="utf-8") for path in paths]
+
+
+if __name__ == "__main__":
+    process.keep_freed_memory()
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
