@@ -30,7 +30,7 @@ from swarm.averaging.unfinished import Begun, unfinished
 from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
-from swarm.errors import DeadlineExceeded, MalformedMessage, Overloaded, PeerUnavailable, SwarmError
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
 from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
@@ -205,10 +205,13 @@ class Leader:
                 reply = _checked(answer)
                 if isinstance(reply, pb.BeginReply) and reply.HasField("closing"):
                     closing, seconds = reply.closing, self.clock.monotonic() - started_at
-                    allowed_seconds = timeout_seconds + 3 * closing.expected_seconds
-                    if closing.quiet_seconds <= allowed_seconds and seconds <= self.timing.max_closing_seconds:
+                    if seconds > self.timing.max_closing_seconds:
+                        # It has only its own word that it will ever be done.
+                        reply = NotReady(f"it has not closed its contribution in {seconds:.0f} s")
+                    elif closing.quiet_seconds <= timeout_seconds + 3 * closing.expected_seconds:
                         continue
-                    reply = DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")
+                    else:
+                        reply = DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")
                 del waiting[peer]
                 answers[peer] = reply
                 if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):

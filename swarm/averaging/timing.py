@@ -35,8 +35,8 @@ class Timing:
     """Least time for which a member that closes its contribution may finish no piece of that work."""
     closing_seconds: float = 1.0
     """After so long a member that is still closing says how it gets on."""
-    max_closing_seconds: float = 600.0
-    """Longest time for closing, whatever a member says."""
+    max_closing_seconds: float = 300.0
+    """Longest time for closing, whatever a member says: then it is left out at once."""
     work_bytes_per_second: float = 5e7
     """The slowest machine that is waited for while it copies, encodes or applies what it holds."""
     average_seconds: float = 10.0

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from swarm.averaging.timing import Timing
 from swarm.rounds import Contribution
 from tests.averaging.doubles import QUICK, FakeStage, Network, make_config, peer_id, until
 from tests.support.virtual_time import in_virtual_time
@@ -31,8 +32,9 @@ class SlowStage(FakeStage):
 
 
 @asynccontextmanager
-async def slow_network(setting: str, *numbers: int) -> AsyncIterator[Network]:
+async def slow_network(setting: str, *numbers: int, timing: Timing = QUICK) -> AsyncIterator[Network]:
     network = Network(make_config(setting), SlowStage)
+    network.timing = timing
     for number in numbers:
         network.add(number)
     try:
@@ -116,6 +118,18 @@ async def test_a_member_that_does_not_get_on_with_its_closing_is_left_out() -> N
         await until(lambda: all(member.round == 1 for member in others), PATIENCE_SECONDS)
         assert now() < 10.0
         assert {result.members for member in others for result in member.results} == {(peer_id(1), peer_id(2))}
+
+
+@in_virtual_time
+async def test_a_member_that_only_says_that_it_gets_on_is_left_out_in_the_end() -> None:
+    timing = dataclasses.replace(QUICK, max_closing_seconds=20.0)
+    async with slow_network("diloco", 1, 2, 3, timing=timing) as network:
+        stage(network, 3).seconds = math.inf
+        for number in (1, 2, 3):
+            stage(network, number).learn(*range(6 * number, 6 * number + 6))
+        others = [stage(network, 1), stage(network, 2)]
+        await until(lambda: all(member.round == 1 for member in others), PATIENCE_SECONDS)
+        assert 20.0 < now() < 25.0
 
 
 @pytest.mark.parametrize("codec", ["fp32", "topk"])
