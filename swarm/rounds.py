@@ -37,7 +37,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class Activity:
     """How a member gets on with its work.
 
     Attributes:
@@ -145,14 +145,14 @@ def known(digest: str) -> "asyncio.Future[str]":
 class RoundMember(Protocol):
     """A stage as its group sees it.
 
-    Calls never overlap, but for `progress`, `pace` and `snapshot`: these come at any time.
+    Calls never overlap, but for `progress`, `activity` and `snapshot`: these come at any time.
     """
 
     def progress(self) -> Progress:
         """Where the member is now."""
         ...
 
-    def pace(self) -> Pace:
+    def activity(self) -> Activity:
         """How it gets on."""
         ...
 

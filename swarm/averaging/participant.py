@@ -186,12 +186,12 @@ class Participant:
             await self._closing.wait()
 
     def _still_closing(self) -> pb.BeginReply:
-        pace, now = self._member.pace(), self._clock.monotonic()
+        activity, now = self._member.activity(), self._clock.monotonic()
         waited_seconds = now - self._closing.began_at if self._closing is not None else math.inf
-        expected_seconds = max(pace.longest_seconds, pace.num_bytes / self._timing.work_bytes_per_second)
+        expected_seconds = max(activity.longest_seconds, activity.num_bytes / self._timing.work_bytes_per_second)
         return pb.BeginReply(
             closing=pb.Closing(
-                quiet_seconds=min(pace.quiet_seconds, waited_seconds), expected_seconds=expected_seconds
+                quiet_seconds=min(activity.quiet_seconds, waited_seconds), expected_seconds=expected_seconds
             )
         )  # fmt: skip
 

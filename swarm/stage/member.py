@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from swarm.events import Close, Commit, Events, Install, NoEvents, State, ranges
-from swarm.rounds import Contribution, Pace, Progress, RoundResult, Snapshot, known
+from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, known
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
 from swarm.stage.stage import Stage
@@ -68,10 +68,10 @@ class StageMember:
         # With DiLoCo nobody asks which, and a round may have any number of them.
         return self._stage.ledger.committed(self._stage.round) if self._stage.config.rounds.synchronous else frozenset()
 
-    def pace(self) -> Pace:
+    def activity(self) -> Activity:
         """How the compute thread gets on, for which closing and committing wait."""
         runtime = self._stage.runtime
-        return Pace(
+        return Activity(
             quiet_seconds=runtime.quiet_seconds, longest_seconds=runtime.longest_seconds,
             num_bytes=4 * self._weights.num_elements,
         )  # fmt: skip

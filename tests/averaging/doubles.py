@@ -18,7 +18,7 @@ from swarm.averaging.transport import Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.rounds import Contribution, Pace, Progress, RoundResult, Snapshot, Tensors, known
+from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.virtual_time import LoopClock
@@ -111,8 +111,8 @@ class FakeStage:
             highest_microbatch=max(self.indices, default=-1), spare=frozenset(self.spare & self.indices),
         )  # fmt: skip
 
-    def pace(self) -> Pace:
-        return Pace(quiet_seconds=self.quiet_seconds(), longest_seconds=0.0, num_bytes=0)
+    def activity(self) -> Activity:
+        return Activity(quiet_seconds=self.quiet_seconds(), longest_seconds=0.0, num_bytes=0)
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         assert round_number == self.round

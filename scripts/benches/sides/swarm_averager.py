@@ -28,7 +28,7 @@ from swarm.averaging.transport import GrpcTransport
 from swarm.clock import SystemClock
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.identity import Identity, generate
-from swarm.rounds import Contribution, Pace, Progress, RoundResult, Snapshot, Tensors, known
+from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
@@ -67,8 +67,8 @@ class Member:
             num_samples=self.contribution.num_samples, committed=frozenset(), highest_microbatch=-1,
         )  # fmt: skip
 
-    def pace(self) -> Pace:
-        return Pace(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
+    def activity(self) -> Activity:
+        return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         return self.contribution
