@@ -56,7 +56,12 @@ def test_status_shows_every_peer(swarm: RealSwarm) -> None:
 
 
 def test_status_through_a_peer_shows_what_the_dht_says(swarm: RealSwarm) -> None:
-    assert swarm.status() == swarm.status(through_dht=True)
+    views = swarm.status(), swarm.status(through_dht=True)
+    # The peers measure it all the time, and no two looks need see the same.
+    lags = [peer.pop("loop_lag_seconds") for view in views for row in view["stages"] for peer in row["peers"]]
+    assert len(lags) == 8
+    assert min(lags) > 0.0
+    assert views[0] == views[1]
 
 
 def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
