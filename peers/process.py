@@ -59,11 +59,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+THREAD_BYTES = 128 << 20
+"""Addresses for the stacks of the threads that gRPC and asyncio start, sixteen or so of 8 MiB each."""
+
+
 def require_addresses(num_bytes: int) -> None:
     """Raise MemoryError if this process may not have so many more addresses, by its limit (ulimit -v, prlimit --as).
 
-    To be asked before large libraries are imported: where these run out of addresses, some of them end the process
-    without a word, and some wait for ever.
+    To be asked before large libraries are imported, and before gRPC starts its threads: where addresses run out, some
+    libraries end the process without a word, and some wait for ever.
     """
     if num_bytes == 0 or _address_limit() is None:
         return
@@ -71,7 +75,7 @@ def require_addresses(num_bytes: int) -> None:
         # Reserved without being used, and given back at once.
         mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
     except OSError:
-        raise MemoryError(f"unable to allocate {in_words(num_bytes)} for libraries") from None
+        raise MemoryError(f"unable to allocate {in_words(num_bytes)}") from None
 
 
 def setup_logging(name: str, level: LogLevel) -> None:

@@ -45,7 +45,7 @@ from swarm.identity import Identity
 from swarm.lookup import DirectoryServicer
 from swarm.loop_lag import LoopLag
 from swarm.model.stages import build_stage
-from swarm.out_of_memory import in_words, is_out_of_memory
+from swarm.out_of_memory import in_words, is_out_of_memory, what_was_asked
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rounds import Snapshot
@@ -148,17 +148,19 @@ class StageServer:
         try:
             module = build_stage(config, stage, device=options.device)
             weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
-            # What the first step makes: moments, a second sum, another copy. If it does not fit, that is to be said
-            # now, and not after an hour.
+            # What the first step makes: moments, a second sum, another copy; and the server's threads. If they do not
+            # fit, that is to be said now, and not after an hour.
             first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
             first_step_bytes = sum(tensor.nbytes for tensor in first_step)
+            process.require_addresses(process.THREAD_BYTES)
             del first_step
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            asked = what_was_asked(error)
             raise Fatal(
-                f"stage {stage} does not fit on {options.device}: {process.first_line(error)}; take more stages, or "
-                "another --device"
+                f"stage {stage} does not fit on {options.device} (no room for {asked}): take more stages, or another "
+                "--device"
             ) from None
         limit_bytes = options.graph_bytes
         if limit_bytes is None:

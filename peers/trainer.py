@@ -138,6 +138,7 @@ def main(argv: Sequence[str]) -> int:
         # In the main thread, outside of any event loop: to prepare text may take minutes, and a thread cannot be ended.
         with process.interruptible():
             corpus, data = open_corpus(config, options.dataset, options.tokenizer)
+        process.require_addresses(process.THREAD_BYTES)
         return run_loop(run(options, config, corpus, data, node, identity, events))
     finally:
         node.shutdown()
