@@ -42,7 +42,7 @@ def _end(swarm: RealSwarm, child: Child, seconds: float) -> int:
 
 def test_a_copy_is_refused_by_name_and_the_original_goes_on(swarm: RealSwarm, tmp_path: Path) -> None:
     original = swarm.peers[1]
-    trainer = swarm.start_trainer("beside-a-copy", steps=40)
+    trainer = swarm.start_trainer("beside-a-copy", steps=25)
     swarm.wait_for_steps("beside-a-copy", 2)
     copy, ready = _start_copy(swarm, original, tmp_path / "elsewhere")
     assert _end(swarm, copy, 60.0) != 0
