@@ -58,14 +58,14 @@ def render(view: SwarmView) -> RenderableType:
     parts: list[RenderableType] = [_peers(view)]
     if view.trainers:
         parts.append(_trainers(view.trainers))
-    parts += [Text(line, style="bold red") for line in _warnings(view)]
+    parts += [Text(line, style="bold red") for line in (*_warnings(view), *_refusals(view).values())]
     parts += [Text(event, style="dim") for event in view.events[-_EVENTS_SHOWN:]]
     return Group(*parts)
 
 
 def plain_lines(view: SwarmView) -> dict[str, str]:
     """Events, warnings, and each trainer's step, under keys by which a line is known to be old news."""
-    lines = {line: line for line in (*view.events, *_warnings(view))}
+    lines = {line: line for line in (*view.events, *_warnings(view))} | _refusals(view)
     for trainer in view.trainers:
         if trainer.step:
             name = f" ({trainer.name})" if len(view.trainers) > 1 else ""
@@ -127,6 +127,16 @@ def _trainers(rows: Sequence[TrainerRow]) -> Table:
 
 def _warnings(view: SwarmView) -> list[str]:
     return [f"stage {stage} has no peer: start one with swarm-peer --stage {stage}" for stage in view.empty_stages]
+
+
+def _refusals(view: SwarmView) -> dict[str, str]:
+    """What peers say of those that they do not follow, by who says it of whom: the rest changes with each look."""
+    return {
+        f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
+        for row in view.stages
+        for peer in row.peers
+        for refusal in peer.refusals
+    }
 
 
 def _loss(row: TrainerRow) -> str:

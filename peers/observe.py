@@ -22,6 +22,9 @@ from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerR
 
 logger = logging.getLogger(__name__)
 
+MOST_REFUSALS = 8
+"""Lines of a peer that are shown, each of so many characters at most:"""
+LONGEST_REFUSAL = 400
 ANSWER_SECONDS = 5.0
 """The first call to a peer connects as well: four round trips on the line, and TLS on a machine that computes."""
 
@@ -106,9 +109,15 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         samples=reply.round_samples, forwards=counters.forwards, backwards=counters.backwards,
         rerouted_backwards=counters.rerouted_backwards,
         attempts=reply.averaging.attempts, aborted=dict(reply.averaging.aborted), downloads=reply.averaging.downloads,
+        refusals=tuple(map(_printable, reply.averaging.refusals[:MOST_REFUSALS])),
         alive_peers=last.num_alive, members=last.num_members, averaged_fraction=last.averaged_fraction,
         averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,
         exchange_seconds=last.exchange_seconds, wait_seconds=last.wait_seconds,
         contribution_norm=last.contribution_norm, moves=record.moves,
         loop_lag_seconds=reply.loop_lag_seconds,
     )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """What a peer says, as a line that no terminal takes for more than text."""
+    return "".join(character if character.isprintable() else "?" for character in text[:LONGEST_REFUSAL])

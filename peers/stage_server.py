@@ -521,7 +521,8 @@ class StageServer:
                 recomputed_forwards=self._stage.backend.budget.num_recomputed,
             ),
             averaging=pb.AveragingCounters(
-                attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads
+                attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads,
+                refusals=averaging.refusals,
             ),
             rounds=list(self._member.reports), loop_lag_seconds=self._loop_lag.seconds,
             resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,

@@ -57,6 +57,8 @@ class PeerRow:
     """States it downloaded because it was behind."""
     loop_lag_seconds: float = 0.0
     """By how long its event loop was late at most, in the last minute or two: for so long it answered nobody."""
+    refusals: tuple[str, ...] = ()
+    """A line for each holder of its stage that says it is elsewhere in the run, and that it does not follow."""
 
 
 @dataclass(frozen=True, kw_only=True)

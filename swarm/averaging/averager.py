@@ -15,6 +15,7 @@ from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.barrier import Barrier
+from swarm.averaging.branches import Branches
 from swarm.averaging.broadcast import Broadcast
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.completion import Completion
@@ -87,14 +88,21 @@ class Averager:
         self._num_attempts = 0
         self._told_at: dict[PeerId, float] = {}
         """When members heard last what all of them have committed."""
+        self._branches = Branches(
+            messages.standing_of(member.progress()), clock=clock,
+            more_samples_win=config.averaging.quorum == "available", patience_seconds=timing.fresh_seconds,
+            run_round=self._run_round,
+        )  # fmt: skip
+        self._peers = peers
         self._roster = Roster(
             own=own, directory=lambda: peers(own.stage), clock=clock, timing=timing,
             branches_yield=config.averaging.quorum == "available",
             round_microbatches=config.microbatches_per_round if config.rounds.synchronous else None,
+            is_elsewhere=self._branches.is_elsewhere,
         )  # fmt: skip
         self._donor = Donor(
             snapshot=lambda: self._participant.snapshot(), standing=lambda: self._participant.standing,
-            outcomes=lambda: self._participant.outcomes.values(), clock=clock,
+            outcomes=lambda: self._participant.outcomes.values(), past=lambda: self._branches.told, clock=clock,
             is_exchanging=lambda: self._participant.group.phase is Phase.EXCHANGING,
         )  # fmt: skip
         self._shared = SharedBlocks(
@@ -103,21 +111,21 @@ class Averager:
         )  # fmt: skip
         self._participant = Participant(
             own_id=self._own_id, address=self._address, member=member, config=config.averaging, shared=self._shared,
-            transport=transport, clock=clock, timing=timing, donor=self._donor, spawn=self._spawn, moved=self._moved,
-            events=events or NoEvents(),
+            transport=transport, clock=clock, timing=timing, donor=self._donor, branches=self._branches,
+            spawn=self._spawn, moved=self._moved, events=events or NoEvents(),
         )  # fmt: skip
         self._catch_up = CatchUp(
             participant=self._participant,
             transfer=StateTransfer(
                 transport, address=self._address, own_id=self._own_id, silence_seconds=timing.silence_seconds
             ),
-            donors=lambda: self._roster.donors(self._participant.standing), is_ahead=self._roster.is_ahead,
-            clock=clock, retry_seconds=timing.max_retry_seconds,
+            branches=self._branches, record=self._roster.record, choose=lambda: self._reporter.choose(), clock=clock,
+            retry_seconds=timing.max_retry_seconds,
         )  # fmt: skip
         self._reporter = Reporter(
             own=own, address=self._address, member=member, roster=self._roster, participant=self._participant,
-            catch_up=self._catch_up, call=self._call, is_connected=transport.is_connected, clock=clock, timing=timing,
-            spawn=self._spawn, changed=self._progress_changed, suspect=self._suspect,
+            branches=self._branches, catch_up=self._catch_up, call=self._call, is_connected=transport.is_connected,
+            clock=clock, timing=timing, spawn=self._spawn, changed=self._progress_changed, suspect=self._suspect,
         )  # fmt: skip
         barrier = Barrier(
             own_id=self._own_id, address=self._address, call=self._call, peers=peers,
@@ -225,7 +233,7 @@ class Averager:
             exchange_seconds=self._leader.times.total_exchange_seconds,
             barrier_seconds=self._leader.times.total_barrier_seconds, num_downloads=self._catch_up.num_downloads,
             num_members=len(last.prepared.member_ids) if last else 0,
-            num_alive=max(self._reporter.num_alive, len(self._roster.alive())),
+            num_alive=max(self._reporter.num_alive, len(self._roster.alive())), refusals=self._branches.refusals,
         )  # fmt: skip
 
     # -- leading -----------------------------------------------------------------------------------------------------
@@ -252,6 +260,9 @@ class Averager:
         view = self.view()
         group = self._participant.group
         if not view.is_leader or self._reporter.may_be_behind or group.active is not None:
+            return False
+        if self._branches.is_in_doubt:
+            # If it is this peer that was left behind, it would commit another result of a round that is over.
             return False
         members = self._roster.members(self._participant.standing)
         unfinished = group.prepared is not None or any(report.prepared for report in members.values())
@@ -354,14 +365,16 @@ class Averager:
         if not request.unanswered and self._roster.hear(request):
             self._progress_changed()
         standing, theirs = self._participant.standing, messages.unpack_standing(request.standing)
-        if self._roster.is_ahead(theirs, standing) and self._leader.active is None:
+        if not self._branches.is_known(theirs) and self._leader.active is None:
             self._reporter.nudge(PeerId(request.sender.peer_id))
         reply = pb.ReportReply(
             standing=messages.pack_standing(standing), active=messages.pack_ballot(self._leader.active),
             outcome=self._participant.outcomes.get(theirs.round), leader=self._leader_contact(),
             num_alive=len(self._roster.alive()),
         )  # fmt: skip
-        if theirs == standing:
+        if theirs != standing:
+            reply.past.extend(self._branches.told)
+        else:
             self._tell_of_round(PeerId(request.sender.peer_id), reply)
         return reply
 
@@ -422,6 +435,12 @@ class Averager:
         return contact_of(leader or self._own)
 
     # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _run_round(self) -> int | None:
+        """Synchronous: a round that at least half of the other stages' peers have reached, as they say."""
+        stages = set(range(self._config.stages.num_stages)) - {self._own.stage}
+        rounds = sorted(record.round for stage in stages for record in self._peers(stage))
+        return rounds[len(rounds) // 2] if rounds and self._config.rounds.synchronous else None
 
     async def _call(
         self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float

@@ -1,20 +1,22 @@
 """How a peer that is behind gets to where its group stands: a snapshot, then the results committed meanwhile.
 
-Run by averaging/reporter when an answer tells of a peer that is ahead. While it runs, this peer promises no attempt
-and reports nothing, so nobody counts it as a member. Never decides what is true: it takes what holders have.
+Run by averaging/reporter when averaging/branches has decided to go elsewhere. While it runs, this peer promises no
+attempt and reports nothing, so nobody counts it as a member. Takes the state from those alone that stand behind what
+was decided.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.averaging import messages
+from swarm.averaging.branches import Branches
 from swarm.averaging.messages import Standing
 from swarm.averaging.participant import Participant
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.clock import Clock
 from swarm.errors import IntegrityError, SwarmError
-from swarm.types import PeerRecord
+from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +28,21 @@ class CatchUp:
     """One peer's way forward."""
 
     def __init__(
-        self, *, participant: Participant, transfer: StateTransfer, donors: Callable[[], Sequence[PeerRecord]],
-        is_ahead: Callable[[Standing, Standing], bool], clock: Clock, retry_seconds: float,
+        self, *, participant: Participant, transfer: StateTransfer, branches: Branches,
+        record: Callable[[PeerId], PeerRecord | None], choose: Callable[[], Awaitable[Standing | None]], clock: Clock,
+        retry_seconds: float,
     ) -> None:  # fmt: skip
         """
         Args:
-            donors: peers that may be ahead, the best first.
-            is_ahead: whether a peer standing at the second should become what the first is.
+            record: how a peer is reached.
+            choose: asks all holders where they stand, and gives where this peer should go.
             retry_seconds: wait between two tries where there is no going back.
         """
         self._participant = participant
         self._transfer = transfer
-        self._donors = donors
-        self._is_ahead = is_ahead
+        self._branches = branches
+        self._record = record
+        self._choose = choose
         self._clock = clock
         self._retry_seconds = retry_seconds
         self._ended = asyncio.Event()
@@ -48,7 +52,7 @@ class CatchUp:
         self.num_downloads = 0
 
     async def run(self, target: Standing) -> None:
-        """Come as far as `target` at least, or find that nobody has what it takes. A second call waits for the first.
+        """Come to `target`, or beyond, or find that nobody has what it takes. A second call waits for the first.
 
         Cancelled, it leaves this peer where it is; segments that have come are kept.
         """
@@ -61,28 +65,31 @@ class CatchUp:
             await self._participant.step_back("this peer is behind its group")
             while not await self._try(target):
                 await self._clock.sleep(self._retry_seconds)
+                target = await self._choose() or target
         finally:
             self._participant.is_catching_up = False
             self._ended.set()
 
     async def _try(self, target: Standing) -> bool:
         """Whether this is over, if only because there is nothing to be had now."""
+        holders = [record for peer in sorted(self._branches.behind(target)) if (record := self._record(peer))]
+        is_there = False
         try:
             while True:
                 moved = await self._replay()
-                if not self._is_behind(target):
+                is_there = is_there or self._branches.is_known(target)
+                if self._participant.is_sound and is_there:
                     break
                 if not moved:
-                    await self._download()
+                    await self._download(holders, target.round)
+                    # They may have gone on for so long that what they tell of the past does not reach back to it.
+                    is_there = True
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
             # A state that is nobody's must not stay.
             return self._participant.is_sound
         self._transfer.forget()
         return True
-
-    def _is_behind(self, theirs: Standing) -> bool:
-        return not self._participant.is_sound or self._is_ahead(theirs, self._participant.standing)
 
     async def _replay(self) -> bool:
         """Apply what the sources keep of the rounds since; whether that changed anything."""
@@ -103,15 +110,13 @@ class CatchUp:
             logger.info("applied the rounds from %d to %d", before.round, self._participant.standing.round - 1)
         return moved
 
-    async def _download(self) -> None:
+    async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
         fetched = await self._transfer.snapshot(
-            self._donors(), max_bytes=await self._size_limit(), wanted=self._is_wanted
+            holders, max_bytes=await self._size_limit(), wanted=lambda theirs: theirs.round >= least_round
         )
         standing = messages.standing_of(fetched.snapshot)
-        if not self._is_wanted(standing):
-            return
         try:
-            await self._participant.install(fetched.snapshot, fetched.outcomes)
+            await self._participant.install(fetched.snapshot, fetched.outcomes, fetched.past)
         except IntegrityError:
             for source in fetched.sources:
                 self._transfer.distrust(source)
@@ -119,10 +124,6 @@ class CatchUp:
         self._sources = list(fetched.sources)
         self.num_downloads += 1
         logger.info("installed the snapshot of round %d, from %d donors", standing.round, len(fetched.sources))
-
-    def _is_wanted(self, theirs: Standing) -> bool:
-        own = self._participant.standing
-        return self._is_ahead(theirs, own) or (theirs == own and not self._participant.is_sound)
 
     async def _size_limit(self) -> int:
         if not self._max_bytes:

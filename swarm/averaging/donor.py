@@ -41,6 +41,7 @@ class _Pin:
     snapshot: Snapshot
     content: TensorBytes
     outcomes: list[pb.Outcome]
+    past: list[str]
     expires_at: float
     header: pb.SnapshotHeader | None = None
     snapshot_id: bytes = b""
@@ -59,7 +60,7 @@ class Donor:
 
     def __init__(
         self, *, snapshot: Callable[[], Awaitable[Snapshot]], standing: Callable[[], Standing],
-        outcomes: Callable[[], Iterable[pb.Outcome]], clock: Clock,
+        outcomes: Callable[[], Iterable[pb.Outcome]], past: Callable[[], Iterable[str]], clock: Clock,
         is_exchanging: Callable[[], bool] = lambda: False, pin_seconds: float = PIN_SECONDS,
         num_pins: int = NUM_PINS, segment_bytes: int = SEGMENT_BYTES, results_bytes: int = RESULTS_BYTES,
     ) -> None:  # fmt: skip
@@ -68,11 +69,13 @@ class Donor:
             snapshot: copies the state at the last committed round; no round is committed while it runs.
             standing: where this peer is.
             outcomes: how the last rounds were committed, oldest first.
+            past: the lineages of the last rounds before this one, oldest first.
             is_exchanging: whether this peer's line is needed for an exchange.
         """
         self._snapshot = snapshot
         self._standing = standing
         self._outcomes = outcomes
+        self._past = past
         self._clock = clock
         self._is_exchanging = is_exchanging
         self._pin_seconds = pin_seconds
@@ -212,7 +215,8 @@ class Donor:
             raise NotReady("this peer is about to move")
         pin = _Pin(
             snapshot=snapshot, content=TensorBytes(tensor for _, tensor in sorted(snapshot.tensors.items())),
-            outcomes=[outcome for outcome in self._outcomes() if outcome.round < snapshot.round], expires_at=0.0,
+            outcomes=[outcome for outcome in self._outcomes() if outcome.round < snapshot.round],
+            past=list(self._past()), expires_at=0.0,
         )  # fmt: skip
         self._pins.append(pin)
         return pin
@@ -225,7 +229,7 @@ class Donor:
         return pb.SnapshotHeader(
             standing=messages.pack_standing(messages.standing_of(pin.snapshot)), state_digest=pin.snapshot.digest,
             tensors=describe(dict(sorted(pin.snapshot.tensors.items()))), outcomes=pin.outcomes, segment_bytes=size,
-            segment_digests=digests,
+            segment_digests=digests, past=pin.past,
         )  # fmt: skip
 
     def _renew(self, pin: _Pin) -> None:
@@ -254,4 +258,5 @@ def snapshot_id(header: pb.SnapshotHeader) -> bytes:
     named = pb.SnapshotHeader()
     named.CopyFrom(header)
     named.ClearField("outcomes")
+    named.ClearField("past")
     return hashlib.sha256(named.SerializeToString(deterministic=True)).digest()

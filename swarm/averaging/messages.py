@@ -1,7 +1,7 @@
 """Small records of averaging and their form on the wire."""
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging.group import Ballot
@@ -13,6 +13,8 @@ from swarm.rounds import Progress, Snapshot
 from swarm.rpc.bounds import LARGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 
+PAST = 16
+"""Lineages of the last rounds before its own that a peer tells others."""
 LONGEST_ID = 64
 """Characters of a lineage or a peer's id: they are kept, and those of strangers as well."""
 
@@ -54,6 +56,17 @@ def unpack_standing(message: pb.Standing) -> Standing:
     """From the wire. Raises MalformedMessage for a lineage that is none."""
     _require_short(message.lineage, "a lineage")
     return Standing(round=message.round, run_samples=message.run_samples, lineage=message.lineage)
+
+
+def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
+    """What a peer tells of the rounds before its own, oldest first; no more of it than anybody asks.
+
+    Raises MalformedMessage for a lineage that is none.
+    """
+    told = tuple(lineages[-PAST:])
+    for lineage in told:
+        _require_short(lineage, "a lineage")
+    return told
 
 
 def pack_ballot(ballot: Ballot | None) -> pb.Ballot | None:

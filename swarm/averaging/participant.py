@@ -8,18 +8,20 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swarm.averaging import messages, results
 from swarm.averaging.allreduce import AllReduceTransport, Average
 from swarm.averaging.attempt import Attempt
+from swarm.averaging.branches import Branches
 from swarm.averaging.closing import Closing
 from swarm.averaging.donor import Donor
 from swarm.averaging.exchange import Exchanges
 from swarm.averaging.feedback import Residual
 from swarm.averaging.group import Ballot, Group, Refused
+from swarm.averaging.messages import Standing
 from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.averaging.results import Committed
 from swarm.averaging.shared import SharedBlocks
@@ -61,12 +63,13 @@ class Participant:
 
     def __init__(
         self, *, own_id: PeerId, address: Address, member: RoundMember, config: AveragingConfig,
-        shared: SharedBlocks, transport: Transport, clock: Clock, timing: Timing, donor: Donor, spawn: Spawn,
-        moved: Callable[[], None], events: Events,
+        shared: SharedBlocks, transport: Transport, clock: Clock, timing: Timing, donor: Donor, branches: Branches,
+        spawn: Spawn, moved: Callable[[], None], events: Events,
     ) -> None:  # fmt: skip
         """
         Args:
             donor: is told of every commit.
+            branches: is told of every move.
             spawn: starts a task that outlives the call that asked for it.
             moved: called when `standing` has changed.
         """
@@ -80,6 +83,7 @@ class Participant:
         self._clock = clock
         self._timing = timing
         self._donor = donor
+        self._branches = branches
         self._spawn = spawn
         self._moved = moved
         self._events = events
@@ -344,7 +348,7 @@ class Participant:
             self._state_digest = await self._member.apply(result)
             self.group.commit(round_number, digest)
             before = self.standing
-            self._remember([outcome])
+            self._remember([outcome], self._branches.committed)
             self._donor.committed(
                 Committed(
                     before=before, after=self.standing, result=result, outcome=outcome, state_digest=self._state_digest
@@ -384,17 +388,23 @@ class Participant:
                 self.group.step_back()
                 await self._reopen(reason, active)
 
-    async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
+    async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
         """Become a downloaded state. Runs to its end even if the caller is cancelled.
+
+        Args:
+            outcomes: how the last rounds before it were committed.
+            past: the lineages of the last rounds before it, oldest first.
 
         Raises:
             IntegrityError: it does not fit this stage.
         """
-        unfit: IntegrityError | None = await asyncio.shield(self._spawn(self._install(snapshot, outcomes)))
+        unfit: IntegrityError | None = await asyncio.shield(self._spawn(self._install(snapshot, outcomes, past)))
         if unfit is not None:
             raise unfit
 
-    async def _install(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> IntegrityError | None:
+    async def _install(
+        self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]
+    ) -> IntegrityError | None:
         async with self._lock:
             self._end_exchange("a newer state was downloaded")
             await self._end_of_closing()
@@ -407,7 +417,7 @@ class Participant:
             self.is_sound = True
             self.group.install(snapshot.round)
             self.outcomes.clear()
-            self._remember(outcomes)
+            self._remember(outcomes, lambda own: self._branches.installed(own, past))
         return None
 
     def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
@@ -469,7 +479,7 @@ class Participant:
                 return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
             self.group.install(reached.round)
             self.group.last_digest = committed.result.digest
-            self._remember([committed.outcome])
+            self._remember([committed.outcome], self._branches.replayed)
             self._donor.committed(committed)
         return None
 
@@ -480,12 +490,13 @@ class Participant:
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _remember(self, outcomes: list[pb.Outcome]) -> None:
+    def _remember(self, outcomes: list[pb.Outcome], tell: Callable[[Standing], None]) -> None:
         self.outcomes |= {outcome.round: outcome for outcome in outcomes}
         for round_number in sorted(self.outcomes)[: -self._num_kept]:
             del self.outcomes[round_number]
         self._attempt = self._result = self._closing = None
         self.standing = messages.standing_of(self._member.progress())
+        tell(self.standing)
         self._moved()
 
     async def _reopen(self, reason: str, ballot: Ballot | None = None) -> None:

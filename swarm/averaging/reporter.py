@@ -1,13 +1,16 @@
-"""Tells the leader how far this peer is, and acts on the answer: catches up, or leaves a dead attempt.
+"""Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
 
-Started by averaging/averager. A report holds everything, so one that is lost costs nothing. Never leads.
+Started by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
+another place in the run, all holders are asked before anything follows. Never leads.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from swarm.averaging import messages
+from swarm.averaging.branches import Branches, voice_of
 from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.messages import Standing
@@ -30,8 +33,8 @@ class Reporter:
 
     def __init__(
         self, *, own: PeerRecord, address: Address, member: RoundMember, roster: Roster, participant: Participant,
-        catch_up: CatchUp, call: Caller, is_connected: Callable[[PeerRecord], bool], clock: Clock, timing: Timing,
-        spawn: Spawn, changed: Callable[[], None], suspect: Callable[[PeerId], None],
+        branches: Branches, catch_up: CatchUp, call: Caller, is_connected: Callable[[PeerRecord], bool], clock: Clock,
+        timing: Timing, spawn: Spawn, changed: Callable[[], None], suspect: Callable[[PeerId], None],
     ) -> None:  # fmt: skip
         self._own = own
         self._own_id = PeerId(own.peer_id)
@@ -39,6 +42,7 @@ class Reporter:
         self._member = member
         self._roster = roster
         self._participant = participant
+        self._branches = branches
         self._catch_up = catch_up
         self._call = call
         self._is_connected = is_connected
@@ -53,7 +57,10 @@ class Reporter:
         self._nudges: set[PeerId] = set()
         self._connected: set[PeerId] = set()
         """As of the last turn."""
-        self._branches: set[str] = set()
+        self._looking: asyncio.Event | None = None
+        """While all are asked where they stand, and what follows is done; set at its end."""
+        self._look_at = -math.inf
+        """Until then nobody is asked again."""
         self._turn_at = clock.monotonic()
         """The last turn of `run`: nothing else here is as regular."""
         self._is_waking = False
@@ -101,7 +108,7 @@ class Reporter:
             self._progressed.clear()
 
     async def ask_all(self) -> None:
-        """Report to every serving peer, and catch up with the farthest."""
+        """Report to every serving peer, and go where the group is."""
         async with asyncio.TaskGroup() as calls:
             for peer_id in sorted(self._roster.strangers(self._participant.standing)):
                 calls.create_task(self._report(peer_id))
@@ -151,17 +158,11 @@ class Reporter:
         if self._participant.is_catching_up:
             # Who reports is a member, or is waited for.
             return
-        request = pb.ReportRequest(
-            address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
-            num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
-            highest_microbatch=progress.highest_microbatch,
-            prepared=messages.pack_ballot(group.prepared.ballot if group.prepared else None),
-            spare_gaps=messages.pack_indices(progress.spare), unanswered=self._roster.is_suspected(peer_id),
-        )  # fmt: skip
         is_leader = peer_id == self._target()
         timeout_seconds = self._timing.report_seconds if is_leader else self._timing.call_seconds
         self._under_way.add(peer_id)
         try:
+            request = self._request(peer_id, standing, progress)
             reply = await self._tell(peer, request, timeout_seconds)
             await self._act_on(peer_id, standing, active, reply)
             if request.unanswered:
@@ -179,6 +180,16 @@ class Reporter:
             if version != self._version:
                 self._progressed.set()
 
+    def _request(self, peer_id: PeerId, standing: Standing, progress: Progress) -> pb.ReportRequest:
+        prepared = self._participant.group.prepared
+        return pb.ReportRequest(
+            address=self._address, sender=contact_of(self._own), standing=messages.pack_standing(standing),
+            num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
+            highest_microbatch=progress.highest_microbatch,
+            prepared=messages.pack_ballot(prepared.ballot if prepared else None),
+            spare_gaps=messages.pack_indices(progress.spare), unanswered=self._roster.is_suspected(peer_id),
+        )  # fmt: skip
+
     async def _tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
         started_at = self._clock.monotonic()
         try:
@@ -193,10 +204,7 @@ class Reporter:
             return await self._call(peer, REPORT, request, timeout_seconds=self._timing.reconnect_seconds)
 
     async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
-        theirs, leading = messages.unpack_standing(reply.standing), messages.unpack_ballot(reply.active)
-        # A leader in the middle of a commit stands where its members no longer do; one that is ahead is a donor.
-        is_ahead = self._roster.is_ahead(theirs, self._participant.standing)
-        self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
+        theirs, leading = await self._take_in(peer_id, standing, reply)
         self.num_alive = reply.num_alive
         group = self._participant.group
         if active is not None and active == group.active and active.leader_id == peer_id and leading != active:
@@ -210,30 +218,78 @@ class Reporter:
                 committed=self._roster.named(theirs.round, reply.committed_gaps), highest_microbatch=-1,
             )  # fmt: skip
             self._roster.heard_of_round(peer_id, progress, self._roster.named(theirs.round, reply.counted_gaps))
-        prepared = reply.outcome.prepared
-        if prepared.digest and group.prepared and group.prepared.digest == prepared.digest:
-            try:
-                await self._participant.apply(reply.outcome)
-                return
-            except Refused as refused:
-                # Something it takes is not to be had any more: then the whole state is downloaded.
-                logger.info("round %d cannot be committed here: %s", standing.round, refused)
-        if self._roster.is_ahead(theirs, standing):
-            await self._catch_up.run(theirs)
-            if standing != self._participant.standing:
-                self.notify()
-        elif theirs.round == standing.round and theirs.lineage != standing.lineage:
-            self._warn_of_branch(peer_id, theirs)
+        if not self._branches.is_known(theirs):
+            await self._look_around()
         elif reply.leader.peer_id not in (self._own_id, peer_id):
             self._roster.learn(reply.leader)
 
-    def _warn_of_branch(self, peer_id: PeerId, theirs: Standing) -> None:
-        if theirs.lineage not in self._branches:
-            self._branches.add(theirs.lineage)
-            logger.warning(
-                "%s is at round %d of another branch (lineage %s): never averaged with this one",
-                peer_id, theirs.round, theirs.lineage[:12],
-            )  # fmt: skip
+    async def _take_in(
+        self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply
+    ) -> tuple[Standing, Ballot | None]:
+        """Where a peer stands, and what it leads; commits what this peer has prepared, if that was decided."""
+        voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
+        theirs = voice.standing
+        self._branches.heard(peer_id, voice)
+        # A leader in the middle of a commit stands where its members no longer do; one that is ahead is a donor.
+        is_ahead = self._roster.is_ahead(theirs, self._participant.standing)
+        self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
+        decided, prepared = reply.outcome.prepared.digest, self._participant.group.prepared
+        if standing == self._participant.standing and decided and prepared and prepared.digest == decided:
+            try:
+                await self._participant.apply(reply.outcome)
+            except Refused as refused:
+                # Something it takes is not to be had any more: then the whole state is downloaded.
+                logger.info("round %d cannot be committed here: %s", standing.round, refused)
+        return theirs, leading
+
+    # -- other places ------------------------------------------------------------------------------------------------
+
+    async def _look_around(self) -> None:
+        """Ask all where they stand, and go where this peer should be; a second call waits for the first."""
+        if self._looking is not None:
+            await self._looking.wait()
+            return
+        if self._clock.monotonic() < self._look_at:
+            return
+        looking = self._looking = asyncio.Event()
+        try:
+            before = self._participant.standing
+            target = await self.choose()
+            if before != self._participant.standing:
+                return
+            if target is not None:
+                await self._catch_up.run(target)
+                if before != self._participant.standing:
+                    self.notify()
+                return
+            for refusal in self._branches.stay():
+                logger.warning("%s", refusal)
+            timing = self._timing
+            rest_seconds = timing.heartbeat_seconds if self._branches.is_in_doubt else timing.max_retry_seconds
+            self._look_at = self._clock.monotonic() + rest_seconds
+        finally:
+            self._looking = None
+            looking.set()
+
+    async def choose(self) -> Standing | None:
+        """Ask all holders where they stand; gives where this peer should go, None if it should stay."""
+        self._branches.listen()
+        async with asyncio.TaskGroup() as calls:
+            for peer in self._roster.holders():
+                calls.create_task(self._ask(peer))
+        return self._branches.choose(is_sound=self._participant.is_sound, announced=self._roster.standings_announced())
+
+    async def _ask(self, peer: PeerRecord) -> None:
+        peer_id, standing = PeerId(peer.peer_id), self._participant.standing
+        request = self._request(peer_id, standing, self._member.progress())
+        # Who only looks around is no member because of that.
+        request.unanswered = True
+        try:
+            reply = await self._call(peer, REPORT, request, timeout_seconds=self._timing.call_seconds)
+            await self._take_in(peer_id, standing, reply)
+        except SwarmError as error:
+            logger.debug("report to %s: %s", peer_id, error)
+            self._suspect(peer_id)
 
 
 async def wait(event: asyncio.Event, seconds: float) -> None:

@@ -5,6 +5,7 @@ goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
 import dataclasses
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -27,6 +28,8 @@ record takes to spread, and too few to fill the memory with what somebody says i
 MOST_FAILURES = 5
 """Attempts that may fail because of the same member. Then the others go on without it, whatever it holds, until it has
 taken part in a round: the last of these attempts had eight times the patience of the first."""
+MOST_ASKED = 32
+"""Peers that are asked at once where they stand."""
 PROBE_SHARE = 0.05
 """Of the time for which a peer has not answered: so long it is left alone."""
 
@@ -64,9 +67,11 @@ class Roster:
     def __init__(
         self, *, own: PeerRecord, directory: Callable[[], Sequence[PeerRecord]], clock: Clock, timing: Timing,
         branches_yield: bool, round_microbatches: int | None,
+        is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False,
     ) -> None:  # fmt: skip
         """
         Args:
+            is_elsewhere: whether it is settled that a peer is in another place in the run, however far it says it is.
             round_microbatches: of a synchronous round; None with DiLoCo.
         """
         self.own = own
@@ -75,6 +80,7 @@ class Roster:
         self._timing = timing
         self._branches_yield = branches_yield
         self._round_microbatches = round_microbatches
+        self._is_elsewhere = is_elsewhere
         self._contacts: dict[PeerId, tuple[PeerRecord, float]] = {}
         self._listed_at: dict[str, float] = {}
         """When the directory listed a peer last, as far as was looked."""
@@ -243,16 +249,22 @@ class Roster:
         return one > other if self._branches_yield else one.round > other.round
 
     def leader(self, own: Standing) -> PeerId:
-        """The lowest id among the peers that serve, are not suspected and are not behind."""
-        eligible = {
-            peer_id
-            for peer_id in self._peers(serving=True)
-            if peer_id not in self._suspects
-            and not (peer_id in self._standings and self.is_ahead(own, self._standings[peer_id]))
-        }
-        if not eligible or not any(self.is_ahead(self._standings[p], own) for p in eligible & self._standings.keys()):
-            eligible.add(PeerId(self.own.peer_id))
-        return min(eligible)
+        """The lowest id among the peers that serve, are not suspected, and stand where this one does, or ahead of it.
+
+        This peer is one of them, unless somebody is ahead of it. Who is elsewhere is neither.
+        """
+        there, ahead = {PeerId(self.own.peer_id)}, set[PeerId]()
+        for peer_id in self._peers(serving=True):
+            standing = self._standings.get(peer_id, own)
+            if peer_id in self._suspects or self._is_elsewhere(peer_id):
+                continue
+            if self.is_ahead(standing, own):
+                ahead.add(peer_id)
+            elif standing == own:
+                there.add(peer_id)
+        if ahead:
+            there.discard(PeerId(self.own.peer_id))
+        return min(there | ahead)
 
     def members(self, own: Standing) -> dict[PeerId, Report]:
         """Other peers that reported lately, from the same round of the same branch."""
@@ -329,7 +341,7 @@ class Roster:
         if self._clock.monotonic() - self._moved_at >= self._timing.fresh_seconds:
             return False
         absent = self.alive() - self.members(own).keys() - {self.own.peer_id}
-        return any(not self._is_excluded(peer_id) for peer_id in absent)
+        return any(not self._is_excluded(peer_id) and not self._is_elsewhere(peer_id) for peer_id in absent)
 
     @property
     def excludes_self(self) -> bool:
@@ -345,14 +357,19 @@ class Roster:
         known = self._peers(serving=False)
         return {peer_id: known[peer_id] for peer_id in peer_ids if peer_id in known}
 
-    def donors(self, own: Standing) -> list[PeerRecord]:
-        """Peers that may be ahead: first those that said so, the farthest first, then those one knows nothing of."""
+    def holders(self) -> list[PeerRecord]:
+        """Whom to ask where the stage is: all that may answer, or MOST_ASKED of them, drawn by their ids' hashes."""
         known = {peer: record for peer, record in self._peers(serving=False).items() if peer not in self._suspects}
-        ahead = [p for p in known if p in self._standings and self.is_ahead(self._standings[p], own)]
-        ahead.sort(key=lambda peer: self._standings[peer], reverse=True)
-        unknown = [peer for peer in known if peer not in self._standings]
-        silent = sorted(unknown, key=lambda peer: known[peer].samples, reverse=True)
-        return [known[peer] for peer in (*ahead, *silent)]
+        drawn = sorted(known, key=lambda peer: hashlib.sha256(f"{self.own.peer_id} {peer}".encode()).digest())
+        return [known[peer] for peer in sorted(drawn[:MOST_ASKED])]
+
+    def standings_announced(self) -> dict[PeerId, Standing]:
+        """Where other peers were when they announced themselves last, by records that they signed."""
+        return {
+            PeerId(record.peer_id): Standing(run_samples=record.samples, round=record.round, lineage=record.lineage)
+            for record in self._directory()
+            if record.peer_id != self.own.peer_id
+        }
 
     def strangers(self, own: Standing) -> list[PeerId]:
         """Peers that should be members, or were in this round, and have not reported of late: a leader calls them.

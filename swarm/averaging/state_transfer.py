@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging import messages
+from swarm.averaging.branches import most_held, voice_of
 from swarm.averaging.donor import snapshot_id
 from swarm.averaging.messages import Standing
 from swarm.averaging.partial_snapshot import PartialSnapshot
@@ -41,10 +42,11 @@ class _Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fetched:
-    """A snapshot, how the last rounds before it were committed, and who held it."""
+    """A snapshot, how the last rounds before it were committed, the lineages of some more, and who held it."""
 
     snapshot: Snapshot
     outcomes: list[pb.Outcome]
+    past: tuple[str, ...]
     sources: list[PeerRecord]
 
 
@@ -73,7 +75,7 @@ class StateTransfer:
     async def snapshot(
         self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool]
     ) -> Fetched:
-        """Fetch the farthest snapshot that some of the donors offer, from all of these that hold the same bits.
+        """Fetch the farthest snapshot that most of the donors stand behind, from all of these that hold the same bits.
 
         A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
         somebody still keeps it.
@@ -95,7 +97,10 @@ class StateTransfer:
                 f"no source is left, {partial.num_missing} of {partial.num_segments} segments are missing"
             )
         self._partial = None
-        return Fetched(snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), sources=partial.sources)
+        return Fetched(
+            snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), past=voice_of(partial.header).past,
+            sources=partial.sources,
+        )  # fmt: skip
 
     async def _begin(
         self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
@@ -145,24 +150,24 @@ class StateTransfer:
             if reply.WhichOneof("message") != "header":
                 raise MalformedMessage("an offer is a header")
             require_bounds(reply.header, finite=True)
-            if not wanted(messages.unpack_standing(reply.header.standing)):
-                raise NotReady("it is not ahead")
+            if not wanted(voice_of(reply.header).standing):
+                raise NotReady("it is of no use here")
             return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
         raise PeerUnavailable("it ended before the header came")
 
     def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot | None:
-        """What was begun, else the farthest standing, and of its variants the one that most donors hold."""
+        """What was begun, else the farthest place behind which most offers stand, as most of its donors hold it."""
         begun = self._partial.snapshot_id if self._partial else b""
         donors: dict[bytes, list[PeerRecord]] = {}
         headers = {offer.snapshot_id: offer.header for offer in offers}
         for offer in offers:
             donors.setdefault(offer.snapshot_id, []).append(offer.donor)
 
-        def rank(snapshot_id: bytes) -> tuple[bool, Standing, int]:
-            standing = messages.unpack_standing(headers[snapshot_id].standing)
-            return snapshot_id == begun, standing, len(donors[snapshot_id])
-
-        for best in sorted(headers, key=rank, reverse=True):
+        best_first = most_held(
+            {name: voice_of(header) for name, header in headers.items()},
+            {name: len(holders) for name, holders in donors.items()},
+        )
+        for best in sorted(best_first, key=lambda name: name != begun):
             try:
                 if self._partial is None or best != begun:
                     self._partial = None

@@ -1,6 +1,6 @@
 """What an averager tells the rest of its peer: lease table, metrics and status read it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.rounds import Progress
@@ -46,3 +46,5 @@ class AveragingStatistics:
     num_downloads: int
     num_members: int
     num_alive: int
+    refusals: Sequence[str]
+    """A line for each holder that says it is elsewhere in the run, and is not followed."""

@@ -198,6 +198,14 @@ class Peer:
         """Its handlers run in it, whoever calls: see tests/support/virtual_time, PROCESS."""
         self.task: asyncio.Task[None] | None = None
 
+    @property
+    def announcement(self) -> PeerRecord:
+        """Its record, as it renews it with each round."""
+        stage = self.stage
+        return self.record.model_copy(
+            update={"round": stage.round, "samples": stage.run_samples, "lineage": stage.lineage}
+        )
+
 
 class Network:
     """Peers in one process, and what goes wrong between them.
@@ -226,7 +234,7 @@ class Network:
 
     def directory(self, stage: int) -> list[PeerRecord]:
         """All peers ever announced; the dead too, as in a DHT."""
-        return [peer.record for peer in self.peers.values() if peer.record.stage == stage]
+        return [peer.announcement for peer in self.peers.values() if peer.record.stage == stage]
 
     def add(self, number: int, stage_number: int = 0, *, lineage: str = "00") -> Peer:
         """A new peer, running."""

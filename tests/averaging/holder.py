@@ -28,11 +28,13 @@ class Holder:
         self.standing = Standing(run_samples=0, round=0, lineage="00")
         self.state = torch.arange(SIZE, dtype=torch.float32)
         self.outcomes: list[pb.Outcome] = []
+        self.past: list[str] = []
         self.num_copies = 0
         self.is_exchanging = False
         self.donor = Donor(
-            snapshot=self.snapshot, standing=lambda: self.standing, outcomes=lambda: self.outcomes, clock=self.clock,
-            is_exchanging=lambda: self.is_exchanging, segment_bytes=64, results_bytes=results_bytes,
+            snapshot=self.snapshot, standing=lambda: self.standing, outcomes=lambda: self.outcomes,
+            past=lambda: self.past, clock=self.clock, is_exchanging=lambda: self.is_exchanging, segment_bytes=64,
+            results_bytes=results_bytes,
         )  # fmt: skip
 
     @property
@@ -63,6 +65,7 @@ class Holder:
         self.state = self.state - average
         self.standing = Standing(run_samples=before.run_samples + 10, round=before.round + 1, lineage=lineage)
         self.outcomes.append(outcome)
+        self.past.append(before.lineage)
         committed = Committed(
             before=before, after=self.standing, result=result, outcome=outcome, state_digest=known(self.digest)
         )

@@ -838,7 +838,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
             round=1, run_samples=4, lineage=lineage_after(branch or stage.lineage, outcome), tensors=tensors,
             digest=stage.digest_of(tensors),
         )  # fmt: skip
-        await averager._participant.install(snapshot, [outcome] if members else [])
+        await averager._participant.install(snapshot, [outcome] if members else [], [])
         assert stage.carried == [carries]
 
 

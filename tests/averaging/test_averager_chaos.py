@@ -36,12 +36,12 @@ class Chaos:
         return [peer for peer in self.network.peers.values() if not peer.dead.is_set()]
 
     async def feed(self) -> None:
-        """Give what the round lacks to random members, and now and then something twice."""
+        """Give what a round lacks to random members that are at it, and now and then something twice."""
         while True:
             awake = [peer.stage for peer in self.alive if peer.thawed.is_set()]
-            latest = max(stage.round for stage in awake)
-            takers = [stage for stage in awake if stage.round == latest and not stage.closed]
-            wanted = range(MICROBATCHES * latest, MICROBATCHES * (latest + 1))
+            number = self.random.choice(awake).round
+            takers = [stage for stage in awake if stage.round == number and not stage.closed]
+            wanted = range(MICROBATCHES * number, MICROBATCHES * (number + 1))
             held = set().union(*(stage.indices for stage in awake))
             if takers:
                 missing = [index for index in wanted if index not in held]
@@ -68,8 +68,9 @@ class Chaos:
         with suppress(TimeoutError):
             # A majority of the last members may be gone for good: then standing still is right.
             await until(lambda: any(peer.stage.round > rounds for peer in self.alive), 4.0)
-        feeder.cancel()
+        # Of a part that went ahead alone the others learn that they are more once they go on as well.
         await until(lambda: len({(peer.stage.round, peer.stage.lineage) for peer in self.alive}) == 1)
+        feeder.cancel()
         await self.network.stop()
 
     def digests(self) -> dict[int, set[str]]:

@@ -1,7 +1,7 @@
 """Averaging over real gRPC on loopback."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import pytest
@@ -64,10 +64,10 @@ async def test_a_joiner_gets_the_rounds_that_were_committed_while_it_downloaded(
     participant = joiner.averager._participant
     install = participant.install
 
-    async def install_late(snapshot: Snapshot, outcomes: list[pb.Outcome]) -> None:
+    async def install_late(snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
         await commit(1)
         await commit(2)
-        await install(snapshot, outcomes)
+        await install(snapshot, outcomes, past)
 
     participant.install = install_late  # type: ignore[method-assign]
     try:

@@ -307,6 +307,7 @@ class ReportReply(_message.Message):
     COMMITTED_GAPS_FIELD_NUMBER: _builtins.int
     COUNTED_GAPS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    PAST_FIELD_NUMBER: _builtins.int
     num_alive: _builtins.int
     """Members that the answering peer has heard of lately, itself included."""
     num_samples: _builtins.int
@@ -335,6 +336,10 @@ class ReportReply(_message.Message):
 
     @_builtins.property
     def counted_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def past(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For a sender that stands elsewhere: lineages of the last rounds before the answering peer's, oldest first."""
+
     def __init__(
         self,
         *,
@@ -346,10 +351,11 @@ class ReportReply(_message.Message):
         committed_gaps: _abc.Iterable[_builtins.int] | None = ...,
         counted_gaps: _abc.Iterable[_builtins.int] | None = ...,
         num_samples: _builtins.int = ...,
+        past: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "leader", b"leader", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "leader", b"leader", "num_alive", b"num_alive", "num_samples", b"num_samples", "outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "committed_gaps", b"committed_gaps", "counted_gaps", b"counted_gaps", "leader", b"leader", "num_alive", b"num_alive", "num_samples", b"num_samples", "outcome", b"outcome", "past", b"past", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1011,7 +1017,7 @@ class OfferRequest(_message.Message):
 
     BEGUN_FIELD_NUMBER: _builtins.int
     begun: _builtins.bytes
-    """SHA-256 over the header, without its outcomes, of a snapshot that the asker has begun to fetch: if it is still
+    """SHA-256 over the header, without its outcomes and its past, of a snapshot that the asker has begun to fetch: if it is still
     kept, that one.
     """
     def __init__(
@@ -1034,7 +1040,7 @@ class SegmentRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     snapshot: _builtins.bytes
-    """SHA-256 over the snapshot's header, without its outcomes."""
+    """SHA-256 over the snapshot's header, without its outcomes and its past."""
     index: _builtins.int
     def __init__(
         self,
@@ -1114,6 +1120,7 @@ class SnapshotHeader(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     SEGMENT_DIGESTS_FIELD_NUMBER: _builtins.int
+    PAST_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
     """BLAKE3 over the anchor and the outer optimizer's state, as Commit answers it."""
     segment_bytes: _builtins.int
@@ -1130,6 +1137,10 @@ class SnapshotHeader(_message.Message):
     def segment_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """SHA-256 of each."""
 
+    @_builtins.property
+    def past(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Lineages of the last rounds before this one, oldest first."""
+
     def __init__(
         self,
         *,
@@ -1139,10 +1150,11 @@ class SnapshotHeader(_message.Message):
         outcomes: _abc.Iterable[Global___Outcome] | None = ...,
         segment_bytes: _builtins.int = ...,
         segment_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        past: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes", "past", b"past", "segment_bytes", b"segment_bytes", "segment_digests", b"segment_digests", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -648,6 +648,7 @@ class AveragingCounters(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     ABORTED_FIELD_NUMBER: _builtins.int
     DOWNLOADS_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     attempts: _builtins.int
     downloads: _builtins.int
     """States it downloaded because it was behind."""
@@ -655,16 +656,21 @@ class AveragingCounters(_message.Message):
     def aborted(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Attempts that came to nothing, by reason."""
 
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """A line for each holder of the stage that says it is elsewhere in the run, and is not followed."""
+
     def __init__(
         self,
         *,
         attempts: _builtins.int = ...,
         aborted: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         downloads: _builtins.int = ...,
+        refusals: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attempts", b"attempts", "downloads", b"downloads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attempts", b"attempts", "downloads", b"downloads", "refusals", b"refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

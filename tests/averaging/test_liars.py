@@ -1,0 +1,163 @@
+"""A member that makes up where it is: nobody else gives up what it holds, and rounds go on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from swarm.averaging.averager import Averager
+from swarm.config import RunConfig
+from swarm.types import PeerId
+from tests.averaging.doubles import FakeStage, Network, Peer, make_config, network_of, peer_id, until
+from tests.support.virtual_time import in_virtual_time
+
+FAR = 1000
+"""The round at which liars say they are."""
+
+
+def add_liar(network: Network, number: int, *, round_number: int = FAR, anchor: float = 7.0) -> Peer:
+    """A peer that holds a state of its own making, goes nowhere, and serves whoever asks."""
+    before = network.make_stage
+
+    def make_stage(stage_number: int, lineage: str) -> FakeStage:
+        stage = before(stage_number, lineage)
+        stage.round, stage.run_samples, stage.lineage = round_number, 10 * round_number, "f" * 64
+        stage.anchor = torch.full((17,), anchor)
+        return stage
+
+    network.make_stage = make_stage
+    liar = network.add(number)
+    network.make_stage = before
+    liar.averager._branches.choose = lambda *, is_sound, announced: None  # type: ignore[method-assign]
+    return liar
+
+
+def averager_of(network: Network, number: int) -> Averager:
+    return network.peers[peer_id(number)].averager
+
+
+async def commit(network: Network, *numbers: int) -> None:
+    """One more round, of these peers."""
+    members = [network.peers[peer_id(number)].stage for number in numbers]
+    after = members[0].round + 1
+    size = network.config.rounds.round_samples // 2
+    for index in range(size):
+        members[index % len(members)].learn((after - 1) * size + index)
+    await until(lambda: all(stage.round == after for stage in members))
+
+
+@asynccontextmanager
+async def group_of(config: RunConfig, *numbers: int) -> AsyncIterator[Network]:
+    """Peers that have committed a round together."""
+    async with network_of(config, *numbers) as network:
+        await until(lambda: len(averager_of(network, numbers[0]).view().progress) == len(numbers))
+        await commit(network, *numbers)
+        yield network
+
+
+def refusals(network: Network, *numbers: int) -> list[bool]:
+    return [bool(averager_of(network, number).statistics().refusals) for number in numbers]
+
+
+@pytest.mark.parametrize("liar", [1, 9], ids=["it would lead", "it would not"])
+@pytest.mark.parametrize("anchor", [float("nan"), 7.0], ids=["NaN", "finite"])
+@pytest.mark.parametrize("setting", ["diloco", "synchronous"])
+@pytest.mark.parametrize("quorum", ["available", "majority"])
+@in_virtual_time
+async def test_three_members_stay_where_they_are_and_go_on(
+    liar: int, anchor: float, setting: str, quorum: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = (2, 3, 4)
+    async with group_of(make_config(setting, quorum=quorum), *honest) as network:
+        add_liar(network, liar, anchor=anchor)
+        await until(lambda: all(refusals(network, 2)))
+        for _ in range(3):
+            await commit(network, *honest)
+        stages = [network.peers[peer_id(number)].stage for number in honest]
+        assert {stage.round for stage in stages} == {4}
+        assert len({stage.digest for stage in stages}) == 1
+        assert {stage.num_installs for stage in stages} == {0}
+        assert f"{peer_id(liar)} says that it is at round {FAR} of another branch" in caplog.text
+        assert "1 of 4 stand behind it" in caplog.text
+
+
+@in_virtual_time
+async def test_of_the_made_up_states_of_a_run_of_two_none_is_taken_that_is_too_far(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One's word against the other's: but nobody can have computed so much meanwhile."""
+    async with group_of(make_config("diloco", microbatches=2), 2) as network:
+        add_liar(network, 1)
+        await until(lambda: all(refusals(network, 2)))
+        await commit(network, 2)
+        assert network.peers[peer_id(2)].stage.num_installs == 0
+        assert "the run cannot have come so far at the pace at which it went on here" in caplog.text
+
+
+@in_virtual_time
+async def test_who_was_away_comes_to_where_most_are_and_not_to_the_liar() -> None:
+    honest = (2, 3, 4)
+    async with group_of(make_config("diloco"), *honest) as network:
+        network.freeze(4)
+        await commit(network, 2, 3)
+        add_liar(network, 1)
+        await commit(network, 2, 3)
+        network.thaw(4)
+        stages = [network.peers[peer_id(number)].stage for number in honest]
+        await until(lambda: len({stage.digest for stage in stages}) == 1)
+        await commit(network, *honest)
+        assert [stage.num_installs for stage in stages] == [0, 0, 1]
+
+
+@in_virtual_time
+async def test_a_newcomer_takes_what_most_hold() -> None:
+    async with group_of(make_config("diloco"), 2, 3) as network:
+        add_liar(network, 1)
+        newcomer = network.add(4)
+        await newcomer.averager.join()
+        assert newcomer.stage.digest == network.peers[peer_id(2)].stage.digest
+        await until(lambda: all(refusals(network, 2, 3)))
+        await commit(network, 2, 3, 4)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 40])
+@in_virtual_time
+async def test_in_a_run_of_two_who_was_away_for_long_comes_back(num_rounds: int) -> None:
+    """The other's word for what it did meanwhile is all there is."""
+    async with group_of(make_config("diloco", microbatches=2), 1, 2) as network:
+        network.freeze(2)
+        for _ in range(num_rounds):
+            await asyncio.sleep(0.3)
+            await commit(network, 1)
+        network.thaw(2)
+        stages = [network.peers[peer_id(number)].stage for number in (1, 2)]
+        await until(lambda: len({stage.digest for stage in stages}) == 1)
+        await commit(network, 1, 2)
+        assert [stage.num_installs for stage in stages] == [0, 1]
+
+
+@in_virtual_time
+async def test_a_lone_member_comes_back_to_the_others_though_it_did_more() -> None:
+    async with group_of(make_config("diloco", microbatches=3), 1, 2, 3) as network:
+        network.cut |= {frozenset((1, 2)), frozenset((1, 3))}
+        await asyncio.sleep(1.0)
+        for _ in range(5):
+            await commit(network, 1)
+        await commit(network, 2, 3)
+        network.cut.clear()
+        stages = [network.peers[peer_id(number)].stage for number in (1, 2, 3)]
+        await until(lambda: len({stage.digest for stage in stages}) == 1)
+        assert {stage.round for stage in stages} == {2}
+        assert [stage.num_installs for stage in stages] == [1, 0, 0]
+
+
+@in_virtual_time
+async def test_a_liar_that_is_gone_holds_nobody_up() -> None:
+    async with group_of(make_config("diloco"), 2, 3) as network:
+        add_liar(network, 1)
+        await until(lambda: averager_of(network, 2)._branches.is_elsewhere(PeerId(peer_id(1))))
+        network.kill(1)
+        for _ in range(2):
+            await commit(network, 2, 3)
