@@ -7,9 +7,10 @@ Three sides train the same model with the same rounds, microbatches and optimize
     single    one process with two threads
 
 Only one side works at a time: a whole-model process is stopped by signal while it waits, and two peers that no trainer
-feeds take less than 2 % of a core, which the other sides lack. Start-up, every trainer's first step and its evaluation
-are not measured, nor the first rounds of the swarm, in which its peers' memory still grows. Ratios are of the turns of
-one repetition.
+feeds take less than 2 % of a core, which the other sides lack. A whole-model process computes some of a round's
+microbatches, each of which takes as long as any other, and counts as if it had computed all; the swarm trains whole
+rounds. Start-up, every trainer's first step and its evaluation are not measured, nor the first rounds of the swarm, in
+which its peers' memory still grows. Ratios are of the turns of one repetition.
 """
 
 import sys
@@ -53,9 +54,10 @@ class Options(BenchOptions):
     setting: Setting = "diloco"
     """`diloco`, as runs are if nothing else is said: the pipeline is never drained. `synchronous`: it fills and drains
     in every round, which with n microbatches leaves n / (n + 1) of the limit at best."""
-    microbatches: int = 0
-    """Microbatches in a round, which is one optimizer step, with DiLoCo one inner and one outer step; 0: as many as
-    make 24 samples at 768 and 96 at 384, which takes half a minute or less on two slow cores."""
+    microbatches: int = 12
+    """Microbatches in a round, which is one optimizer step, with DiLoCo one inner and one outer step."""
+    sampled: int = 4
+    """Of these, as many the other sides compute: a microbatch of theirs takes as long as any other."""
     warm_up: int = 1
     """Rounds of the swarm before the first repetition, whose trainer begins with one more that does not count."""
     steps: int = 1
@@ -70,7 +72,7 @@ class Options(BenchOptions):
             require_multiple("d-model", width, 64)
             if _num_layers(self, width) < 2:
                 raise ValueError(f"--num-layers must be at least 2 for two stages, not {_num_layers(self, width)}")
-        least = {"microbatch_size": 0, "microbatches": 0, "warm_up": 0, "steps": 1, "repetitions": 1}
+        least = {"microbatch_size": 0, "microbatches": 1, "sampled": 1, "warm_up": 0, "steps": 1, "repetitions": 1}
         cli.require_at_least(self, least)
 
 
@@ -87,7 +89,7 @@ def run(options: Options) -> dict[str, Any]:
         "tokens_per_second": {width: paired.medians(sides) for width, sides in turns.items()},
         "repetitions": turns,
         "setting": options.setting,
-        "microbatches_per_round": {str(width): _num_microbatches(options, width) for width in options.d_model},
+        "microbatches_per_round": options.microbatches,
         "microbatch_size": {str(width): _microbatch_size(options, width) for width in options.d_model},
         "seconds": time.monotonic() - started_at,
     }
@@ -101,14 +103,9 @@ def _microbatch_size(options: Options, d_model: int) -> int:
     return options.microbatch_size or max(1, round(4 * 768 / d_model))
 
 
-def _num_microbatches(options: Options, d_model: int) -> int:
-    samples = 24 * (768 / d_model) ** 2
-    return options.microbatches or max(1, round(samples / _microbatch_size(options, d_model)))
-
-
 def _config(options: Options, d_model: int) -> RunConfig:
     microbatch_size = _microbatch_size(options, d_model)
-    round_samples = microbatch_size * _num_microbatches(options, d_model)
+    round_samples = microbatch_size * options.microbatches
     return RunConfig(
         run="bench-pipeline",
         model=ModelConfig(
@@ -133,8 +130,8 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
         say(f"d_model {d_model}: processes start")
         write_config(config, folder / "run.toml")
         # All at once: each would have one core to itself while it imports torch and warms up.
-        limit = [_whole_model(f"limit-{number}", 1, options.steps, children, folder) for number in range(2)]
-        single = [_whole_model("single", 2, options.steps, children, folder)]
+        limit = [_whole_model(f"limit-{number}", 1, options, children, folder) for number in range(2)]
+        single = [_whole_model("single", 2, options, children, folder)]
         swarm = SwarmProcesses(config, children, folder / "swarm")
         swarm.start_peers([0, 1])
         for worker in (*limit, *single):
@@ -155,9 +152,10 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
     return rates
 
 
-def _whole_model(name: str, threads: int, steps: int, children: Supervisor, folder: Path) -> Worker:
+def _whole_model(name: str, threads: int, options: Options, children: Supervisor, folder: Path) -> Worker:
     results = folder / name
-    arguments = [str(folder / "run.toml"), str(results), str(threads), str(steps)]
+    numbers = (threads, options.steps, min(options.sampled, options.microbatches))
+    arguments = [str(folder / "run.toml"), str(results), *map(str, numbers)]
     command = [sys.executable, "-m", "scripts.benches.sides.whole_model", *arguments]
     return Worker(name, command, results, children)
 

@@ -15,7 +15,8 @@ from scripts.benches.pipeline import Options, _config
         ({"d_model": (100,)}, "--d-model must be a multiple of 64, not 100"),
         ({"d_model": (64,)}, "--num-layers must be at least 2 for two stages, not 1"),
         ({"num_layers": -1}, "--num-layers must be at least 2 for two stages, not -1"),
-        ({"microbatches": -1}, "--microbatches must be at least 0, not -1"),
+        ({"microbatches": 0}, "--microbatches must be at least 1, not 0"),
+        ({"sampled": 0}, "--sampled must be at least 1, not 0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], complaint: str) -> None:
@@ -24,7 +25,7 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], complaint: str)
 
 
 @pytest.mark.parametrize(
-    ("d_model", "num_layers", "microbatch_size", "round_samples"), [(384, 6, 8, 96), (768, 12, 4, 24)]
+    ("d_model", "num_layers", "microbatch_size", "round_samples"), [(384, 6, 8, 96), (768, 12, 4, 48)]
 )
 def test_a_width_has_its_layers_and_its_microbatches(
     d_model: int, num_layers: int, microbatch_size: int, round_samples: int
@@ -32,4 +33,4 @@ def test_a_width_has_its_layers_and_its_microbatches(
     config = _config(Options(), d_model)
     assert (config.model.num_layers, config.data.microbatch_size) == (num_layers, microbatch_size)
     assert config.rounds.round_samples == round_samples
-    assert _config(Options(microbatch_size=1), d_model).rounds.round_samples == round_samples
+    assert _config(Options(microbatch_size=1), d_model).rounds.round_samples == 12

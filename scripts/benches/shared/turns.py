@@ -20,13 +20,19 @@ TURN_SECONDS = 24 * 3600.0
 """Longest turn: as much can be asked as somebody has the patience for. That its process has died is noticed at once."""
 
 
-def take_turns(results: Path, work: Callable[[], None]) -> None:
-    """Do `work` each time this process is continued, until it is killed; writes `results`/N.json with the seconds."""
+def take_turns(results: Path, work: Callable[[], float | None]) -> None:
+    """Do `work` each time this process is continued, until it is killed; writes `results`/N.json with the seconds.
+
+    Args:
+        work: may give the seconds that count, where they are not those that it took.
+    """
     for turn in itertools.count():
         signal.raise_signal(signal.SIGSTOP)
         start = time.perf_counter()
-        work()
-        write_json(results / f"{turn}.json", {"seconds": time.perf_counter() - start})
+        seconds = work()
+        if seconds is None:
+            seconds = time.perf_counter() - start
+        write_json(results / f"{turn}.json", {"seconds": seconds})
 
 
 class Worker:

@@ -56,8 +56,8 @@ class Reference:
 
     def warm_up(self) -> None:
         """Train on the first microbatch alone, so that memory and the optimizer's state are there."""
-        self._accumulate(0, 1.0)
-        self._update(0)
+        self.accumulate(0, 1.0)
+        self.update(0)
 
     def step(self, number: int, counts: Mapping[int, int] | None = None) -> float:
         """Train round `number`; gives its mean loss.
@@ -67,17 +67,19 @@ class Reference:
         """
         size = self._config.microbatches_per_round
         weights = {index: (counts or {}).get(index, 1) for index in range(number * size, (number + 1) * size)}
-        losses = [self._accumulate(index, weight / sum(weights.values())) for index, weight in weights.items()]
-        self._update(number)
+        losses = [self.accumulate(index, weight / sum(weights.values())) for index, weight in weights.items()]
+        self.update(number)
         return sum(losses) / len(losses)
 
-    def _accumulate(self, index: int, weight: float) -> float:
+    def accumulate(self, index: int, weight: float) -> float:
+        """Add a microbatch's gradient to the sum, times `weight`; gives its loss."""
         key = DropoutKey(seed=self._config.data.seed, microbatch=index)
         loss = self._model.loss(torch.from_numpy(self._data.tokens(index)).long(), key)
         (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         return float(loss.detach())
 
-    def _update(self, number: int) -> None:
+    def update(self, number: int) -> None:
+        """Take round `number`'s optimizer step with the sum."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)

@@ -1,12 +1,15 @@
 """A process that trains the whole model by itself: what the pipeline bench compares a swarm with.
 
-    python -m scripts.benches.sides.whole_model CONFIG FOLDER THREADS STEPS
+    python -m scripts.benches.sides.whole_model CONFIG FOLDER THREADS ROUNDS SAMPLED
 
-Warms up with a microbatch and a step; then each turn (see ../shared/turns.py) trains STEPS steps.
+Warms up with a microbatch and a step; then each turn (see ../shared/turns.py) trains. Of each of ROUNDS rounds it
+computes SAMPLED microbatches, and takes the step. One microbatch after another takes as long as the one before, so what
+counts is what all of a round's would have taken, and the step.
 """
 
 import itertools
 import sys
+import time
 from pathlib import Path
 
 from scripts.benches.shared.common import compute_like_peers, with_corpus
@@ -15,19 +18,28 @@ from scripts.benches.sides.reference import Reference
 from swarm import config as configs
 
 
-def main(config_path: Path, folder: Path, threads: int, steps: int) -> None:
+def main(config_path: Path, folder: Path, threads: int, num_rounds: int, num_sampled: int) -> None:
     """Train on request, until killed."""
     compute_like_peers(threads)
-    reference = Reference(*with_corpus(configs.load(config_path)))
+    config, data = with_corpus(configs.load(config_path))
+    reference = Reference(config, data)
     reference.warm_up()
-    numbers = itertools.count()
+    numbers, indices = itertools.count(), itertools.count()
 
-    def work() -> None:
-        for number in itertools.islice(numbers, steps):
-            reference.step(number)
+    def work() -> float:
+        seconds = 0.0
+        for number in itertools.islice(numbers, num_rounds):
+            started_at = time.perf_counter()
+            for index in itertools.islice(indices, num_sampled):
+                reference.accumulate(index, 1 / num_sampled)
+            computed_at = time.perf_counter()
+            reference.update(number)
+            seconds += (computed_at - started_at) * config.microbatches_per_round / num_sampled
+            seconds += time.perf_counter() - computed_at
+        return seconds
 
     take_turns(folder, work)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6]))

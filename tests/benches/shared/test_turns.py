@@ -40,6 +40,15 @@ def test_a_turn_may_take_longer_than_a_start(tmp_path: Path, monkeypatch: pytest
             children.kill9(child)
 
 
+def test_a_turn_may_say_itself_what_counts(tmp_path: Path) -> None:
+    with Supervisor(tmp_path) as children:
+        worker = _worker("1234.5", tmp_path, children)
+        worker.begin()
+        assert worker.seconds() == 1234.5
+        for child in children.running:
+            children.kill9(child)
+
+
 def test_a_process_that_ends_in_its_turn_or_never_waits_for_one_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
