@@ -85,7 +85,11 @@ class Attempt:
         """Name a member that answers, and sends nothing."""
         began_at, seconds = self._clock.monotonic(), self.silence_seconds()
         while side.missing:
+            looked_at = self._clock.monotonic()
             await self._clock.sleep(self._timing.heartbeat_seconds)
+            if self._clock.monotonic() - looked_at > 2 * self._timing.heartbeat_seconds:
+                # It was this peer that stood still: what others have sent meanwhile is yet to be read.
+                began_at = self._clock.monotonic()
             for peer_id in side.missing:
                 last_at = max(began_at, self._heard_at.get(peer_id, began_at))
                 if peer_id != self._own_id and self._clock.monotonic() - last_at > seconds:
