@@ -427,8 +427,8 @@ class StageServer:
         return self._stage.round == 0 < self._held_at
 
     def _require_state(self) -> None:
-        is_behind = self._stage.round < self._held_at if self._options.resume.moves else self._lacks_state
-        if is_behind:
+        # How far the holders said that they were does not matter: one of them may have made that up.
+        if self._lacks_state:
             raise NotReady(
                 f"the state of stage {self._number} could not be downloaded: start this peer again, with --resume DIR "
                 "if nobody else holds the stage"

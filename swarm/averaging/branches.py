@@ -112,6 +112,8 @@ class Branches:
         """Whether it has committed what it stands at, or resumed from it, rather than had it from others."""
         self._pace = Pace(own, clock)
         self._voices: dict[PeerId, Voice] = {}
+        self._announced: Mapping[PeerId, Standing] = {}
+        """Where those were that did not answer, as far as this peer never was there."""
         self._doubts: dict[PeerId, _Doubt] = {}
 
     # -- this peer's moves ---------------------------------------------------------------------------------------------
@@ -139,6 +141,7 @@ class Branches:
         self._past[own.lineage] = own
         for oldest in list(itertools.islice(self._past, max(0, len(self._past) - KEPT))):
             del self._past[oldest]
+        self._doubts = {peer: doubt for peer, doubt in self._doubts.items() if not self.is_known(doubt.standing)}
 
     @property
     def told(self) -> list[str]:
@@ -162,7 +165,7 @@ class Branches:
             self._doubts.pop(peer_id, None)
 
     def behind(self, standing: Standing) -> set[PeerId]:
-        """Those that stand there, or say that they did."""
+        """Those that answered that they stand there, or did."""
         return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
 
     def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
@@ -178,24 +181,28 @@ class Branches:
             announced: where peers said that they were, in records that they signed. They count for a place where some
                 holder can be had, though they themselves may have died since; for staying they do not.
         """
-        answered = dict(self._voices)
-        for peer, standing in announced.items():
-            if not self.is_known(standing):
-                self._voices.setdefault(peer, Voice(standing=standing))
+        self._announced = {
+            peer: standing
+            for peer, standing in announced.items()
+            if peer not in self._voices and not self.is_known(standing)
+        }
         elsewhere = {
             place
-            for place in {voice.standing for voice in self._voices.values()}
+            for place in {voice.standing for voice in self._voices.values()} | set(self._announced.values())
             if place.round > 0
             and (not self.is_known(place) or (not is_sound and place == self._own))
-            and any(_has_passed(voice, place) for voice in answered.values())
+            and self.behind(place)
         }
-        due = [standing for standing in elsewhere if not is_sound or self._yields_to(standing)]
-        return max(due, key=lambda standing: (len(self.behind(standing)), self._order(standing)), default=None)
+        due = [place for place in elsewhere if not is_sound or self._yields_to(place)]
+        return max(due, key=lambda place: (self._num_behind(place), self._order(place)), default=None)
+
+    def _num_behind(self, place: Standing) -> int:
+        return len(self.behind(place)) + sum(standing == place for standing in self._announced.values())
 
     def _yields_to(self, theirs: Standing) -> bool:
         if not self._more_samples_win and theirs.round <= self._own.round:
             return False
-        num_theirs, num_ours = len(self.behind(theirs)), len(self._ours(theirs))
+        num_theirs, num_ours = self._num_behind(theirs), len(self._ours(theirs))
         if not self._is_credible(theirs, num_theirs):
             return False
         if num_theirs != num_ours:
@@ -232,7 +239,7 @@ class Branches:
     def _has_stragglers(self) -> bool:
         """Whether somebody is behind on this peer's own branch, and about to come."""
         places = (voice.standing for voice in self._voices.values())
-        return any(self.is_known(place) and place != self._own for place in places)
+        return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
     # -- those that are not followed -----------------------------------------------------------------------------------
 
@@ -272,7 +279,7 @@ class Branches:
         return [doubt.line for doubt in doubts if self._is_refused(doubt) and doubt.heard_at >= oldest]
 
     def _describe(self, peer_id: PeerId, theirs: Standing) -> str:
-        num_theirs, num_ours = len(self.behind(theirs)), len(self._ours(theirs))
+        num_theirs, num_ours = self._num_behind(theirs), len(self._ours(theirs))
         why = f"{num_theirs} of {num_theirs + num_ours} stand behind it"
         if not self._is_credible(theirs, num_theirs):
             why += ", and the run cannot have come so far at the pace at which it went on here"

@@ -60,7 +60,7 @@ class Reporter:
         self._looking: asyncio.Event | None = None
         """While all are asked where they stand, and what follows is done; set at its end."""
         self._look_at = -math.inf
-        """Until then nobody is asked again."""
+        """Until then nobody is asked again because of those that are known to be elsewhere."""
         self._turn_at = clock.monotonic()
         """The last turn of `run`: nothing else here is as regular."""
         self._is_waking = False
@@ -219,7 +219,7 @@ class Reporter:
             )  # fmt: skip
             self._roster.heard_of_round(peer_id, progress, self._roster.named(theirs.round, reply.counted_gaps))
         if not self._branches.is_known(theirs):
-            await self._look_around()
+            await self._look_around(peer_id)
         elif reply.leader.peer_id not in (self._own_id, peer_id):
             self._roster.learn(reply.leader)
 
@@ -244,12 +244,15 @@ class Reporter:
 
     # -- other places ------------------------------------------------------------------------------------------------
 
-    async def _look_around(self) -> None:
-        """Ask all where they stand, and go where this peer should be; a second call waits for the first."""
+    async def _look_around(self, because_of: PeerId) -> None:
+        """Ask all where they stand, and go where this peer should be; a second call waits for the first.
+
+        Not at once again because of a peer of which it is settled that it is elsewhere.
+        """
         if self._looking is not None:
             await self._looking.wait()
             return
-        if self._clock.monotonic() < self._look_at:
+        if self._branches.is_elsewhere(because_of) and self._clock.monotonic() < self._look_at:
             return
         looking = self._looking = asyncio.Event()
         try:

@@ -161,3 +161,17 @@ async def test_a_liar_that_is_gone_holds_nobody_up() -> None:
         network.kill(1)
         for _ in range(2):
             await commit(network, 2, 3)
+
+
+@in_virtual_time
+async def test_beside_a_liar_who_misses_a_commit_is_back_at_once() -> None:
+    honest = (2, 3, 4)
+    async with group_of(make_config("diloco"), *honest) as network:
+        add_liar(network, 1)
+        await until(lambda: all(refusals(network, *honest)))
+        network.freeze(4)
+        await commit(network, 2, 3)
+        # Because of the liar it has just looked around.
+        averager_of(network, 4)._reporter._look_at = float("inf")
+        network.thaw(4)
+        await until(lambda: network.peers[peer_id(4)].stage.round == 2)
