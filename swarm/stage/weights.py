@@ -13,6 +13,7 @@ momentum are needed once a round: they are kept on the CPU, and the outer step i
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from blake3 import blake3
@@ -24,7 +25,7 @@ from swarm.errors import IntegrityError, NotReady
 from swarm.events import Events, NoEvents, Step
 from swarm.memory import Recycler
 from swarm.stage.buckets import Buckets, GradientBucket, Tensors, Version
-from swarm.stage.staging import HostReader
+from swarm.stage.staging import HostReader, staging_of
 
 CPU = torch.device("cpu")
 LARGEST = 1e15
@@ -109,6 +110,8 @@ class StageWeights:
         self._events = events or NoEvents()
         self._memory = Recycler()
         self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self._staging = staging_of(next(iter(self.masters.values())).device)
+        """For what goes to the device and comes from there at a round's end."""
         self.round: Round
         self._adamw = optim.AdamW(config.optimizer)
         self._outer = None if config.rounds.synchronous else optim.OuterSgd(config.outer)
@@ -262,14 +265,16 @@ class StageWeights:
         self.round.closed, self._num_overlapped = True, 0
         fragment = self.round.number % len(self._fragments)
         if self._outer is None:
-            tensors = {name: value.cpu() for name, value in self.buckets.open.mean(self.buckets.spare).items()}
+            mean = self.buckets.open.mean(self.buckets.spare)
+            tensors = {name: self._staging.download(value).wait() for name, value in mean.items()}
             num_samples = self.num_unstepped_samples
         else:
             anchor, weights = self._anchors[self.round.number], self.masters
             tensors = self._memory.like({name: anchor[name] for name in self._fragments[fragment]})
             with torch.no_grad():
                 for name, difference in tensors.items():
-                    torch.sub(anchor[name], weights[name].cpu(), out=difference)
+                    subtract = partial(torch.sub, anchor[name], out=difference)
+                    self._staging.download(weights[name].detach(), subtract).wait()
             num_samples = self._unaveraged_samples[fragment]
         self._frozen = FrozenContribution(
             tensors=tensors, num_samples=num_samples, round_samples=self.round_samples, fragment=fragment,
@@ -312,7 +317,7 @@ class StageWeights:
 
     def _synchronous_step(self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float) -> None:
         factor = optim.clip_factor(total_squared_norm, self._config.optimizer.clip_norm)
-        gradients = {name: value.to(self.masters[name].device) for name, value in average.items()}
+        gradients = {name: self._staging.upload(value) for name, value in average.items()}
         if factor != 1.0:
             # Into memory of its own: others may still fetch the average.
             clipped = self._memory.like(gradients)
@@ -473,7 +478,7 @@ class StageWeights:
     def _load_masters(self, values: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                self.masters[name].copy_(value)
+                self.masters[name].copy_(self._staging.upload(value) if value.device == CPU else value)
 
     def _add_to_masters(self, values: Tensors) -> None:
         torch._foreach_add_([self.masters[name].data for name in values], list(values.values()))
