@@ -134,6 +134,8 @@ class StageWeights:
         self._anchors: dict[int, Tensors] = {}
         self._evaluated: tuple[Tensors, Tensors] | None = None
         """The anchor that was last evaluated on, and its copy on the device, where it is not there itself."""
+        self._earlier: Version | None
+        """Synchronous: the weights of the round before, once a microbatch has been computed with them."""
         self._failure: Exception | None = None
         """Of an inner step."""
         self._begin(Round(lineage=lineage), self.version.parameters)
@@ -172,7 +174,9 @@ class StageWeights:
             return self.version
         if round_number not in self._anchors:
             raise NotReady(f"the weights of round {round_number} are not kept: this peer is at {self.round.number}")
-        return Version(parameters=self._anchors[round_number])
+        if self._earlier is None:
+            self._earlier = Version(parameters=self._anchors[round_number])
+        return self._earlier
 
     def step_if_due(self) -> None:
         """Take DiLoCo inner steps for which everything is ready; called after whatever may make one ready.
@@ -377,7 +381,7 @@ class StageWeights:
         return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
-        self.round, self._frozen, self._evaluated = new_round, None, None
+        self.round, self._frozen, self._evaluated, self._earlier = new_round, None, None, None
         self.inner_steps = InnerSteps()
         self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import subprocess
 import sys
 import unittest.mock
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -585,6 +587,30 @@ def test_a_new_version_is_cast_anew() -> None:
         for name, cast in new.casts.items():
             assert torch.equal(cast, new.parameters[name].bfloat16())
             assert not torch.equal(cast, old.casts[name])
+
+
+def test_what_is_computed_for_the_round_before_shares_casts_too() -> None:
+    """For a stage that has to do it again; and when no such round is kept, nor are they."""
+    backend = _backend(_bf16(_CONFIG), 1)
+
+    def commit() -> None:
+        closing = backend.weights.close()
+        backend.weights.commit(
+            closing.tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="",
+        )  # fmt: skip
+
+    commit()
+    forwards = [backend.forward(number, 0, {TOKENS: _tokens(0), HIDDEN: _hidden(0)}) for number in range(2)]
+    assert forwards[0].version is forwards[1].version
+    assert forwards[0].version is not backend.weights.version
+    assert forwards[0].version.casts
+    earlier = weakref.ref(forwards[0].version)
+    for forward in forwards:
+        backend.release(forward)
+    del forward, forwards
+    commit()
+    gc.collect()
+    assert earlier() is None
 
 
 def test_without_autocast_nothing_is_cast() -> None:
