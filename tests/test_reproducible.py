@@ -11,18 +11,21 @@ import torch
 
 from tests.support import reproducible
 
-_OWN = torch.backends.cpu.get_cpu_capability().lower()
+_OWN = torch.backends.cpu.get_cpu_capability()
 
 
 @pytest.mark.parametrize(
-    ("capability", "mkl"), [("default", "SSE4_2"), *([("avx2", "AVX2")] if _OWN == "avx512" else [])]
+    "processor",
+    [
+        reproducible.ANOTHER_PROCESSOR,
+        *([{"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}] if _OWN == "AVX512" else []),
+    ],
 )
-def test_another_processor_computes_the_same_bits(capability: str, mkl: str, tmp_path: Path) -> None:
-    """torch and MKL, which torch uses, are told that the processor has fewer instructions; other threads share work."""
+def test_another_processor_computes_the_same_bits(processor: dict[str, str], tmp_path: Path) -> None:
+    """With another number of threads, too."""
     reproducible.write_encoded(tmp_path)
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, "MKL_ENABLE_INSTRUCTIONS": mkl}
     command = [sys.executable, "-m", "tests.support.reproducible", str(tmp_path), "3"]
-    other = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    other = subprocess.run(command, env=os.environ | processor, check=True, capture_output=True, text=True)
     assert json.loads(other.stdout) == reproducible.of_everything(tmp_path)
 
 

@@ -392,8 +392,11 @@ class Leader:
             return
         self.times.total_barrier_seconds += self.clock.monotonic() - started_at
         norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
-        # In the same order at every stage, so that the sum is the same bits.
-        total_squared_norm = sum(norms[number] for number in sorted(norms)) if len(norms) > 1 else norm
+        # In the same order at every stage, and not by `sum`, which some releases of Python round otherwise, so that the
+        # total is the same bits.
+        total_squared_norm = 0.0
+        for number in sorted(norms):
+            total_squared_norm += norms[number]
         request = pb.CommitRequest(
             address=self.address, peer_id=self.own_id, round=round_number, digest=prepared.digest,
             total_squared_norm=total_squared_norm, stage_squared_norm=norm,

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,9 +111,11 @@ class RealSwarm:
         """A living peer's."""
         return self.peers[0].address
 
-    def start_peers(self, stages: Sequence[int | str], *options: str) -> list[RealPeer]:
+    def start_peers(
+        self, stages: Sequence[int | str], *options: str, environment: Mapping[str, str] | None = None
+    ) -> list[RealPeer]:
         """Start peers at once, with more options if wanted, and wait until all of them serve."""
-        started = [self.launch(stage, *options) for stage in stages]
+        started = [self.launch(stage, *options, environment=environment) for stage in stages]
         peers = []
         for child, ready_file in started:
             wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
@@ -122,7 +124,9 @@ class RealSwarm:
         self.peers += peers
         return peers
 
-    def launch(self, stage: int | str, *options: str) -> tuple[Child, Path]:
+    def launch(
+        self, stage: int | str, *options: str, environment: Mapping[str, str] | None = None
+    ) -> tuple[Child, Path]:
         """Start a peer and do not wait; gives the file that is there once it serves."""
         self._num_started += 1
         name = f"peer-{self._num_started}"
@@ -134,7 +138,7 @@ class RealSwarm:
             "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
             "--events", str(self.events / f"{name}.jsonl"), *options,
         ]  # fmt: skip
-        return self.children.start(name, command("peer", *arguments)), ready_file
+        return self.children.start(name, command("peer", *arguments), environment=environment), ready_file
 
     def kill(self, peer: RealPeer) -> None:
         """Kill -9."""

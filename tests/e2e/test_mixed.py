@@ -1,0 +1,65 @@
+"""A stage of machines with different processors keeps one state, whoever dies and joins."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.supervisor import Supervisor
+from tests.support.reproducible import ANOTHER_PROCESSOR
+from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+ONE_STAGE = (
+    CONFIG.replace("num_stages = 2", "num_stages = 1").replace("momentum = 0.0", "momentum = 0.9")
+    .replace("round_samples = 64", "round_samples = 16")
+)  # fmt: skip
+NUM_ROUNDS = 10
+
+
+def _events(swarm: RealSwarm, peer: RealPeer, kind: str) -> list[dict[str, Any]]:
+    lines = (swarm.events / f"{peer.child.name}.jsonl").read_text().rpartition("\n")[0].splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def _states(swarm: RealSwarm, peer: RealPeer) -> dict[int, str]:
+    """By round, the digest of the state with which it began."""
+    return {event["round"]: event["digest"] for event in _events(swarm, peer, "state")}
+
+
+def test_members_with_different_processors_have_equal_states(tmp_path: Path) -> None:
+    """In both settings, side by side; each swarm's processes are children of its thread."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_live_through_a_kill_and_a_join, (tmp_path / "synchronous", tmp_path / "diloco")))
+
+
+def _live_through_a_kill_and_a_join(folder: Path) -> None:
+    folder.mkdir()
+    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+        swarm = RealSwarm(folder, children)
+        swarm.config.write_text(ONE_STAGE.format(dataset=swarm.text, setting=folder.name), encoding="utf-8")
+        [first] = swarm.start_peers([0])
+        [second] = swarm.start_peers([0], environment=ANOTHER_PROCESSOR)
+        swarm.start_trainer("trainer", steps=10_000)
+        _wait_for_equal_rounds(swarm, first, second)
+        [joiner] = swarm.start_peers([0])
+        swarm.kill(first)
+        _wait_for_equal_rounds(swarm, joiner, second)
+        downloads = [event for event in _events(swarm, joiner, "install") if event["source"] == "download"]
+        assert len(downloads) <= 1
+        assert "members differ" not in "".join(log.read_text() for log in (folder / "logs").iterdir())
+
+
+def _wait_for_equal_rounds(swarm: RealSwarm, one: RealPeer, other: RealPeer) -> None:
+    """Until two peers were together in enough rounds, after each of which they had the same state."""
+
+    def are_there() -> bool:
+        ones, others = _states(swarm, one), _states(swarm, other)
+        common = ones.keys() & others.keys()
+        assert {number: ones[number] for number in common} == {number: others[number] for number in common}
+        return len(common) >= NUM_ROUNDS
+
+    wait_until(are_there, 80.0, f"{NUM_ROUNDS} rounds of {one.child.name} and {other.child.name}")
