@@ -3,10 +3,11 @@
 Used by swarm-local and by swarm-status. Never asks anybody anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Literal, NamedTuple, Self
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -74,45 +75,66 @@ def plain_lines(view: SwarmView) -> dict[str, str]:
     return lines
 
 
+def _always(_: PeerRow) -> bool:
+    return True
+
+
+class _Column(NamedTuple):
+    """A column of the peers' table."""
+
+    heading: str
+    cell: Callable[[PeerRow], RenderableType]
+    is_shown: Callable[[PeerRow], bool] = _always
+    """The column is there if this holds for some peer: else it would only take room from the peers' names."""
+    justify: Literal["left", "right"] = "right"
+
+
 def _peers(view: SwarmView) -> Table:
-    table = Table(title=f"run {escape(view.run)}", title_justify="left")
+    peers = [peer for row in view.stages for peer in row.peers]
+    columns = [column for column in _COLUMNS if column.is_shown is _always or any(map(column.is_shown, peers))]
+    # Without lines between the columns: all of them are to fit.
+    table = Table(title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")
-    table.add_column("peer")
-    table.add_column("state")
-    # Else it would only take room from the peers' names.
-    has_devices = any(peer.device not in ("", "cpu") for row in view.stages for peer in row.peers)
-    if has_devices:
-        table.add_column("device")
-    # Likewise: only one that is late matters.
-    has_lags = any(peer.loop_lag_seconds >= _LARGE_LAG_SECONDS for row in view.stages for peer in row.peers)
-    headings = ["samples/s", "queue", "round", "samples", "forwards", "backwards", "re-routed", "members"]
-    for heading in headings + ["lag"] * has_lags:
-        table.add_column(heading, justify="right")
+    for column in columns:
+        table.add_column(column.heading, justify=column.justify)
     for row in view.stages:
         for peer in row.peers:
-            table.add_row(str(row.stage), *_cells(peer, has_devices=has_devices, has_lags=has_lags))
+            table.add_row(str(row.stage), *(column.cell(peer) for column in columns))
         if row.stage in view.empty_stages:
             table.add_row(str(row.stage), Text("no peer", style="bold red"))
     return table
-
-
-def _cells(peer: PeerRow, *, has_devices: bool, has_lags: bool) -> list[RenderableType]:
-    return [
-        escape(peer.name),
-        Text(_state(peer), style=_STATE_STYLES.get(peer.state, "")),
-        *([escape(peer.device)] if has_devices else []),
-        f"{peer.samples_per_second:.1f}",
-        *map(str, (peer.queue_length, peer.round, peer.samples)),
-        *map(str, (peer.forwards, peer.backwards, peer.rerouted_backwards)),
-        f"{peer.members}/{peer.alive_peers}",
-        *([f"{peer.loop_lag_seconds:.1f} s"] if has_lags else []),
-    ]
 
 
 def _state(peer: PeerRow) -> str:
     if peer.moving_to is not None:
         return f"moving to {peer.moving_to}"
     return peer.state if peer.moving_from is None else f"moving from {peer.moving_from}"
+
+
+_COLUMNS = (
+    _Column("peer", lambda peer: escape(peer.name), justify="left"),
+    _Column("state", lambda peer: Text(_state(peer), style=_STATE_STYLES.get(peer.state, "")), justify="left"),
+    _Column("device", lambda peer: escape(peer.device), lambda peer: peer.device not in ("", "cpu"), justify="left"),
+    _Column("samples/s", lambda peer: f"{peer.samples_per_second:.1f}"),
+    _Column("queue", lambda peer: str(peer.queue_length)),
+    _Column("round", lambda peer: str(peer.round)),
+    _Column("samples", lambda peer: str(peer.samples)),
+    _Column("forwards", lambda peer: str(peer.forwards)),
+    _Column("backwards", lambda peer: str(peer.backwards)),
+    _Column("re-routed", lambda peer: str(peer.rerouted_backwards)),
+    _Column("members", lambda peer: f"{peer.members}/{peer.alive_peers}"),
+    _Column(
+        "steps",
+        lambda peer: f"{peer.inner_steps} x {peer.samples_per_inner_step:.0f}",
+        lambda peer: peer.configured_samples_per_inner_step > 0,
+    ),
+    _Column(
+        "late", lambda peer: f"{peer.staleness:.1f}/{peer.largest_staleness}", lambda peer: peer.largest_staleness > 0
+    ),
+    _Column(
+        "lag", lambda peer: f"{peer.loop_lag_seconds:.1f} s", lambda peer: peer.loop_lag_seconds >= _LARGE_LAG_SECONDS
+    ),
+)
 
 
 def _trainers(rows: Sequence[TrainerRow]) -> Table:

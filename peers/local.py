@@ -82,6 +82,8 @@ class LocalOptions:
     """Tokens of text that the trained swarm writes at the end; 0 for none."""
     threads: int = 1
     """CPU threads of each peer."""
+    max_in_flight: int = 0
+    """Microbatches that each peer works on at once; 0 lets it find out."""
     device: str = "cpu"
     """cpu, cuda:1, ... or mps, for all peers; cuda and auto spread them over the GPUs by free memory. Each peer's
     autograd graphs get their part of it."""
@@ -104,8 +106,8 @@ class LocalOptions:
 
     def __post_init__(self) -> None:
         least = {
-            "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "evaluate_every": 0, "sample_tokens": 0,
-            "checkpoint_every": 1,
+            "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "max_in_flight": 0, "evaluate_every": 0,
+            "sample_tokens": 0, "checkpoint_every": 1,
         }  # fmt: skip
         cli.require_at_least(self, least)
         if self.config is not None and self.preset is not None:
@@ -253,8 +255,8 @@ class LocalSwarm:
         arguments = [
             "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--device", device.name,
             "--graph-memory-mib", str(graph_bytes >> 20),
-            "--threads", str(options.threads), "--identity", str(self.folder / f"{name}.pem"),
-            "--ready-file", str(ready_file),
+            "--threads", str(options.threads), "--max-in-flight", str(options.max_in_flight),
+            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
         ]  # fmt: skip
         addresses = [peer.dht_address for peer in self.peers if peer.dht_address][:4]
         if addresses:

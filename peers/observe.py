@@ -14,6 +14,7 @@ import grpc
 
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
 from swarm.errors import MalformedMessage, PeerUnavailable
+from swarm.inner_steps import InnerSteps
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -103,6 +104,7 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         )  # fmt: skip
     counters = reply.counters
     last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
+    inner = InnerSteps.read(last.inner_steps)
     return PeerRow(
         name=record.name, peer_id=record.peer_id, state=reply.state, device=record.device,
         samples_per_second=reply.samples_per_second, queue_length=reply.queue_length, round=reply.round,
@@ -114,6 +116,9 @@ async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> P
         averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,
         exchange_seconds=last.exchange_seconds, wait_seconds=last.wait_seconds,
         contribution_norm=last.contribution_norm, moves=record.moves,
+        inner_steps=inner.count, samples_per_inner_step=inner.samples_per_step,
+        configured_samples_per_inner_step=inner.configured_samples, staleness=inner.mean_staleness,
+        largest_staleness=inner.largest_staleness,
         loop_lag_seconds=reply.loop_lag_seconds,
     )  # fmt: skip
 

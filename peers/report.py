@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from swarm.config import RunConfig
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
+from swarm.inner_steps import InnerSteps
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.pipeline.train_loop import Step
 
@@ -52,6 +53,8 @@ class Report(contextlib.AbstractContextManager["Report"]):
         self._metrics = metrics
         self._console = console
         self._waiting_for: set[tuple[int, bool]] = set()
+        self._warned: set[int] = set()
+        """Stages of whose inner steps something was said."""
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(), console=console, disable=not console.is_terminal,
@@ -135,9 +138,18 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 residual_bytes=report.residual_bytes if report else None,
                 validation_loss=validation_loss,
                 device_memory_bytes=report.device_bytes if report else None,
+                inner_steps=report.inner_steps if report else (),
             )
         )
+        self._warn(report.inner_steps if report else ())
         self._say(step.number, validation_loss)
+
+    def _warn(self, inner_steps: Sequence[InnerSteps]) -> None:
+        """Say what makes the run learn less than it might: once of each stage."""
+        for stage, steps in enumerate(inner_steps):
+            if steps.fault and stage not in self._warned:
+                self._warned.add(stage)
+                logger.warning("stage %d: %s", stage, steps.fault)
 
     def final(self, validation_loss: float | None) -> None:
         """The evaluation at the end."""

@@ -7,6 +7,7 @@ import logging
 import math
 
 from swarm.clock import Clock
+from swarm.inner_steps import InnerSteps
 from swarm.rpc.v1 import stage_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ class StageNews:
         self._num_tasks = 0
         self._busy_at = clock.monotonic()
         self._is_quiet = False
+        self._has_warned = False
+        """Of how this peer learns."""
 
     def committed(self, report: pb.RoundReport, *, samples_per_second: float) -> None:
         """A round was committed here.
@@ -33,6 +36,10 @@ class StageNews:
         Args:
             samples_per_second: what this peer manages.
         """
+        fault = InnerSteps.read(report.inner_steps).fault
+        if fault and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", fault)
         now = self._clock.monotonic()
         if now - self._said_at < EVERY_SECONDS:
             return

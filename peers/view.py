@@ -55,6 +55,14 @@ class PeerRow:
     """Of these, the ones that came to nothing, by reason."""
     downloads: int = 0
     """States it downloaded because it was behind."""
+    inner_steps: int = 0
+    """DiLoCo: that it took in its last committed round; the next fields are about these steps."""
+    samples_per_inner_step: float = 0.0
+    configured_samples_per_inner_step: int = 0
+    """0 in the synchronous setting."""
+    staleness: float = 0.0
+    """Versions of the weights made between a microbatch's forward and the step that used it, mean."""
+    largest_staleness: int = 0
     loop_lag_seconds: float = 0.0
     """By how long its event loop was late at most, in the last minute or two: for so long it answered nobody."""
     refusals: tuple[str, ...] = ()

@@ -7,12 +7,13 @@ Never keeps anything in memory.
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from swarm.inner_steps import InnerSteps
 from swarm.metrics.wandb_run import WandbRun
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class StepMetrics:
     """Nats per token on held-out text, in steps that evaluate."""
     device_memory_bytes: int | None = None
     """Largest amount that any stage peer's device held."""
+    inner_steps: Sequence[InnerSteps] = ()
+    """DiLoCo: by stage, of one peer."""
 
     def named(self) -> dict[str, Value]:
         """The figures under the names they have in the JSONL file and in Weights & Biases."""
@@ -95,7 +98,20 @@ class StepMetrics:
             "averaging/residual_bytes": self.residual_bytes,
             "val/loss": self.validation_loss,
             "device/memory_bytes": self.device_memory_bytes,
+            **self._inner(),
         }
+
+    def _inner(self) -> dict[str, Value]:
+        named: dict[str, Value] = {}
+        for stage, steps in enumerate(self.inner_steps):
+            named["inner/configured_samples"] = steps.configured_samples
+            named |= {
+                f"inner/stage_{stage}/steps": steps.count,
+                f"inner/stage_{stage}/samples_per_step": steps.samples_per_step,
+                f"inner/stage_{stage}/staleness": steps.mean_staleness,
+                f"inner/stage_{stage}/largest_staleness": steps.largest_staleness,
+            }
+        return named
 
 
 class MetricsLog:

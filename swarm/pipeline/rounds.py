@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from swarm.errors import SwarmError, WrongRun
+from swarm.inner_steps import InnerSteps
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -62,6 +63,8 @@ class StepReport:
     """Kept by error feedback at the peers that were asked."""
     device_bytes: int
     """Largest amount of device memory that a peer reported; 0 without an accelerator."""
+    inner_steps: tuple[InnerSteps, ...]
+    """DiLoCo: by stage, of the peer that was asked."""
 
 
 class RoundWatcher:
@@ -149,6 +152,7 @@ class RoundWatcher:
             num_aborted=sum(self._aborted.values()),
             residual_bytes=sum(entry.residual_bytes for entry in rounds),
             device_bytes=self._device_bytes,
+            inner_steps=() if self._synchronous else tuple(InnerSteps.read(entry.inner_steps) for entry in rounds),
         )
 
     async def _describe(self, stage: int, wait_seconds: float) -> pb.DescribeReply | None:

@@ -348,7 +348,7 @@ class StageBackend:
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
         num_samples = self.config.data.microbatch_size
-        bucket = self.weights.buckets.make_spare() if spare else self.weights.buckets.open
+        bucket = self.weights.buckets.make_spare() if spare else self.weights.buckets.open()
         bucket.add(gradients[len(inputs) :], num_samples)
         bucket.num_tentative += 1
         bucket.versions[forward.version.number] += 1

@@ -108,34 +108,30 @@ class Buckets:
         self._num_made = 0
         self._buckets: list[GradientBucket] = []
         self._spare: GradientBucket | None = None
-        self.clear()
 
-    @property
     def open(self) -> GradientBucket:
-        """The one that a gradient goes into: the first that is not full.
+        """The one that a gradient goes into: the first that is not full, or a new one.
 
         That may be an older one, of which a gradient was taken out again.
         """
-        return next(bucket for bucket in self._buckets if not self._is_full(bucket))
+        for bucket in self._buckets:
+            if not self._is_full(bucket):
+                return bucket
+        self._buckets.append(self._make())
+        return self._buckets[-1]
 
     @property
     def ready(self) -> list[GradientBucket]:
         """Those that are full and hold nothing tentative, oldest first."""
         return [bucket for bucket in self._buckets if self._is_full(bucket) and not bucket.num_tentative]
 
-    def open_next(self) -> None:
-        """Begin a new bucket if all are full; to be called after whatever may have filled one."""
-        if all(map(self._is_full, self._buckets)):
-            self._buckets.append(self._make())
-
     def remove(self, bucket: GradientBucket) -> None:
         """A step is about to be taken with this one."""
         self._buckets.remove(bucket)
 
     def clear(self) -> None:
-        """Forget all gradients, and begin with an empty bucket."""
+        """Forget all gradients."""
         self._buckets, self._spare = [], None
-        self.open_next()
 
     @property
     def spare(self) -> GradientBucket | None:

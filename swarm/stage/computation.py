@@ -25,10 +25,10 @@ from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop import Hop, HopListener, HopReply
 from swarm.microbatch import Microbatch
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
-from swarm.stage.pace import Pace
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
+from swarm.stage.turns import Turns
 from swarm.types import PeerId
 
 _Result = TypeVar("_Result")
@@ -62,7 +62,7 @@ class Computation(HopListener):
     def __init__(
         self, *, microbatch: Microbatch, wire_inputs: Mapping[str, torch.Tensor], accumulate: bool,
         answers_gradient: bool, age: int, hints: Mapping[int, PeerId], backend: StageBackend, runtime: Runtime,
-        hop: Hop | None, pace: Pace, adopts: "Computation | None" = None, earlier: "Computation | None" = None,
+        hop: Hop | None, turns: Turns, adopts: "Computation | None" = None, earlier: "Computation | None" = None,
         on_accumulated: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.microbatch = microbatch
@@ -81,7 +81,7 @@ class Computation(HopListener):
         self._backend = backend
         self._runtime = runtime
         self._hop = hop
-        self._pace = pace
+        self._turns = turns
         self._earlier = earlier
         self._wire_hidden: torch.Tensor | None = None
         """What the next stage got."""
@@ -216,7 +216,7 @@ class Computation(HopListener):
     async def _run(self) -> None:
         try:
             # What is not accumulated goes into no step, and waits for none.
-            async with self._pace.turn(self._age) if self.accumulate else contextlib.nullcontext():
+            async with self._turns.turn(self._age) if self.accumulate else contextlib.nullcontext():
                 self._result = self._earlier_answer() or await (
                     self._run_last() if self._backend.is_last else self._run_through()
                 )

@@ -6,12 +6,14 @@ beside: nothing writes to that state until the next commit.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from swarm.events import Close, Commit, Events, Install, NoEvents, State, ranges
+from swarm.inner_steps import InnerSteps
 from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, known
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
@@ -138,8 +140,8 @@ class StageMember:
             self._weights.seal()
             await self._stage.discard_uncommitted(self._stage.round, frozenset())
 
-        def commit() -> tuple[float, Tensors, HostReader]:
-            parent = self._weights.round.lineage
+        def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
+            parent, inner_steps = self._weights.round.lineage, self._weights.inner_steps
             rate = self._weights.commit(
                 result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
                 num_members=len(result.members), lineage=result.lineage, contributed=result.contributed,
@@ -155,10 +157,10 @@ class StageMember:
             read = self._weights.state(), self._stage.backend.staging.reader()
             # Only now: what it steps with belongs to the round that has begun.
             self._weights.step_if_due()
-            return rate, *read
+            return rate, inner_steps, *read
 
-        rate, state, reader = await self._stage.runtime.control(commit)
-        report = self._report(result, rate, time.perf_counter() - start)
+        rate, inner_steps, state, reader = await self._stage.runtime.control(commit)
+        report = self._report(result, rate, time.perf_counter() - start, inner_steps)
 
         def take_digest() -> str:
             digest = report.state_digest = digest_of(state, reader)
@@ -178,7 +180,9 @@ class StageMember:
         reading.add_done_callback(self._readings.discard)
         return reading
 
-    def _report(self, result: RoundResult, learning_rate: float, seconds: float) -> pb.RoundReport:
+    def _report(
+        self, result: RoundResult, learning_rate: float, seconds: float, inner_steps: InnerSteps
+    ) -> pb.RoundReport:
         """What trainers and status are told of a round that was committed, which took this peer so long."""
         synchronous = self._stage.config.rounds.synchronous
         squared_norm = result.total_squared_norm if synchronous else result.squared_norm
@@ -191,6 +195,7 @@ class StageMember:
             averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
             contribution_norm=result.contribution_norm, exchange_seconds=result.exchange_seconds,
             wait_seconds=max(0.0, result.seconds - result.exchange_seconds), residual_bytes=result.residual_bytes,
+            inner_steps=pb.InnerSteps(**dataclasses.asdict(inner_steps)),
         )  # fmt: skip
 
     async def snapshot(self) -> Snapshot:

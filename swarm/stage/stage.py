@@ -26,10 +26,10 @@ from swarm.stage.admission import Admission
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
-from swarm.stage.pace import Pace
 from swarm.stage.runtime import Runtime
 from swarm.stage.shortage import Shortage
 from swarm.stage.slots import Slots
+from swarm.stage.turns import Turns
 from swarm.types import PeerId
 
 REPLAY_GAP_SECONDS = 1.0
@@ -118,9 +118,9 @@ class Stage:
         """Answers that are being written: the line takes no more."""
         self.num_unacknowledged = 0
         """Calls that have their answer, and whose acknowledgement is waited for."""
-        self._pace = Pace(None if config.rounds.synchronous else self._most_ahead, self._num_unstepped, clock)
+        self._turns = Turns(None if config.rounds.synchronous else self._most_ahead, self._num_unstepped, clock)
         self._slots = Slots(
-            limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length + self._pace.num_waiting,
+            limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length + self._turns.num_waiting,
             None if config.rounds.synchronous else self._room,
         )  # fmt: skip
         self._admissions: dict[int, Admission] = {}
@@ -173,7 +173,7 @@ class Stage:
         """Whether more microbatches would have the peer do more: they would wait for nothing here, and fit."""
         return not (
             not self._slots.lacks_work
-            or self._pace.num_waiting
+            or self._turns.num_waiting
             or self.num_answering
             or (self._hop is not None and self._hop.is_held_up)
             or not self.backend.budget.has_room()
@@ -396,7 +396,7 @@ class Stage:
         computation = Computation(
             microbatch=microbatch, wire_inputs=tensors, accumulate=accumulate, answers_gradient=answers_gradient,
             age=self.next_age(), hints=hints, backend=self.backend, runtime=self.runtime, hop=self._hop,
-            pace=self._pace, adopts=adopts, earlier=earlier,
+            turns=self._turns, adopts=adopts, earlier=earlier,
             # Not the computation itself: it would hold itself, and its tensors, until Python looks for such cycles.
             on_accumulated=lambda: self._accumulated(microbatch, accumulate=accumulate),
         )  # fmt: skip
@@ -443,7 +443,7 @@ class Stage:
 
     def changed(self) -> None:
         """Gradients were acknowledged, stepped with or taken out: what waits for that goes on."""
-        self._pace.look()
+        self._turns.look()
         self.on_change()
 
     def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:
@@ -510,7 +510,7 @@ class Stage:
         await self.runtime.control(undo)
         # The computations' own tasks, which are cancelled, did not hear of a step that failed.
         self.backend.weights.require_sound()
-        self._pace.look()
+        self._turns.look()
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from swarm import optim
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError, NotReady
 from swarm.events import Events, NoEvents, Step
+from swarm.inner_steps import InnerSteps
 from swarm.memory import Recycler
 from swarm.stage.buckets import Buckets, GradientBucket, Tensors, Version
 from swarm.stage.staging import HostReader, staging_of
@@ -36,34 +37,6 @@ the one before."""
 LATE_VERSIONS = 2
 """Versions that are kept, beside the newest and those that `max_staleness` asks for, for microbatches that take much
 longer than others: their peer further on has died, say."""
-
-
-@dataclass
-class InnerSteps:
-    """The inner steps of one round at this peer (DiLoCo), for those who watch how it learns.
-
-    Attributes:
-        samples: that they used, in all.
-        microbatches: likewise.
-        staleness: versions of the weights that were made between a microbatch's forward and its step, summed over the
-            microbatches.
-        largest_staleness: of a single microbatch.
-    """
-
-    count: int = 0
-    samples: int = 0
-    microbatches: int = 0
-    staleness: int = 0
-    largest_staleness: int = 0
-
-    def add(self, bucket: GradientBucket, version: int) -> None:
-        """Count a step that is taken with this bucket on top of the version of that number."""
-        self.count += 1
-        self.samples += bucket.num_samples
-        self.microbatches += bucket.versions.total()
-        for number, count in bucket.versions.items():
-            self.staleness += (version - number) * count
-            self.largest_staleness = max(self.largest_staleness, version - number)
 
 
 @dataclass
@@ -121,7 +94,7 @@ class StageWeights:
         self.buckets = Buckets(
             lambda: self._memory.like(self.masters), None if self._outer is None else config.rounds.inner_batch_samples
         )
-        self.inner_steps = InnerSteps()
+        self.inner_steps = self._no_inner_steps()
         """Of this round."""
         self._frozen: FrozenContribution | None
         """The newest contribution of this round, also after it was reopened: its result may be decided all the same."""
@@ -211,7 +184,6 @@ class StageWeights:
                 break
             self.buckets.remove(bucket)
             self._inner_step(bucket)
-        self.buckets.open_next()
 
     @property
     def num_unstepped_samples(self) -> int:
@@ -226,7 +198,7 @@ class StageWeights:
         torch._foreach_mul_(list(gradients.values()), factor)
         optim.step(self._adamw, self.masters, gradients, self.learning_rate)
         self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
-        self.inner_steps.add(bucket, self.version.number)
+        self.inner_steps.add(bucket.num_samples, bucket.versions, newest=self.version.number)
         self.round.stepped_samples += bucket.num_samples
         self._unaveraged_samples = [samples + bucket.num_samples for samples in self._unaveraged_samples]
         self._num_overlapped += self.round.closed
@@ -269,7 +241,7 @@ class StageWeights:
         self.round.closed, self._num_overlapped = True, 0
         fragment = self.round.number % len(self._fragments)
         if self._outer is None:
-            mean = self.buckets.open.mean(self.buckets.spare)
+            mean = self.buckets.open().mean(self.buckets.spare)
             tensors = {name: self._staging.download(value).wait() for name, value in mean.items()}
             num_samples = self.num_unstepped_samples
         else:
@@ -382,7 +354,7 @@ class StageWeights:
 
     def _begin(self, new_round: Round, anchor: Tensors) -> None:
         self.round, self._frozen, self._evaluated, self._earlier = new_round, None, None, None
-        self.inner_steps = InnerSteps()
+        self.inner_steps = self._no_inner_steps()
         self._anchors[new_round.number] = anchor if self._outer is None else moved(anchor, CPU)
         for number in sorted(self._anchors)[:-KEPT_ANCHORS]:
             del self._anchors[number]
@@ -464,6 +436,9 @@ class StageWeights:
         if self._outer is None:
             return self._adamw, self.masters
         return self._outer, self._anchors[self.round.number]
+
+    def _no_inner_steps(self) -> InnerSteps:
+        return InnerSteps(configured_samples=0 if self._outer is None else self._config.rounds.inner_batch_samples)
 
     def _replace_version(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
         """Publish the masters; the version before stays for those who use it."""

@@ -17,5 +17,5 @@ def test_a_side_computes_all_its_microbatches() -> None:
     config = cuda.config_of(cuda.Options(d_model=64, layers=1, wire="int8"))
     side = cuda.Side(config, torch.device("cpu"), Staging())
     assert side.tokens_per_second(2) > 0
-    bucket = side.backend.weights.buckets.open
+    bucket = side.backend.weights.buckets.open()
     assert (bucket.num_samples, bucket.num_tentative, side.backend.budget.num_kept) == (16, 0, 0)

@@ -79,7 +79,7 @@ def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str) -> None:
         del closing
     _train(backend, config)
     # What a synchronous round may have to take out again is counted by microbatch elsewhere.
-    sources = backend.weights.buckets.open.sources
+    sources = backend.weights.buckets.open().sources
     tensors = [tensor for s in sources for tensor in (*s.wire_inputs.values(), s.wire_gradient) if tensor is not None]
     assert len(sources) == (setting == "synchronous")
     # Adam's step counters are a few bytes besides.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from swarm.inner_steps import InnerSteps
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics, read, read_current
 
 METRICS = StepMetrics(
@@ -133,3 +134,17 @@ def test_the_training_that_a_file_ends_with(tmp_path: Path) -> None:
                 log.step(replace(METRICS, step=step))
     steps = [row["step"] for row in read_current(path) if "train/loss" in row]
     assert steps == [1, 2, 3, 4]
+
+
+def test_inner_steps_have_names_by_stage(tmp_path: Path) -> None:
+    steps = InnerSteps(configured_samples=16)
+    steps.add(16, {3: 1, 4: 1}, newest=4)
+    named = replace(METRICS, inner_steps=(InnerSteps(configured_samples=16), steps)).named()
+    assert {name: value for name, value in named.items() if name.startswith("inner/")} == {
+        "inner/configured_samples": 16,
+        **{f"inner/stage_0/{name}": 0 for name in ("steps", "samples_per_step", "staleness", "largest_staleness")},
+        "inner/stage_1/steps": 1,
+        "inner/stage_1/samples_per_step": 16.0,
+        "inner/stage_1/staleness": 0.5,
+        "inner/stage_1/largest_staleness": 1,
+    }

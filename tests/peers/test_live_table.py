@@ -47,6 +47,15 @@ def test_devices_are_shown_unless_all_compute_on_the_cpu() -> None:
         assert ("device" in drawn, "cuda:1" in drawn, "cpu" in drawn) == (is_shown,) * 3
 
 
+def test_inner_steps_are_shown_with_diloco_and_lateness_where_there_is_any() -> None:
+    steps = replace(PEER, inner_steps=15, samples_per_inner_step=16.0, configured_samples_per_inner_step=16)
+    late = replace(steps, staleness=0.74, largest_staleness=3)
+    for peer, has_steps, has_late in ((PEER, False, False), (steps, True, False), (late, True, True)):
+        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, peer)),)))
+        assert ("steps" in drawn, "15 x 16" in drawn) == (has_steps,) * 2
+        assert ("late" in drawn, "0.7/3" in drawn) == (has_late,) * 2
+
+
 def test_names_from_strangers_are_no_markup() -> None:
     assert "[red]x[/nope]" in _draw(
         replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, name="[red]x[/nope]"),)),))

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from peers.report import Report
 from swarm.config import RunConfig
+from swarm.inner_steps import InnerSteps
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.rounds import StepReport
 from swarm.pipeline.train_loop import Step, StepTotals
@@ -28,9 +29,11 @@ class Metrics:
         """Nothing is made of it."""
 
 
-def _step(number: int, run_samples: int, losses: Sequence[float] = (1.0,)) -> Step:
+def _step(
+    number: int, run_samples: int, losses: Sequence[float] = (1.0,), inner_steps: tuple[InnerSteps, ...] = ()
+) -> Step:
     figures: dict[str, Any] = {name: 0 for name in StepReport.__dataclass_fields__}
-    report = StepReport(**{**figures, "run_samples": run_samples})
+    report = StepReport(**{**figures, "run_samples": run_samples, "inner_steps": inner_steps})
     return Step(number=number, seconds=2.0, totals=StepTotals(losses=list(losses)), report=report)
 
 
@@ -77,3 +80,20 @@ def test_an_empty_stage_and_one_that_cannot_be_reached_are_told_apart(
     assert "stage 0 has no peer; start one with swarm-peer --stage 0" in first
     assert "stage 1 has no peer" in third, "it is announced no longer"
     assert "stage 1 does not answer: gpu-box at 192.0.2.1:5001 (no answer); if it runs, see that its --port" in second
+
+
+def test_what_makes_a_stage_learn_badly_is_said_once_and_the_figures_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+    report = Report(
+        RunConfig(), steps=9, output=tmp_path, metrics=cast(MetricsLog, metrics), console=Console(quiet=True)
+    )
+    good, bad = InnerSteps(configured_samples=16), InnerSteps(configured_samples=16)
+    good.add(16, {5: 2}, newest=5)
+    bad.add(48, {5: 6}, newest=5)
+    with caplog.at_level("WARNING"):
+        for number in range(3):
+            report.step(_step(number, number, inner_steps=(good, bad)), None)
+    assert caplog.messages == ["stage 1: inner steps took 48 samples, and rounds.inner_batch_samples is 16"]
+    assert metrics.steps[-1].named()["inner/stage_1/samples_per_step"] == 48.0

@@ -25,6 +25,19 @@ def test_a_round_is_a_line_but_not_each_of_many(caplog: pytest.LogCaptureFixture
     ]
 
 
+def test_steps_that_teach_little_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    news, bad = StageNews(ManualClock()), report(0)
+    bad.inner_steps.CopyFrom(
+        pb.InnerSteps(count=10, samples=160, configured_samples=16, microbatches=20, staleness=50, largest_staleness=4)
+    )
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            news.committed(bad, samples_per_second=1.0)
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "gradients were 2.5 inner steps late on average, 4 at most, and a run learns less from those"
+    ]
+
+
 def test_that_nothing_comes_is_said_once_each_time(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
     news = StageNews(clock)

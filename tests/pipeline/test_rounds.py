@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from swarm.inner_steps import InnerSteps
 from swarm.pipeline.rounds import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -59,7 +60,10 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
                 averaging=pb.AveragingCounters(aborted={"slow": stage, "gone": 10 * stage}),
                 rounds=[
                     pb.RoundReport(round=0, num_members=100),
-                    pb.RoundReport(round=1, **{name: figures[stage] for name, figures in by_stage.items()}),  # type: ignore[arg-type]  # counts are ints
+                    pb.RoundReport(
+                        round=1, inner_steps=pb.InnerSteps(count=stage, configured_samples=16),
+                        **{name: figures[stage] for name, figures in by_stage.items()},  # type: ignore[arg-type]  # counts are ints
+                    ),
                 ],
             )  # fmt: skip
             chain.peers[stage].servicer._describe = lambda reply=reply: reply  # type: ignore[misc]
@@ -69,6 +73,7 @@ async def test_a_step_has_the_figures_of_all_stages(synchronous: bool) -> None:
         num_members=9, num_alive=18, num_bytes=460, compression_ratio=4.75, averaged_fraction=0.5,
         contribution_norm=9.0, exchange_seconds=0.75, wait_seconds=8.0, num_attempts=4, num_aborted=33,
         residual_bytes=24, device_bytes=30,
+        inner_steps=() if synchronous else tuple(InnerSteps(count=stage, configured_samples=16) for stage in range(3)),
     )  # fmt: skip
     assert watcher.report(2) is None
 

@@ -98,7 +98,7 @@ def _run(
 
 
 def _sums(chain: Sequence[StageBackend]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for backend in chain for name, value in backend.weights.buckets.open.sums.items()}
+    return {name: value.clone() for backend in chain for name, value in backend.weights.buckets.open().sums.items()}
 
 
 def _reference(config: RunConfig, microbatches: Sequence[int]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -135,7 +135,7 @@ def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, limi
     # The first graph of all is kept, to be measured.
     assert [backend.budget.num_recomputed for backend in chain] == ([0, 0, 0] if limit_bytes else [2, 2, 0])
     assert [backend.budget.num_kept for backend in chain] == [0, 0, 0]
-    assert [backend.weights.buckets.open.num_samples for backend in chain] == [6, 6, 6]
+    assert [backend.weights.buckets.open().num_samples for backend in chain] == [6, 6, 6]
 
 
 def test_recomputing_gives_the_same_bits() -> None:
@@ -165,8 +165,8 @@ def test_without_accumulation_the_gradient_passes_through_and_nothing_stays() ->
     assert loss == pytest.approx(_reference(_CONFIG, [0])[0][0], abs=1e-5)
     assert entries == [None, None, None]
     for backend in passing:
-        assert not any(value.any() for value in backend.weights.buckets.open.sums.values())
-        assert (backend.weights.buckets.open.num_tentative, backend.weights.version.users) == (0, 0)
+        assert not any(value.any() for value in backend.weights.buckets.open().sums.values())
+        assert (backend.weights.buckets.open().num_tentative, backend.weights.version.users) == (0, 0)
 
 
 def test_a_single_stage_is_the_whole_model() -> None:
@@ -175,7 +175,7 @@ def test_a_single_stage_is_the_whole_model() -> None:
     _, gradient, entry = backend.forward_loss(0, 0, {TOKENS: _tokens(0)}, accumulate=True)
     assert gradient is None
     assert entry is not None
-    _assert_close(backend.weights.buckets.open.sums, _reference(config, [0])[1], 1e-5)
+    _assert_close(backend.weights.buckets.open().sums, _reference(config, [0])[1], 1e-5)
     assert backend.forward_loss(0, 0, {TOKENS: _tokens(0)}, accumulate=False)[1:] == (None, None)
 
 
@@ -271,7 +271,7 @@ def test_rolling_back_brings_the_sum_back(config: RunConfig) -> None:
         backend.roll_back([entry])
     _assert_close(_sums(chain), before, 1e-6)
     for backend in chain:
-        bucket = backend.weights.buckets.open
+        bucket = backend.weights.buckets.open()
         assert (bucket.num_samples, bucket.num_tentative) == (2, 1)
 
 
@@ -280,7 +280,7 @@ def test_a_bucket_that_loses_all_its_gradients_is_empty_to_the_last_bit() -> Non
     results = [backend.forward_loss(i, 0, {TOKENS: _tokens(i), HIDDEN: _hidden(i)}, accumulate=True) for i in range(3)]
     entries = [entry for _, _, entry in results if entry is not None]
     backend.settle(entries[0])
-    bucket = backend.weights.buckets.open
+    bucket = backend.weights.buckets.open()
     backend.roll_back(entries)
     assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
     assert not any(bool(value.any()) for value in bucket.sums.values())
@@ -296,7 +296,7 @@ def test_where_little_stays_that_is_computed_again(num_staying: int) -> None:
     entries = [_run(chain, index)[1] for index in range(num_staying, 5)]
     for stage, backend in enumerate(chain):
         seen: list[int] = []
-        bucket, compute = backend.weights.buckets.open, backend._again
+        bucket, compute = backend.weights.buckets.open(), backend._again
 
         def again(source: Source, bucket: GradientBucket = bucket, compute: Any = compute, seen: Any = seen) -> Any:
             seen.append(bucket.num_samples)
@@ -318,7 +318,7 @@ def test_a_settled_gradient_can_still_be_taken_out() -> None:
     assert entry is not None
     backend.settle(entry)
     backend.settle(entry)
-    bucket = backend.weights.buckets.open
+    bucket = backend.weights.buckets.open()
     assert (bucket.num_tentative, backend.weights.version.users) == (0, 0)
     backend.roll_back([entry])
     assert (bucket.num_tentative, backend.weights.version.users, bucket.num_samples) == (0, 0, 0)
@@ -419,8 +419,12 @@ def test_a_released_forward_leaves_nothing() -> None:
 
 def _unchanged(backend: StageBackend) -> bool:
     weights = backend.weights
-    untouched = not any(bool(value.any()) for value in weights.buckets.open.sums.values())
-    return untouched and (weights.version.users, weights.buckets.open.num_samples, backend.budget.num_kept) == (0, 0, 0)
+    untouched = not any(bool(value.any()) for value in weights.buckets.open().sums.values())
+    return untouched and (weights.version.users, weights.buckets.open().num_samples, backend.budget.num_kept) == (
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("token", [-1, 64])

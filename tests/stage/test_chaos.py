@@ -82,7 +82,7 @@ async def test_what_counts_counts_once(config: RunConfig, seed: int) -> None:
 
         counted = [peer.stage.ledger.committed(0) for peer in chain.peers]
         for peer, microbatches in zip(chain.peers, counted, strict=True):
-            bucket = peer.weights.buckets.open
+            bucket = peer.weights.buckets.open()
             assert bucket.num_samples == 2 * len(microbatches)
             expected = reference(config, sorted(microbatches))[1]
             zeros = {name: torch.zeros_like(value) for name, value in bucket.sums.items()}

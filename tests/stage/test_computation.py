@@ -14,8 +14,8 @@ from swarm.errors import NotReady
 from swarm.microbatch import Microbatch
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
-from swarm.stage.pace import Pace
 from swarm.stage.runtime import Runtime
+from swarm.stage.turns import Turns
 from tests.support.chain import eventually
 
 
@@ -30,7 +30,7 @@ async def test_one_that_is_given_up_before_it_began_says_so() -> None:
     computation = Computation(
         microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={}, accumulate=True,
         answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, Backend()), runtime=cast(Runtime, None),
-        hop=None, pace=Pace(None, lambda: 0, SystemClock()),
+        hop=None, turns=Turns(None, lambda: 0, SystemClock()),
     )  # fmt: skip
     async with asyncio.TaskGroup() as tasks:
         computation.start(tasks)
@@ -58,7 +58,7 @@ async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(m
     computation = Computation(
         microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
         accumulate=True, answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, backend), runtime=runtime,
-        hop=None, pace=Pace(None, lambda: 0, SystemClock()),
+        hop=None, turns=Turns(None, lambda: 0, SystemClock()),
     )  # fmt: skip
     runtime.start()
     try:
@@ -99,7 +99,7 @@ async def test_a_failed_microbatch_ends_the_peer_only_if_its_weights_are_broken(
     computation = Computation(
         microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
         accumulate=True, answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, FailingBackend()),
-        runtime=runtime, hop=None, pace=Pace(None, lambda: 0, SystemClock()),
+        runtime=runtime, hop=None, turns=Turns(None, lambda: 0, SystemClock()),
     )  # fmt: skip
     runtime.start()
     try:

@@ -422,7 +422,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         await middle.runtime.control(middle.weights.close)
         await middle.stage.discard_uncommitted(0, frozenset([1]))
         assert middle.stage.ledger.committed(0) == {0}
-        assert (middle.weights.buckets.open.num_samples, middle.num_idle) == (2, (0, 0, 0, 0))
+        assert (middle.weights.buckets.open().num_samples, middle.num_idle) == (2, (0, 0, 0, 0))
         await chain.ack(reply)
         assert _states(chain, 2)[:2] == [EntryState.COMMITTED, None]
         await middle.runtime.control(middle.weights.reopen)
@@ -441,7 +441,7 @@ async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() ->
         assert entry.computation is not None
         middle.stage._discard(entry.computation)
         await middle.stage.discard_uncommitted(0, frozenset())
-        assert middle.weights.buckets.open.num_samples == 4
+        assert middle.weights.buckets.open().num_samples == 4
 
 
 async def test_spare_replays_count_and_are_given_up_without_computing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weigh
         # A microbatch of the late stage's own round counts there as well, and nowhere else.
         await chain.train_all([2])
         expected = reference(SYNCHRONOUS, [0, 1, 2])[1]
-        sums = chain.peers[late].weights.buckets.open.sums
+        sums = chain.peers[late].weights.buckets.open().sums
         assert_close(sums, {name: expected[name] for name in sums}, 1e-5)
         assert chain.num_samples() == [6 if stage == late else 0 for stage in range(3)]
         await _commit(chain.peers[late])
@@ -558,4 +558,4 @@ async def test_before_another_state_is_installed_everything_is_forgotten(config:
             training.cancel()
             await first.stage.forget_all()
             assert len(first.stage.ledger) == 0
-            assert first.weights.buckets.open.num_tentative == first.weights.version.users == 0
+            assert first.weights.buckets.open().num_tentative == first.weights.version.users == 0

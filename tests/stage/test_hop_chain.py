@@ -279,7 +279,7 @@ async def test_a_step_between_forward_and_backward_does_not_change_the_gradient(
     def step(peer: Peer) -> bool:
         """Have an inner batch arrive; whether a step was taken."""
         before = peer.weights.version
-        peer.weights.buckets.open.add([torch.ones_like(p) for p in before.parameters.values()], 16)
+        peer.weights.buckets.open().add([torch.ones_like(p) for p in before.parameters.values()], 16)
         peer.weights.step_if_due()
         return peer.weights.version is not before
 

@@ -206,7 +206,7 @@ async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_t
         await applying
         for training in (before, after):
             (await training).close()
-        assert (last.weights.round.number, last.weights.buckets.open.num_samples) == (1, 0)
+        assert (last.weights.round.number, last.weights.buckets.open().num_samples) == (1, 0)
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
@@ -226,4 +226,4 @@ async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(co
         await installing
         await chain.ack(await training)
         assert last.stage.ledger.committed(0) == {0}
-        assert last.weights.buckets.open.num_samples == config.data.microbatch_size
+        assert last.weights.buckets.open().num_samples == config.data.microbatch_size

@@ -166,13 +166,13 @@ async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have
     """To be computed again for that it needs what came with it, of which the call itself keeps nothing."""
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0])
-        before = {name: value.clone() for name, value in chain.peers[1].weights.buckets.open.sums.items()}
+        before = {name: value.clone() for name, value in chain.peers[1].weights.buckets.open().sums.items()}
         requests = [_open(microbatch=1), *_tensors(tokens=tokens(SYNCHRONOUS, 1), hidden=_HIDDEN), _open()]
         with pytest.raises(MalformedMessage, match="only an Ack is expected"):
             await _send(chain.peers[1], "Train", requests)
         assert chain.num_samples()[1] == 4
         await eventually(lambda: chain.num_samples()[1] == 2)
-        for name, value in chain.peers[1].weights.buckets.open.sums.items():
+        for name, value in chain.peers[1].weights.buckets.open().sums.items():
             torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-6)
 
 
@@ -331,7 +331,7 @@ async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: py
         monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
         await chain.train_all(range(4))
         assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
-        assert all(bool(value.isfinite().all()) for value in first.weights.buckets.open.sums.values())
+        assert all(bool(value.isfinite().all()) for value in first.weights.buckets.open().sums.values())
 
 
 async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> None:

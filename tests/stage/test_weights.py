@@ -75,7 +75,7 @@ def _assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Ten
 
 def _accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
     """What the backend does with an acknowledged gradient."""
-    bucket = weights.buckets.open
+    bucket = weights.buckets.open()
     bucket.add(_gradients(number).values(), num_samples)
     weights.step_if_due()
     return bucket
@@ -85,7 +85,7 @@ def _accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> Gra
 
 
 def test_a_bucket_is_a_mean_over_samples_and_gives_back_what_is_taken_out() -> None:
-    bucket = _weights("synchronous").buckets.open
+    bucket = _weights("synchronous").buckets.open()
     bucket.add(_gradients(0).values(), 2)
     bucket.add(_gradients(1).values(), 6)
     _assert_same(bucket.mean(), {n: (_gradients(0)[n] + 3 * _gradients(1)[n]) / 4 for n in _gradients(0)})
@@ -96,7 +96,7 @@ def test_a_bucket_is_a_mean_over_samples_and_gives_back_what_is_taken_out() -> N
 
 
 def test_the_mean_of_nothing_is_zero() -> None:
-    assert all(not value.any() for value in _weights("synchronous").buckets.open.mean().values())
+    assert all(not value.any() for value in _weights("synchronous").buckets.open().mean().values())
 
 
 # -- inner steps -------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_no_step_before_an_inner_batch_is_full() -> None:
 def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
     """Every step takes one inner batch, whatever had to wait, and in whatever order batches become ready."""
     weights, events = _recorded()
-    late = weights.buckets.open
+    late = weights.buckets.open()
     late.num_tentative = 1
     for number in range(5):
         _accumulate(weights, number)
@@ -159,7 +159,7 @@ def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -
 
 def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> None:
     weights, events = _recorded()
-    first = weights.buckets.open
+    first = weights.buckets.open()
     first.num_tentative = 2
     for number in range(3):
         _accumulate(weights, number)
@@ -167,7 +167,7 @@ def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> 
     first.num_tentative = 0
     weights.step_if_due()
     assert events.taken == [], "half a batch is left of it"
-    assert weights.buckets.open is first
+    assert weights.buckets.open() is first
     _accumulate(weights, 0)
     assert events.taken == [(0, 4)]
     assert weights.num_unstepped_samples == 2
@@ -175,7 +175,7 @@ def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> 
 
 def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
     weights = _weights("diloco")
-    version, closing = weights.version, weights.buckets.open
+    version, closing = weights.version, weights.buckets.open()
     closing.num_tentative = 2
     for number in range(2):
         _accumulate(weights, number)
@@ -210,7 +210,7 @@ def test_staleness_counts_the_versions_between_a_forward_and_its_step() -> None:
     first = weights.version.number
     for number in range(4):
         # The second batch was computed before the first one's step.
-        weights.buckets.open.versions[first] += 1
+        weights.buckets.open().versions[first] += 1
         _accumulate(weights, number)
     steps = weights.inner_steps
     assert (steps.count, steps.samples, steps.microbatches) == (2, 8, 4)
@@ -322,7 +322,7 @@ def test_spare_replays_are_in_the_mean_and_in_a_bucket_of_their_own() -> None:
     weights = _weights("synchronous")
     _accumulate(weights, 0)
     weights.buckets.make_spare().add(_gradients(1).values(), 6)
-    assert (weights.buckets.open.num_samples, weights.buckets.num_spare_samples, weights.round_samples) == (2, 6, 8)
+    assert (weights.buckets.open().num_samples, weights.buckets.num_spare_samples, weights.round_samples) == (2, 6, 8)
     closing = weights.close()
     assert closing.num_samples == 8
     mean = {name: (2 * value + 6 * _gradients(1)[name]) / 8 for name, value in _gradients(0).items()}
@@ -508,7 +508,9 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
     for number in range(3):
         for weights in (elsewhere, here):
             for inner in range(2):
-                weights.buckets.open.add([g.to(weights.masters["bias"].device) for g in _gradients(inner).values()], 2)
+                weights.buckets.open().add(
+                    [g.to(weights.masters["bias"].device) for g in _gradients(inner).values()], 2
+                )
                 weights.step_if_due()
             assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
             weights.commit(_gradients(10 + number), total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
@@ -517,7 +519,11 @@ def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device:
     newcomer.install(here.state_tensors(), Round(number=3))
     assert newcomer.state_digest() == here.state_digest()
     for weights in (elsewhere, newcomer):
-        trained = [*weights.masters.values(), *weights.version.parameters.values(), *weights.buckets.open.sums.values()]
+        trained = [
+            *weights.masters.values(),
+            *weights.version.parameters.values(),
+            *weights.buckets.open().sums.values(),
+        ]
         assert {tensor.device.type for tensor in trained} == {device}
         anchor = weights.anchor(3)
         assert anchor is not None

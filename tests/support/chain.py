@@ -155,7 +155,7 @@ class Peer:
     def num_idle(self) -> tuple[int, int, int, int]:
         """What must be (0, 0, 0, 0) when nothing is under way: slots, tentative gradients, versions, graphs in use."""
         return (
-            self.stage.num_admitted, self.weights.buckets.open.num_tentative, self.weights.version.users,
+            self.stage.num_admitted, self.weights.buckets.open().num_tentative, self.weights.version.users,
             self.backend.budget.num_kept,
         )  # fmt: skip
 
@@ -216,7 +216,7 @@ class Chain:
         """What all peers have accumulated, added up over the peers of each stage; on the CPU."""
         total: dict[str, torch.Tensor] = {}
         for peer in self.peers:
-            for name, value in peer.weights.buckets.open.sums.items():
+            for name, value in peer.weights.buckets.open().sums.items():
                 value = value.to("cpu", copy=True)
                 total[name] = total[name] + value if name in total else value
         return total
@@ -224,7 +224,7 @@ class Chain:
     def num_samples(self) -> list[int]:
         """Samples accumulated, by stage."""
         return [
-            sum(peer.weights.buckets.open.num_samples for peer in self.at(stage))
+            sum(peer.weights.buckets.open().num_samples for peer in self.at(stage))
             for stage in range(self.config.stages.num_stages)
         ]
 

@@ -744,6 +744,7 @@ class RoundReport(_message.Message):
     EXCHANGE_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     RESIDUAL_BYTES_FIELD_NUMBER: _builtins.int
+    INNER_STEPS_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     run_samples: _builtins.int
     """Samples the run had committed after it."""
@@ -771,6 +772,10 @@ class RoundReport(_message.Message):
     wait_seconds: _builtins.float
     residual_bytes: _builtins.int
     """Of what error feedback keeps for later rounds."""
+    @_builtins.property
+    def inner_steps(self) -> Global___InnerSteps:
+        """Of the answering peer."""
+
     def __init__(
         self,
         *,
@@ -792,11 +797,52 @@ class RoundReport(_message.Message):
         exchange_seconds: _builtins.float = ...,
         wait_seconds: _builtins.float = ...,
         residual_bytes: _builtins.int = ...,
+        inner_steps: Global___InnerSteps | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inner_steps", b"inner_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_seconds", b"aggregate_seconds", "attempts", b"attempts", "averaged_fraction", b"averaged_fraction", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "compression_ratio", b"compression_ratio", "contribution_norm", b"contribution_norm", "exchange_seconds", b"exchange_seconds", "gradient_norm", b"gradient_norm", "learning_rate", b"learning_rate", "num_alive", b"num_alive", "num_members", b"num_members", "num_samples", b"num_samples", "residual_bytes", b"residual_bytes", "round", b"round", "run_samples", b"run_samples", "state_digest", b"state_digest", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aggregate_seconds", b"aggregate_seconds", "attempts", b"attempts", "averaged_fraction", b"averaged_fraction", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "compression_ratio", b"compression_ratio", "contribution_norm", b"contribution_norm", "exchange_seconds", b"exchange_seconds", "gradient_norm", b"gradient_norm", "inner_steps", b"inner_steps", "learning_rate", b"learning_rate", "num_alive", b"num_alive", "num_members", b"num_members", "num_samples", b"num_samples", "residual_bytes", b"residual_bytes", "round", b"round", "run_samples", b"run_samples", "state_digest", b"state_digest", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
+
+@_typing.final
+class InnerSteps(_message.Message):
+    """A peer's inner steps of one round (DiLoCo)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    CONFIGURED_SAMPLES_FIELD_NUMBER: _builtins.int
+    MICROBATCHES_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
+    LARGEST_STALENESS_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    samples: _builtins.int
+    """That they used, in all."""
+    configured_samples: _builtins.int
+    """That one step is to use."""
+    microbatches: _builtins.int
+    staleness: _builtins.int
+    """Versions of the weights made between a microbatch's forward and its step, summed over the microbatches."""
+    largest_staleness: _builtins.int
+    """Of a single microbatch."""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        configured_samples: _builtins.int = ...,
+        microbatches: _builtins.int = ...,
+        staleness: _builtins.int = ...,
+        largest_staleness: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["configured_samples", b"configured_samples", "count", b"count", "largest_staleness", b"largest_staleness", "microbatches", b"microbatches", "samples", b"samples", "staleness", b"staleness"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InnerSteps: _TypeAlias = InnerSteps  # noqa: Y015

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 from swarm.clock import ManualClock
-from swarm.stage.pace import LATE, Pace
+from swarm.stage.turns import LATE, Turns
 from tests.support.chain import eventually
 
 
@@ -14,7 +14,7 @@ class Peer:
     def __init__(self, most: int | None) -> None:
         self.num_unstepped = 0
         self.clock = ManualClock()
-        self.pace = Pace(most, lambda: self.num_unstepped, self.clock)
+        self.turns = Turns(most, lambda: self.num_unstepped, self.clock)
         self.running: list[int] = []
         self._ends: dict[int, asyncio.Event] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -26,7 +26,7 @@ class Peer:
         await asyncio.sleep(0)
 
     async def _run(self, age: int) -> None:
-        async with self.pace.turn(age):
+        async with self.turns.turn(age):
             self.running.append(age)
             await self._ends[age].wait()
             self.num_unstepped += 1
@@ -43,14 +43,14 @@ class Peer:
 
     async def step(self, count: int) -> None:
         self.num_unstepped -= count
-        self.pace.look()
+        self.turns.look()
         await asyncio.sleep(0)
 
 
 async def test_no_more_begin_than_a_step_will_use_and_the_oldest_is_next() -> None:
     peer = Peer(2)
     await peer.begin(0, 1, 3, 2)
-    assert (peer.running, peer.pace.num_waiting) == ([0, 1], 2)
+    assert (peer.running, peer.turns.num_waiting) == ([0, 1], 2)
     await peer.end(0)
     await peer.end(1)
     assert peer.running == [0, 1], "their gradients wait for the step"
@@ -81,7 +81,7 @@ async def test_one_that_is_late_holds_up_nobody() -> None:
     await peer.step(1)
     await peer.begin(1, 2)
     peer.clock.advance(LATE * 10.0 - 1.0)
-    peer.pace.look()
+    peer.turns.look()
     assert peer.running == [0, 1]
     peer.clock.advance(1.0)
     await eventually(lambda: peer.running == [0, 1, 2])

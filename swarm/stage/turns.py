@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.25
 """Between two looks of those that wait at whether a turn has become late."""
 
 
-class Pace:
+class Turns:
     """Gives turns, older microbatches first.
 
     Args:

@@ -1,0 +1,83 @@
+"""How a peer's inner steps of one round went (DiLoCo): how many, of how many samples, how late their gradients were.
+
+Counted by stage/weights, reported with the round, and shown by trainers, peers and swarm-status, so that a run which
+learns badly says so. Pure.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+FAR_OFF = 0.5
+"""Samples of a step that differ from the configured ones by more than this share of them are worth a warning."""
+LATE = 1.0
+"""Likewise a mean staleness of more than so many steps."""
+
+
+@dataclass
+class InnerSteps:
+    """The inner steps of one round at one peer.
+
+    Attributes:
+        count: of steps.
+        samples: that they used, in all.
+        configured_samples: that one step is to use; 0 in the synchronous setting, which has no inner steps.
+        microbatches: that they used.
+        staleness: versions of the weights that were made between a microbatch's forward and its step, summed over the
+            microbatches.
+        largest_staleness: of a single microbatch.
+    """
+
+    count: int = 0
+    samples: int = 0
+    configured_samples: int = 0
+    microbatches: int = 0
+    staleness: int = 0
+    largest_staleness: int = 0
+
+    def add(self, samples: int, versions: Mapping[int, int], *, newest: int) -> None:
+        """Count a step.
+
+        Args:
+            versions: how many microbatches were computed with each version, by its number.
+            newest: the version on top of which the step is taken.
+        """
+        self.count += 1
+        self.samples += samples
+        for number, count in versions.items():
+            if count:
+                self.microbatches += count
+                self.staleness += (newest - number) * count
+                self.largest_staleness = max(self.largest_staleness, newest - number)
+
+    @classmethod
+    def read(cls, message: Any) -> Self:
+        """From a message that has these fields."""
+        return cls(**{field.name: getattr(message, field.name) for field in dataclasses.fields(cls)})
+
+    @property
+    def samples_per_step(self) -> float:
+        """Mean; 0 without a step."""
+        return self.samples / self.count if self.count else 0.0
+
+    @property
+    def mean_staleness(self) -> float:
+        """Over the microbatches; 0 without any."""
+        return self.staleness / self.microbatches if self.microbatches else 0.0
+
+    @property
+    def fault(self) -> str:
+        """What makes the run learn less than it might, and what to change; empty if nothing does."""
+        if self.count and abs(self.samples_per_step - self.configured_samples) > FAR_OFF * self.configured_samples:
+            return (
+                f"inner steps took {self.samples_per_step:.0f} samples, and rounds.inner_batch_samples is "
+                f"{self.configured_samples}"
+            )
+        if self.mean_staleness > LATE:
+            return (
+                f"gradients were {self.mean_staleness:.1f} inner steps late on average, {self.largest_staleness} at "
+                "most, and a run learns less from those: lower rounds.max_staleness, or raise "
+                "rounds.inner_batch_samples"
+            )
+        return ""

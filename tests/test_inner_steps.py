@@ -1,0 +1,43 @@
+"""What is told of inner steps, and what is warned of."""
+
+import pytest
+
+from swarm.inner_steps import InnerSteps
+
+
+def _steps(*, samples: int = 16, staleness: int = 0) -> InnerSteps:
+    """Ten steps of two microbatches, of which the second is as late as that."""
+    steps = InnerSteps(configured_samples=16)
+    for number in range(10, 20):
+        steps.add(samples, {number: 1, number - staleness: 1} if staleness else {number: 2}, newest=number)
+    return steps
+
+
+def test_means_are_over_steps_and_microbatches() -> None:
+    steps = _steps(samples=24, staleness=3)
+    assert (steps.count, steps.samples_per_step) == (10, 24.0)
+    assert (steps.microbatches, steps.mean_staleness, steps.largest_staleness) == (20, 1.5, 3)
+    assert (InnerSteps().samples_per_step, InnerSteps().mean_staleness) == (0.0, 0.0)
+
+
+def test_versions_of_which_nothing_is_left_do_not_count() -> None:
+    steps = InnerSteps(configured_samples=16)
+    steps.add(16, {3: 0, 7: 2}, newest=8)
+    assert (steps.microbatches, steps.staleness, steps.largest_staleness) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("steps", [_steps(), _steps(samples=24), _steps(staleness=2), InnerSteps(), _steps(samples=8)])
+def test_what_is_about_right_is_not_warned_of(steps: InnerSteps) -> None:
+    assert steps.fault == ""
+
+
+@pytest.mark.parametrize("samples", [7, 45])
+def test_steps_of_far_other_samples_than_configured_are_named(samples: int) -> None:
+    assert _steps(samples=samples).fault == (
+        f"inner steps took {samples} samples, and rounds.inner_batch_samples is 16"
+    )
+
+
+def test_late_gradients_are_named_with_what_to_change() -> None:
+    assert _steps(staleness=3).fault.startswith("gradients were 1.5 inner steps late on average, 3 at most")
+    assert "lower rounds.max_staleness" in _steps(staleness=3).fault
