@@ -24,8 +24,9 @@ from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerR
 logger = logging.getLogger(__name__)
 
 MOST_REFUSALS = 8
-"""Lines of a peer that are shown, each of so many characters at most:"""
+"""Lines of a peer about others, of which no more are shown."""
 LONGEST_REFUSAL = 400
+"""Characters of each of them."""
 ANSWER_SECONDS = 5.0
 """The first call to a peer connects as well: four round trips on the line, and TLS on a machine that computes."""
 

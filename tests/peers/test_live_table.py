@@ -40,6 +40,18 @@ def test_a_late_event_loop_is_shown_and_usual_ones_are_not() -> None:
         assert ("lag" in drawn) == ("1.3 s" in drawn) == is_shown
 
 
+def test_whom_a_peer_does_not_follow_is_shown_and_elsewhere_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def view(round_number: int) -> SwarmView:
+        refused = replace(PEER, refusals=(f"1a2b says that it is at round {round_number} of another branch",))
+        return replace(VIEW, stages=(StageRow(stage=0, peers=(refused,)),))
+
+    assert "host-1: 1a2b says that it is at round 1000 of another branch" in _draw(view(1000))
+    with LiveTable(Console()) as table:
+        for round_number in (1000, 1001):
+            table.show(view(round_number))
+    assert capsys.readouterr().out.count("of another branch") == 1
+
+
 def test_devices_are_shown_unless_all_compute_on_the_cpu() -> None:
     on_cpu = replace(PEER, device="cpu")
     for peers, is_shown in ([on_cpu, PEER], False), ([on_cpu, replace(PEER, device="cuda:1")], True):

@@ -5,7 +5,7 @@ import math
 from functools import partial
 from typing import Any
 
-from peers.observe import observe, with_moves
+from peers.observe import LONGEST_REFUSAL, MOST_REFUSALS, observe, with_moves
 from peers.view import PeerRow, StageRow, SwarmView
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState
@@ -100,6 +100,19 @@ async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None
         seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
     shown = seen.stages[0].peers[0]
     assert (shown.peer_id, shown.name, shown.state) == (peer.peer_id, peer.record.name, "serving")
+
+
+async def test_whom_a_peer_does_not_follow_is_shown_without_control_characters() -> None:
+    """The line quotes what another peer says of itself."""
+    async with running_chain(SYNCHRONOUS) as chain:
+        peer = chain.peers[0]
+        lines = ["1a2b says \x1b[2J", "x" * 10_000, *("more" for _ in range(100))]
+        counters = pb.AveragingCounters(refusals=lines)
+        peer.servicer._describe = partial(pb.DescribeReply, state="serving", averaging=counters)
+        seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
+    shown = json.loads(seen.to_json())["stages"][0]["peers"][0]["refusals"]
+    assert shown[0] == "1a2b says ?[2J"
+    assert (len(shown[1]), len(shown)) == (LONGEST_REFUSAL, MOST_REFUSALS)
 
 
 async def test_how_late_a_peer_s_event_loop_was_is_shown() -> None:
