@@ -30,18 +30,19 @@ class StageNews:
         self._has_warned = False
         """Of how this peer learns."""
 
-    def committed(self, report: pb.RoundReport, *, samples_per_second: float) -> None:
-        """A round was committed here.
+    def committed(self, report: pb.RoundReport, *, samples_per_second: float, is_behind: bool) -> None:
+        """A round was committed here. Of one that was replayed nothing is said: this peer had no part in it.
 
         Args:
             samples_per_second: what this peer manages.
+            is_behind: whether it is on its way to its group; how far that is, averaging says.
         """
         fault = InnerSteps.read(report.inner_steps).fault
         if fault and not self._has_warned:
             self._has_warned = True
             logger.warning("%s", fault)
         now = self._clock.monotonic()
-        if now - self._said_at < EVERY_SECONDS:
+        if is_behind or now - self._said_at < EVERY_SECONDS:
             return
         self._said_at = now
         logger.info(

@@ -435,7 +435,10 @@ class StageServer:
             )
 
     def _committed(self) -> None:
-        self._news.committed(self._member.reports[-1], samples_per_second=self._stage.samples_per_second)
+        self._news.committed(
+            self._member.reports[-1], samples_per_second=self._stage.samples_per_second,
+            is_behind=self._averager.is_behind,
+        )  # fmt: skip
         if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
             self._begin_checkpoint(self._checkpoints)
 

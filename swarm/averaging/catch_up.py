@@ -7,11 +7,14 @@ was decided.
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 
 from swarm.averaging import messages
 from swarm.averaging.branches import Branches
 from swarm.averaging.messages import Standing
+from swarm.averaging.pace import Pace, Position
 from swarm.averaging.participant import Participant
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.clock import Clock
@@ -22,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 SIZE_FACTOR = 4
 """A snapshot may be so many times as large as the own one, which may lack the outer optimizer's state."""
+
+SAY_SECONDS = 10.0
+"""Least time between two lines about how far behind this peer is."""
 
 
 class CatchUp:
@@ -49,6 +55,9 @@ class CatchUp:
         self._sources: list[PeerRecord] = []
         """Who sent the last snapshot and has not failed since: they keep the results."""
         self._max_bytes = 0
+        self._snapshot_bytes = 0
+        """Of the last snapshot that was installed."""
+        self._said_at = -math.inf
         self.num_downloads = 0
 
     async def run(self, target: Standing) -> None:
@@ -76,11 +85,15 @@ class CatchUp:
         is_there = False
         try:
             while True:
-                moved = await self._replay()
+                before = self._participant.standing
+                if await self._replay():
+                    # The holders are elsewhere by now: where, has to be asked again.
+                    self._sources.clear()
+                    return False
                 is_there = is_there or self._branches.is_known(target)
                 if self._participant.is_sound and is_there:
                     break
-                if not moved:
+                if self._participant.standing == before:
                     await self._download(holders, target.round)
                     # They may have gone on for so long that what they tell of the past does not reach back to it.
                     is_there = True
@@ -92,23 +105,62 @@ class CatchUp:
         return True
 
     async def _replay(self) -> bool:
-        """Apply what the sources keep of the rounds since; whether that changed anything."""
-        before = self._participant.standing
+        """Apply what the sources keep of the rounds since.
+
+        Returns:
+            Whether it was given up, because rounds are committed faster and a new snapshot is less to fetch.
+        """
+        before, pace, is_losing = self._participant.standing, None, False
         for source in list(self._sources):
             if not self._participant.is_sound:
                 break
             standing = self._participant.standing
             try:
-                async for committed in self._transfer.results(source, standing, max_bytes=await self._size_limit()):
-                    await self._participant.replay(committed)
+                limit = await self._size_limit()
+                async with aclosing(self._transfer.results(source, standing, max_bytes=limit)) as results:
+                    async for committed, donor_round in results:
+                        await self._participant.replay(committed)
+                        now = Position(
+                            at=self._clock.monotonic(), own_round=committed.after.round, group_round=donor_round
+                        )
+                        pace = Pace(first=pace.first if pace else now, newest=now)
+                        num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
+                        is_losing = pace.is_losing and now.num_behind * num_bytes > self._snapshot_bytes
+                        self._say(pace, num_bytes, is_losing=is_losing)
+                        if is_losing:
+                            break
             except SwarmError as error:
                 logger.info("no more results from %s: %s", source.peer_id, error)
                 self._sources.remove(source)
                 if isinstance(error, IntegrityError):
                     self._transfer.distrust(source)
-        if moved := self._participant.standing != before:
+            if is_losing:
+                break
+        if self._participant.standing != before:
             logger.info("applied the rounds from %d to %d", before.round, self._participant.standing.round - 1)
-        return moved
+        return is_losing
+
+    def _say(self, pace: Pace, num_bytes: int, *, is_losing: bool) -> None:
+        """How far behind this peer is, now and then, and whether it will arrive.
+
+        Args:
+            num_bytes: of a round's result.
+        """
+        behind, now = pace.newest.num_behind, self._clock.monotonic()
+        if is_losing:
+            seconds = pace.seconds / pace.num_replayed
+            logger.warning(
+                "%d rounds behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, "
+                "%.3g MB/s), and the group commits one every %.1f s. It takes a new snapshot, but like this it will "
+                "never arrive: that needs a faster line or machine, or longer rounds (rounds.round_samples)",
+                behind, seconds, num_bytes / 1e6, num_bytes / 1e6 / seconds, pace.seconds / pace.num_committed,
+            )  # fmt: skip
+        elif behind and now - self._said_at >= SAY_SECONDS and (left := pace.seconds_left) is not None:
+            logger.info(
+                "%d rounds behind: %d were replayed in %.0f s, in which the group committed %d; there in about %.0f s",
+                behind, pace.num_replayed, pace.seconds, pace.num_committed, left,
+            )  # fmt: skip
+            self._said_at = now
 
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
         fetched = await self._transfer.snapshot(
@@ -122,6 +174,7 @@ class CatchUp:
                 self._transfer.distrust(source)
             raise
         self._sources = list(fetched.sources)
+        self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
         self.num_downloads += 1
         logger.info("installed the snapshot of round %d, from %d donors", standing.round, len(fetched.sources))
 

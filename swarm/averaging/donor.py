@@ -176,7 +176,7 @@ class Donor:
                 raise NotReady(f"the results from round {standing.round} on are not kept here")
             content = kept.content
             sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
-            yield pb.DownloadReply(result=await results.pack(kept.committed, sha256))
+            yield pb.DownloadReply(result=await results.pack(kept.committed, sha256, lambda: self._standing().round))
             for piece in content.pieces(0, content.num_bytes):
                 for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
                     pin.is_fetched = True

@@ -6,7 +6,7 @@ applied by another peer's participant. Knows nothing of how it travels.
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,17 @@ class Committed:
     state_digest: asyncio.Future[str]
 
 
-async def pack(committed: Committed, sha256: bytes) -> pb.ResultHeader:
-    """To the wire, but for the tensors' bytes, of which `sha256` is the digest. Waits until the state's is known."""
+async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
+    """To the wire, but for the tensors' bytes, of which `sha256` is the digest. Waits until the state's is known.
+
+    Args:
+        donor_round: the round that this peer is in, once it does not wait any more.
+    """
+    state_digest = await asyncio.shield(committed.state_digest)
     return pb.ResultHeader(
         outcome=committed.outcome, standing=messages.pack_standing(committed.after),
-        state_digest=await asyncio.shield(committed.state_digest), tensors=describe(committed.result.tensors),
-        sha256=sha256,
+        state_digest=state_digest, tensors=describe(committed.result.tensors), sha256=sha256,
+        donor_round=donor_round(),
     )  # fmt: skip
 
 

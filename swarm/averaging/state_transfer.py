@@ -6,7 +6,7 @@ checked before anybody sees it. Decides nothing: installing and applying is for 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging import messages
@@ -212,8 +212,12 @@ class StateTransfer:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    async def results(self, donor: PeerRecord, standing: Standing, *, max_bytes: int) -> AsyncIterator[Committed]:
-        """The rounds committed after `standing`, in order; ends where the donor stands.
+    async def results(
+        self, donor: PeerRecord, standing: Standing, *, max_bytes: int
+    ) -> AsyncGenerator[tuple[Committed, int], None]:  # fmt: skip
+        """The rounds committed after `standing`, in order, each with the round that the donor was in when it sent it.
+
+        Ends where the donor stands.
 
         Args:
             max_bytes: a larger result is refused.
@@ -238,7 +242,7 @@ class StateTransfer:
             if incoming.is_whole:
                 if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
                     raise IntegrityError(f"the result of round {standing.round} does not match its digest")
-                yield incoming.committed
+                yield incoming.committed, incoming.header.donor_round
                 standing, incoming = incoming.committed.after, None
         if incoming is not None:
             raise PeerUnavailable(f"the result of round {standing.round} ended early")

@@ -226,7 +226,7 @@ async def test_segments_of_another_length_are_refused(change: bytes | None) -> N
 
 async def replayed(line: Line, donor: PeerRecord, standing: Standing, *, max_bytes: int = NUM_BYTES) -> list[Standing]:
     stream = transfer_over(line).results(donor, standing, max_bytes=max_bytes)
-    return [committed.after async for committed in stream]
+    return [committed.after async for committed, _ in stream]
 
 
 @in_virtual_time
@@ -236,7 +236,7 @@ async def test_results_are_rebuilt_as_they_were() -> None:
     await donor.offer()
     begun = donor.standing
     expected = [donor.commit(0.25 * number) for number in range(3)]
-    results = [committed async for committed in transfer_over(line).results(record(1), begun, max_bytes=NUM_BYTES)]
+    results = [committed async for committed, _ in transfer_over(line).results(record(1), begun, max_bytes=NUM_BYTES)]
     assert [r.after for r in results] == [e.after for e in expected]
     for ours, theirs in zip(results, expected, strict=True):
         assert torch.equal(ours.result.tensors["state"], theirs.result.tensors["state"])
@@ -387,6 +387,70 @@ async def test_download_slower_than_a_round_converges() -> None:
         await group.commit()
         assert len(group.digests) == 1
         assert len(group.stages[0].results[-1].members) == 3
+
+
+@in_virtual_time
+async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says_that_it_never_arrives(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A result takes three seconds over its line, and a round half a second. Once the run pauses it arrives."""
+    caplog.set_level(logging.INFO)
+    async with group_of(2, 3) as group:
+        for peer in group.peers:
+            peer.averager._donor._segment_bytes = 1 << 20
+
+        async def slow(name: str, source: int, target: int) -> None:
+            if is_download(name, source):
+                await asyncio.sleep(1.5)
+
+        async def go_on() -> None:
+            while group.stages[0].round < 70:
+                await group.commit()
+                await asyncio.sleep(0.5)
+
+        group.network.before = slow
+        joiner = group.add_joiner()
+        joining = asyncio.create_task(joiner.averager.join())
+        await go_on()
+        assert joiner.stage.num_installs >= 3
+        assert len(joiner.stage.results) <= 4 * joiner.stage.num_installs, "it does not replay what it will never end"
+        assert group.stages[0].round - joiner.stage.round < 40
+        assert not joiner.averager.view().progress.keys() - {joiner.record.peer_id}
+        lines = [line for line in caplog.messages if "never arrive" in line]
+        assert len(lines) >= 2
+        assert "takes 3.0 s to fetch and replay a round" in lines[0]
+        assert "the group commits one every 0.5 s" in lines[0]
+        assert "a faster line or machine, or longer rounds" in lines[0]
+        await joining
+        await until(lambda: joiner.stage.round == 70, seconds=600.0)
+        assert group.digests == {group.stages[0].digest}
+
+
+@in_virtual_time
+async def test_who_replays_faster_than_rounds_pass_says_when_it_arrives(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with group_of(2, 3) as group:
+        num_pieces = 0
+
+        async def slow(name: str, source: int, target: int) -> None:
+            nonlocal num_pieces
+            if is_download(name, source):
+                num_pieces += 1
+                await asyncio.sleep(4.0 if num_pieces <= 7 else 0.5)
+
+        async def go_on() -> None:
+            while joiner.stage.round < group.stages[0].round or not joiner.stage.results:
+                await group.commit()
+                await asyncio.sleep(1.5)
+
+        group.network.before = slow
+        joiner = group.add_joiner()
+        joining = asyncio.create_task(joiner.averager.join())
+        await go_on()
+        await joining
+        assert joiner.stage.num_installs == 1
+        assert [line for line in caplog.messages if "rounds behind" in line and "there in about" in line]
+        assert "never" not in caplog.text
 
 
 @in_virtual_time

@@ -1171,9 +1171,12 @@ class ResultHeader(_message.Message):
     STATE_DIGEST_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    DONOR_ROUND_FIELD_NUMBER: _builtins.int
     state_digest: _builtins.str
     sha256: _builtins.bytes
     """Of the bytes that follow."""
+    donor_round: _builtins.int
+    """The round that the donor is in now: whoever is behind sees whether it gets closer."""
     @_builtins.property
     def outcome(self) -> Global___Outcome: ...
     @_builtins.property
@@ -1190,10 +1193,11 @@ class ResultHeader(_message.Message):
         state_digest: _builtins.str = ...,
         tensors: _abc.Iterable[_tensor_pb2.TensorHeader] | None = ...,
         sha256: _builtins.bytes = ...,
+        donor_round: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "sha256", b"sha256", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["donor_round", b"donor_round", "outcome", b"outcome", "sha256", b"sha256", "standing", b"standing", "state_digest", b"state_digest", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
