@@ -164,7 +164,11 @@ def _config(options: Options, policy: Policy) -> RunConfig:
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=SAMPLES, max_tokens=4_000_000),
-        rounds=RoundsConfig(setting="diloco", inner_batch_samples=16 * SAMPLES, round_samples=NEVER * SAMPLES),
+        rounds=RoundsConfig(
+            setting="diloco", inner_batch_samples=16 * SAMPLES, round_samples=NEVER * SAMPLES,
+            # Peers are to compute all the time: what is measured is who gets the work, and not what is learnt.
+            max_staleness=3,
+        ),
     )  # fmt: skip
 
 

@@ -124,6 +124,8 @@ def _config(options: Options, arm: Arm) -> RunConfig:
         ),
         rounds=RoundsConfig(
             setting="diloco", inner_batch_samples=2 * options.microbatch_size,
+            # Peers are to compute all the time: what is measured is the lines, and not what is learnt.
+            max_staleness=3,
             round_samples=NEVER * options.microbatch_size if arm == "normal" else options.round_samples,
         ),
         optimizer=OptimizerConfig(learning_rate=3e-4),

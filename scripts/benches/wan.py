@@ -187,7 +187,11 @@ def _config(options: Options, name: RowName) -> RunConfig:
         data=DataConfig(
             dataset=options.dataset, sequence_length=TOKENS, microbatch_size=SAMPLES, max_tokens=4_000_000
         ),
-        rounds=RoundsConfig(setting="diloco", inner_batch_samples=64 * SAMPLES, round_samples=NEVER * SAMPLES),
+        rounds=RoundsConfig(
+            setting="diloco", inner_batch_samples=64 * SAMPLES, round_samples=NEVER * SAMPLES,
+            # Peers are to compute all the time: what is measured is the lines, and not what is learnt.
+            max_staleness=1,
+        ),
         wire=WireConfig(dtype="bf16"),
     )  # fmt: skip
 

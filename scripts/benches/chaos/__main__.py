@@ -166,7 +166,11 @@ def _config(options: Options) -> RunConfig:
         ),
         stages=StagesConfig(num_stages=options.stages),
         data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=4, max_tokens=1_000_000),
-        rounds=RoundsConfig(setting=options.setting, round_samples=round_samples, inner_batch_samples=8),
+        rounds=RoundsConfig(
+            setting=options.setting, round_samples=round_samples, inner_batch_samples=8,
+            # Peers are to compute all the time: what is measured is what faults cost, and not what is learnt.
+            max_staleness=3,
+        ),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         outer=OuterConfig(learning_rate=0.7, momentum=0.0 if synchronous else 0.6),
         averaging=AveragingConfig(codec="fp32" if synchronous else "int8"),

@@ -243,7 +243,9 @@ def _config(options: Options, num_stages: int) -> RunConfig:
             dataset=options.dataset, sequence_length=32, microbatch_size=MICROBATCH_SIZE, max_tokens=1_000_000
         ),
         rounds=RoundsConfig(
-            setting="diloco", inner_batch_samples=2 * MICROBATCH_SIZE, round_samples=NEVER * MICROBATCH_SIZE
+            setting="diloco", inner_batch_samples=64 * MICROBATCH_SIZE, round_samples=NEVER * MICROBATCH_SIZE,
+            # The simulator's peers take no steps, and so wait for none.
+            max_staleness=1,
         ),
     )  # fmt: skip
 
