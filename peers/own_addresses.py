@@ -51,13 +51,15 @@ def announced_hosts(
 def own_hosts(host: str, initial_peers: Sequence[str]) -> list[str]:
     """The same for this machine, for a peer that joins at these DHT addresses.
 
-    Empty where `host` is no IP address, of which the DHT node complains.
+    Empty where `host` is no IP address. The DHT node complains of that, and of initial peers that are no addresses,
+    which are passed over here.
     """
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         return []
-    towards = (own_address(peer, int(port), version) for peer, port in map(_split, initial_peers))
+    found = filter(None, map(_HOST.match, initial_peers))
+    towards = (own_address(peer[1], int(peer[2]), version) for peer in found)
     return announced_hosts(
         host, _interfaces(), towards_peers=[address for address in towards if address is not None],
         by_default=own_address(_ELSEWHERE[version], 9, version),
@@ -74,12 +76,6 @@ def own_address(host: str, port: int, version: int) -> str | None:
             return address
     except OSError:
         return None
-
-
-def _split(address: str) -> tuple[str, str]:
-    found = _HOST.match(address)
-    assert found is not None, "node addresses are checked before"
-    return found[1], found[2]
 
 
 def _interfaces() -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ class Stream:
     ) -> None:
         if error is None:
             return
-        if isinstance(error, grpc.aio.UsageError | asyncio.InvalidStateError):
+        if isinstance(error, grpc.aio.BaseError | asyncio.InvalidStateError):
             # The stream ended while we wrote to it; its status says why.
             raise await self._status() from None
         self._call.cancel()
@@ -72,7 +72,7 @@ class Stream:
                 await self._call.write(message)
                 await self._call.done_writing()
                 await self._call.code()
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError, TimeoutError) as error:
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError, TimeoutError) as error:
             raise PeerUnavailable(f"not finished: {error}") from None
 
     def cancel(self) -> None:

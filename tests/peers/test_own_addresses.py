@@ -118,3 +118,10 @@ def test_in_a_network_of_its_own_the_kernel_s_routes_decide(
     hosts = json.loads(result.stdout)
     assert hosts[0] == first
     assert sorted(hosts) == ["10.9.0.7", "127.0.0.1", "198.18.0.2"]
+
+
+def test_what_is_no_address_is_left_to_the_dht_node() -> None:
+    """Which says so in one line."""
+    assert own_hosts("127.0.0.1", ["x", "/ip4/127.0.0.1/tcp/1/p2p/x"]) == own_hosts(
+        "127.0.0.1", ["/ip4/127.0.0.1/tcp/1/p2p/x"]
+    )
