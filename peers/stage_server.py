@@ -165,7 +165,6 @@ class StageServer:
         limit_bytes = options.graph_bytes
         if limit_bytes is None:
             limit_bytes = devices.graph_bytes(devices.here(options.device), needed_bytes=first_step_bytes)
-            logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), options.device)
         backend = StageBackend(
             config=config, stage=stage, module=module, staging=staging, weights=weights,
             budget=GraphBudget(limit_bytes=limit_bytes), events=self._events,
@@ -211,6 +210,9 @@ class StageServer:
         announced = f"[{announced_host}]" if ":" in announced_host else announced_host
         self._endpoint = f"{announced}:{bind_server(server, host, port, credentials)}"
         self._dht_address = dht_address
+        if self._options.graph_bytes is None:
+            limit_bytes = self._stage.backend.budget.limit_bytes
+            logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
         self._runtime.start()
         try:
             await self._begin()

@@ -49,8 +49,10 @@ def _live_through_a_kill_and_a_join(folder: Path) -> None:
         swarm.kill(first)
         _wait_for_equal_rounds(swarm, joiner, second)
         downloads = [event for event in _events(swarm, joiner, "install") if event["source"] == "download"]
-        assert len(downloads) <= 1
-        assert "members differ" not in "".join(log.read_text() for log in (folder / "logs").iterdir())
+        said = "".join(log.read_text() for log in (folder / "logs").iterdir())
+        # On a machine that is busy elsewhere it may replay more slowly than rounds are committed.
+        assert len(downloads) <= 1 + said.count("It takes a new snapshot")
+        assert "members differ" not in said
 
 
 def _wait_for_equal_rounds(swarm: RealSwarm, one: RealPeer, other: RealPeer) -> None:

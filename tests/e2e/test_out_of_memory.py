@@ -63,6 +63,8 @@ def test_no_memory_for_the_stage_is_one_line(swarm: RealSwarm) -> None:
     assert "take more stages, or another --device" in result.stderr
 
 
+# Where memory ends inside gRPC or another library's own code, the process may abort before anybody can say why.
+@pytest.mark.slow
 def test_a_peer_whose_memory_runs_out_leaves_with_a_line_and_the_run_goes_on(swarm: RealSwarm) -> None:
     swarm.start_peers([0])
     _, poor, _ = swarm.start_peers([1, 1, 0])
