@@ -159,6 +159,17 @@ class Buckets:
         """Samples that no step has used yet. May be asked from another thread."""
         return sum(bucket.num_samples for bucket in tuple(self._buckets)) + self.num_spare_samples
 
+    @property
+    def num_samples_ahead(self) -> int:
+        """Those in full buckets and in the one that the next gradient goes into. May be asked from another thread.
+
+        Whoever waits for a step waits for these. Later buckets that are not full are left out: no step can empty them
+        before more gradients have come, the first of which go into an older bucket.
+        """
+        buckets = tuple(self._buckets)
+        following = next((bucket for bucket in buckets if not self._is_full(bucket)), None)
+        return sum(bucket.num_samples for bucket in buckets if bucket is following or self._is_full(bucket))
+
     def _is_full(self, bucket: GradientBucket) -> bool:
         return self._batch_samples is not None and bucket.num_samples >= self._batch_samples
 

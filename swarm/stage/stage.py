@@ -263,7 +263,7 @@ class Stage:
         return (1 + self.config.rounds.max_staleness) * self._batch_microbatches
 
     def _num_unstepped(self) -> int:
-        return self.backend.weights.num_unstepped_samples // self.config.data.microbatch_size
+        return self.backend.weights.buckets.num_samples_ahead // self.config.data.microbatch_size
 
     def _room(self) -> int:
         """DiLoCo: microbatches that may be in flight: those with which the next steps are taken, and a batch to follow.

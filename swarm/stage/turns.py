@@ -29,7 +29,8 @@ class Turns:
     Args:
         most: microbatches whose forward has begun and whose gradient no step has used, late ones left out; None: any
             number. A late one would hold up all others; its gradient goes into a later step.
-        num_unstepped: tells how many gradients are accumulated that no step has used.
+        num_unstepped: tells how many gradients are accumulated that no step has used. It is less than `most` whenever
+            no step can come before more gradients do.
     """
 
     def __init__(self, most: int | None, num_unstepped: Callable[[], int], clock: Clock) -> None:

@@ -559,3 +559,32 @@ async def test_before_another_state_is_installed_everything_is_forgotten(config:
             await first.stage.forget_all()
             assert len(first.stage.ledger) == 0
             assert first.weights.buckets.open().num_tentative == first.weights.version.users == 0
+
+
+async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> None:
+    """A late one has begun the next batch meanwhile. Together the two have as many as one, and neither can be used."""
+    clock = ManualClock()
+    config = dataclasses.replace(DILOCO, rounds=dataclasses.replace(DILOCO.rounds, inner_batch_samples=4))
+    async with running_chain(config, num_peers=(1, 2, 2), clock=clock) as chain:
+        first, slow = chain.peers[:2]
+        slow_way, fast_way = ([peer.record for peer in [first, *chain.peers[n::2]]] for n in (1, 2))
+        chain.update(fast_way)
+        await chain.train_all([0, 1])
+        assert first.weights.round.stepped_samples == 4
+        chain.update(slow_way)
+        async with slow.held():
+            late = asyncio.create_task(chain.train(2))
+            await eventually(lambda: slow.stage.num_admitted == 1)
+            clock.advance(2.0)
+            chain.update(fast_way)
+            await chain.train_all([3])
+            given_up = await chain.train(4)
+            chain.update(slow_way)
+        await chain.ack(await late)
+        given_up.close()
+        await eventually(
+            lambda: first.weights.num_unstepped_samples == 4, meanwhile=lambda: clock.advance(ORPHAN_SECONDS)
+        )
+        assert (_states(chain, 4)[0], first.weights.round.stepped_samples) == (None, 4)
+        await chain.train_all([5, 6])
+        assert first.weights.round.stepped_samples == 12
