@@ -19,6 +19,9 @@ LATE = 3.0
 """A turn that has taken so many times the usual seconds is late: its microbatch waits for a peer that has died, say."""
 SHORTEST_LATE_SECONDS = 1.0
 """No turn is late sooner."""
+FIRST_LATE_SECONDS = 60.0
+"""A turn is late after so long while no turn has ended yet, so that nothing is known of what is usual. Those that wait
+meanwhile say that they wait here, and after `HopLimits.stall_seconds` callers would take this peer for stalled."""
 LOOK_SECONDS = 0.25
 """Between two looks of those that wait at whether a turn has become late."""
 
@@ -84,7 +87,6 @@ class Turns:
 
     def _num_running(self) -> int:
         usual = self._usual_seconds.value
-        if usual is None:
-            return len(self._began_at)
-        late_since = self._clock.monotonic() - max(SHORTEST_LATE_SECONDS, LATE * usual)
+        late_seconds = FIRST_LATE_SECONDS if usual is None else max(SHORTEST_LATE_SECONDS, LATE * usual)
+        late_since = self._clock.monotonic() - late_seconds
         return sum(began_at > late_since for began_at in self._began_at.values())

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 from swarm.clock import ManualClock
-from swarm.stage.turns import LATE, Turns
+from swarm.stage.turns import FIRST_LATE_SECONDS, LATE, Turns
 from tests.support.chain import eventually
 
 
@@ -85,3 +85,14 @@ async def test_one_that_is_late_holds_up_nobody() -> None:
     assert peer.running == [0, 1]
     peer.clock.advance(1.0)
     await eventually(lambda: peer.running == [0, 1, 2])
+
+
+async def test_the_first_hold_up_nobody_for_long_either() -> None:
+    """As where a peer joins while a stage further on has no peers: nothing has told how long is usual."""
+    peer = Peer(1)
+    await peer.begin(0, 1)
+    peer.clock.advance(FIRST_LATE_SECONDS - 1.0)
+    peer.turns.look()
+    assert peer.running == [0]
+    peer.clock.advance(1.0)
+    await eventually(lambda: peer.running == [0, 1])
