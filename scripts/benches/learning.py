@@ -53,8 +53,10 @@ POINTS = 20
 SHARE_OF_TOKENS = 0.8
 """Of plain training's, after which its loss is what everybody has to reach."""
 
-JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS, "*.largest_staleness": LESS}
+JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS}
 
+STALENESS = ("staleness", "largest_staleness")
+"""Of inner steps, as metrics name it."""
 Point = tuple[int, float, float]
 """Tokens, seconds, loss."""
 
@@ -197,7 +199,29 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
         }
         tokens_then = restored.run_samples * config.data.sequence_length
         curve.append((tokens_then, seconds_after[number], held_out.loss(weights)))
-    return {"curve": curve}
+    return {"curve": curve, "inner_steps": inner_steps(config, rows)}
+
+
+def inner_steps(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """By stage, how inner steps went at the peers that a trainer asked, one a stage and round; DiLoCo."""
+    intended = config.rounds.round_samples / (PEERS_A_STAGE * config.rounds.inner_batch_samples)
+    found = []
+    for stage in range(0 if config.rounds.synchronous else config.stages.num_stages):
+        named = [
+            {name: row[f"inner/stage_{stage}/{name}"] for name in ("steps", "samples_per_step", *STALENESS)}
+            for row in rows
+            if row.get(f"inner/stage_{stage}/steps")
+        ]
+        count = sum(figures["steps"] for figures in named)
+        found.append(
+            {
+                "steps_over_intended": count / (len(rows) * intended),
+                "samples_per_step": sum(f["steps"] * f["samples_per_step"] for f in named) / max(1, count),
+                "staleness": sum(f["steps"] * f["staleness"] for f in named) / max(1, count),
+                "largest_staleness": max((f["largest_staleness"] for f in named), default=0),
+            }
+        )
+    return found
 
 
 def seconds_until(curve: Sequence[Point], loss: float) -> float | None:
@@ -234,4 +258,5 @@ def summary(runs: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]
         "seconds_to_loss": statistics.mean(reached) if len(reached) == len(ratios) else None,
         "seconds_to_loss_by_seed": ratios,
         "curves": [figures["curve"] for figures in runs],
+        **({"inner_steps": [figures["inner_steps"] for figures in runs]} if "inner_steps" in runs[0] else {}),
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scripts.benches import learning
-from scripts.benches.learning import Options, num_rounds, run_config, seconds_until, single_config, summary
+from scripts.benches.learning import Options, inner_steps, num_rounds, run_config, seconds_until, single_config, summary
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.plain_training import PlainDiloco, train
 from scripts.benches.sides.reference import Reference
@@ -62,3 +62,16 @@ def test_workers_share_a_round_and_their_mean_is_the_next_anchor(tmp_path: Path)
     points = train(both, config, 1, 1, lambda weights: float(weights["embedding.weight"].norm()))
     assert [tokens for tokens, _, _ in points] == [config.rounds.round_samples * config.data.sequence_length]
     assert all(not torch.equal(start[name], value) for name, value in both.weights.items() if value.ndim == 2)
+
+
+def test_inner_steps_are_told_by_stage_against_those_intended(tmp_path: Path) -> None:
+    config = run_config(_options(tmp_path), "diloco", 0)  # 16 steps of 16 samples a round and peer.
+    row = {
+        "inner/stage_0/steps": 16, "inner/stage_0/samples_per_step": 16.0, "inner/stage_0/staleness": 0.0,
+        "inner/stage_0/largest_staleness": 0, "inner/stage_1/steps": 8, "inner/stage_1/samples_per_step": 32.0,
+        "inner/stage_1/staleness": 1.5, "inner/stage_1/largest_staleness": 4,
+    }  # fmt: skip
+    first, second = inner_steps(config, [row, row])
+    assert first == {"steps_over_intended": 1.0, "samples_per_step": 16.0, "staleness": 0.0, "largest_staleness": 0}
+    assert second == {"steps_over_intended": 0.5, "samples_per_step": 32.0, "staleness": 1.5, "largest_staleness": 4}
+    assert [figures["samples_per_step"] for figures in inner_steps(config, [{}])] == [0.0, 0.0]
