@@ -510,7 +510,7 @@ class Stage:
         await self.runtime.control(undo)
         # The computations' own tasks, which are cancelled, did not hear of a step that failed.
         self.backend.weights.require_sound()
-        self._turns.look()
+        self.changed()
 
     # -- rounds --------------------------------------------------------------------------------------------------------
 
