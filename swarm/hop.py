@@ -134,6 +134,8 @@ class _Retries:
     num_failures: int = 0
     num_stalls: int = 0
     num_not_ready: int = 0
+    num_refusals: int = 0
+    """Peers that called what was sent malformed."""
     num_busy: int = 0
     has_others: bool = False
     """Whether the peer that is asked was told that there are others to ask."""
@@ -250,6 +252,12 @@ class Hop:
                 except (Retryable, WrongStage, WrongRun) as error:
                     # Of the wrong stage is a peer that has moved since it was announced; another run may have its port.
                     self._failed(peer_id, record.name, error, retries)
+                except MalformedMessage as error:
+                    # One peer's word: it may be its own weights that are broken. Another one is to say so as well.
+                    retries.num_refusals += 1
+                    if retries.num_refusals > 1 or not self._router.others(peer_id):
+                        raise
+                    self._failed(peer_id, record.name, PeerUnavailable(f"it alone refuses: {error}"), retries)
                 except (NotAllowed, IncompatibleVersion) as error:
                     # Its clock may be wrong, so that it takes a token for an expired one; another release, of another
                     # run, may have its port.

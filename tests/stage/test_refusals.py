@@ -348,6 +348,20 @@ async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> N
         assert bad.num_idle == (0, 0, 0, 0)
 
 
+async def test_one_peer_s_word_that_what_it_got_is_nonsense_blames_nobody_before_it() -> None:
+    """Its own weights may be broken: another peer of its stage takes the same, and is believed."""
+    async with running_chain(DILOCO, num_peers=(1, 1, 2)) as chain:
+        first, middle, (bad, good) = chain.peers[0], chain.peers[1], chain.at(2)
+        with torch.no_grad():
+            for value in bad.weights.version.parameters.values():
+                value.fill_(float("nan"))
+        await chain.train_all(range(4))
+        routers = (chain.router, first.router, middle.router)
+        banned = {r.peer_id for router in routers for r in router.statistics() if r.banned}
+        assert banned == {bad.peer_id}
+        assert good.weights.buckets.open().num_samples == 8
+
+
 async def test_a_peer_that_has_moved_to_another_stage_is_passed_over() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 1)) as chain:
         first, middle, last = chain.peers
