@@ -56,7 +56,7 @@ def _newest(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("anchor", ["nan", "0.25"])
+@pytest.mark.parametrize("anchor", ["nan", pytest.param("0.25", marks=pytest.mark.slow)])
 def test_three_members_keep_their_weights_and_go_on(swarm: RealSwarm, anchor: str) -> None:
     honest = {peer.child.name for peer in swarm.peers if peer.stage == STAGE}
     assert len(honest) == 3
