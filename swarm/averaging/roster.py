@@ -27,7 +27,7 @@ MOST_UNLISTED = 64
 record takes to spread, and too few to fill the memory with what somebody says in the name of peers that he made up."""
 MOST_FAILURES = 5
 """Attempts that may fail because of the same member. Then the others go on without it, whatever it holds, until it has
-taken part in a round: the last of these attempts had eight times the patience of the first."""
+taken part in a round: where they ran out of time, the last of them had eight times the patience of the first."""
 MOST_ASKED = 32
 """Peers that are asked at once where they stand."""
 PROBE_SHARE = 0.05

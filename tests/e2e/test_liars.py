@@ -15,7 +15,8 @@ from peers.supervisor import Supervisor
 from tests.support.liar import ROUND
 from tests.support.swarm import RealPeer, RealSwarm, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+# A minute and a half; tests/averaging/test_liars.py has all that liars do, in one process.
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
 STAGE = 1
 """Of the liars, and of three honest peers."""
@@ -56,7 +57,7 @@ def _newest(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("anchor", ["nan", pytest.param("0.25", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("anchor", ["nan", "0.25"])
 def test_three_members_keep_their_weights_and_go_on(swarm: RealSwarm, anchor: str) -> None:
     honest = {peer.child.name for peer in swarm.peers if peer.stage == STAGE}
     assert len(honest) == 3
