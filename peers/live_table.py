@@ -75,23 +75,19 @@ def plain_lines(view: SwarmView) -> dict[str, str]:
     return lines
 
 
-def _always(_: PeerRow) -> bool:
-    return True
-
-
 class _Column(NamedTuple):
     """A column of the peers' table."""
 
     heading: str
     cell: Callable[[PeerRow], RenderableType]
-    is_shown: Callable[[PeerRow], bool] = _always
-    """The column is there if this holds for some peer: else it would only take room from the peers' names."""
+    is_shown: Callable[[PeerRow], bool] | None = None
+    """The column is there only if this holds for some peer: else it would take room from the peers' names."""
     justify: Literal["left", "right"] = "right"
 
 
 def _peers(view: SwarmView) -> Table:
     peers = [peer for row in view.stages for peer in row.peers]
-    columns = [column for column in _COLUMNS if column.is_shown is _always or any(map(column.is_shown, peers))]
+    columns = [column for column in _COLUMNS if column.is_shown is None or any(map(column.is_shown, peers))]
     # Without lines between the columns: all of them are to fit.
     table = Table(title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")
@@ -152,7 +148,7 @@ def _warnings(view: SwarmView) -> list[str]:
 
 
 def _refusals(view: SwarmView) -> dict[str, str]:
-    """What peers say of those that they do not follow, by who says it of whom: the rest changes with each look."""
+    """What peers say of holders that they do not follow. Keys name both peers only: the rest changes at each look."""
     return {
         f"{peer.peer_id} refuses {refusal.partition(' ')[0]}": f"{peer.name}: {refusal}"
         for row in view.stages

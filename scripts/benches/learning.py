@@ -55,8 +55,6 @@ SHARE_OF_TOKENS = 0.8
 
 JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS}
 
-STALENESS = ("staleness", "largest_staleness")
-"""Of inner steps, as metrics name it."""
 Point = tuple[int, float, float]
 """Tokens, seconds, loss."""
 
@@ -208,7 +206,10 @@ def inner_steps(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> list[di
     found = []
     for stage in range(0 if config.rounds.synchronous else config.stages.num_stages):
         named = [
-            {name: row[f"inner/stage_{stage}/{name}"] for name in ("steps", "samples_per_step", *STALENESS)}
+            {
+                name: row[f"inner/stage_{stage}/{name}"]
+                for name in ("steps", "samples_per_step", "staleness", "largest_staleness")
+            }
             for row in rows
             if row.get(f"inner/stage_{stage}/steps")
         ]

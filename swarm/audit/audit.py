@@ -1,4 +1,4 @@
-"""Proves from the event logs of a run that its microbatches counted as DESIGN promises, or says what refutes it.
+"""Proves from a run's event logs that its microbatches counted as docs/fault-model.md says, or says what refutes it.
 
     files -> audit/log_file (lines) -> audit/history (one each) -> audit/rounds (all together) -> audit/verdict
 

@@ -149,7 +149,7 @@ class Branches:
         return list(self._past)[-PAST - 1 : -1]
 
     def is_known(self, standing: Standing) -> bool:
-        """Whether this peer stands there, or did: then nobody who does is ahead of it."""
+        """Whether this peer stands there or did so before. No peer that stands there is ahead of it."""
         return standing.lineage in self._past and self._past[standing.lineage] in (None, standing)
 
     # -- where others stand --------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
 
     So graphs that take the same copy keep it once, where each would keep a copy of its own.
     """
-    return cast(Tensor, _AsCast.apply(weight, cast_weight))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _AsCast.apply(weight, cast_weight))  # type: ignore[no-untyped-call]  # as above
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -163,7 +163,7 @@ class Buckets:
     def num_samples_ahead(self) -> int:
         """Those in full buckets and in the one that the next gradient goes into. May be asked from another thread.
 
-        Whoever waits for a step waits for these. Later buckets that are not full are left out: no step can empty them
+        What waits for a step waits for these. Later buckets that are not full are left out: no step can empty them
         before more gradients have come, the first of which go into an older bucket.
         """
         buckets = tuple(self._buckets)

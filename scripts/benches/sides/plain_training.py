@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from scripts.benches.shared.common import compute_like_peers, with_corpus
 from scripts.benches.shared.held_out import HeldOut
@@ -24,8 +23,6 @@ from swarm import config as configs
 from swarm import optim
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.layers import DropoutKey
-from swarm.model.transformer import build_transformer
 
 
 class Training(Protocol):
@@ -49,10 +46,8 @@ class PlainDiloco:
 
     def __init__(self, config: RunConfig, data: Microbatches, num_workers: int) -> None:
         self._config = config
-        self._data = data
-        self._model = build_transformer(config, device="cpu")
-        self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        self._anchor = self._copy()
+        self._whole = Reference(config, data)
+        self._anchor = {name: value.clone() for name, value in self._whole.weights.items()}
         self._inner = [optim.AdamW(config.optimizer) for _ in range(num_workers)]
         self._outer = optim.OuterSgd(config.outer)
 
@@ -68,41 +63,22 @@ class PlainDiloco:
         learnt: list[Mapping[str, torch.Tensor]] = []
         for worker, adamw in enumerate(self._inner):
             indices = range(number * size + worker, (number + 1) * size, len(self._inner))
-            self._load(self._anchor)
+            self._whole.load(self._anchor)
             all_losses += self._inner_steps(adamw, indices, number)
-            learnt.append({name: self._anchor[name] - value.detach() for name, value in self._parameters.items()})
+            learnt.append({name: self._anchor[name] - value for name, value in self._whole.weights.items()})
         average = {name: torch.stack([each[name] for each in learnt]).mean(dim=0) for name in self._anchor}
         optim.step(self._outer, self._anchor, average, self._config.outer.learning_rate)
         return sum(all_losses) / len(all_losses)
 
     def _inner_steps(self, adamw: optim.AdamW, indices: Sequence[int], number: int) -> list[float]:
-        rounds, optimizer = self._config.rounds, self._config.optimizer
-        batch = rounds.inner_batch_samples // self._config.data.microbatch_size
+        rounds, size = self._config.rounds, self._config.data.microbatch_size
+        batch = rounds.inner_batch_samples // size
         losses: list[float] = []
         for first in range(0, len(indices), batch):
             chosen = indices[first : first + batch]
-            losses += [self._accumulate(index, 1 / len(chosen)) for index in chosen]
-            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-            factor = optim.clip_factor(optim.squared_norm(gradients.values()), optimizer.clip_norm)
-            torch._foreach_mul_(list(gradients.values()), factor)
-            samples = number * rounds.round_samples + first * len(self._inner) * self._config.data.microbatch_size
-            optim.step(adamw, self._parameters, gradients, optim.learning_rate(optimizer, samples))
-            self._model.zero_grad(set_to_none=True)
+            losses += [self._whole.accumulate(index, 1 / len(chosen)) for index in chosen]
+            self._whole.update_with(adamw, number * rounds.round_samples + first * len(self._inner) * size)
         return losses
-
-    def _accumulate(self, index: int, weight: float) -> float:
-        key = DropoutKey(seed=self._config.data.seed, microbatch=index)
-        loss = self._model.loss(torch.from_numpy(self._data.tokens(index)).long(), key)
-        (loss * weight).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        return float(loss.detach())
-
-    def _copy(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-
-    @torch.no_grad()
-    def _load(self, values: Mapping[str, torch.Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
 
 
 def train(

@@ -80,9 +80,19 @@ class Reference:
 
     def update(self, number: int) -> None:
         """Take round `number`'s optimizer step with the sum."""
+        self.update_with(self._adamw, number * self._config.rounds.round_samples)
+
+    def update_with(self, adamw: optim.AdamW, run_samples: int) -> None:
+        """Take an optimizer's step with the sum, at the rate after so many samples of the run."""
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
         torch._foreach_mul_(list(gradients.values()), factor)
-        rate = optim.learning_rate(self._config.optimizer, number * self._config.rounds.round_samples)
-        optim.step(self._adamw, self._parameters, gradients, rate)
+        rate = optim.learning_rate(self._config.optimizer, run_samples)
+        optim.step(adamw, self._parameters, gradients, rate)
         self._model.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on from these weights."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
