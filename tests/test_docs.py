@@ -18,6 +18,7 @@ from peers.status import StatusOptions
 from peers.trainer import TrainerOptions
 from peers.view import PeerRow
 from scripts.benches import __main__ as bench
+from scripts.benches import catalogue
 from scripts.benches.all import Options as AllOptions
 from scripts.benches.chaos import __main__ as chaos
 from scripts.benches.chaos.__main__ import Options as ChaosOptions
@@ -43,7 +44,7 @@ OPTIONS: dict[str, type] = {
     "scripts/bench": BenchOptions,
     "scripts/chaos": ChaosOptions,
     "scripts/simulate": StudyOptions,
-}
+} | {f"scripts/bench {name}": catalogue.module_of(name).Options for name in catalogue.MEASURING}
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
 SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES | simulate.REAL}
 """What a page has a command of, for each; NAME stands for all of them."""
@@ -108,7 +109,7 @@ def test_paths_in_code_exist(page: Path) -> None:
 @page_by_page
 def test_options_exist(page: Path) -> None:
     """An option behind a program's name must be that program's, any other some program's."""
-    program = re.compile("|".join(map(re.escape, OPTIONS)))
+    program = re.compile("|".join(map(re.escape, sorted(OPTIONS, key=len, reverse=True))))
     for span in _code(page.read_text()):
         starts = [match.start() for match in program.finditer(span)]
         pieces = [span[start:end] for start, end in zip([0, *starts], [*starts, len(span)], strict=True)]

@@ -23,17 +23,24 @@ class Runtime:
 
     Args:
         stopwatch: begins to measure a task; of the device that does the work.
+        now: seconds on a monotonic clock.
     """
 
     def __init__(
-        self, *, queue_capacity: int, name: str = "compute", stopwatch: Callable[[], Stopwatch] = Stopwatch
+        self,
+        *,
+        queue_capacity: int,
+        name: str = "compute",
+        stopwatch: Callable[[], Stopwatch] = Stopwatch,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stopwatch = stopwatch
+        self._now = now
         self._queue = TaskQueue(queue_capacity)
         self._condition = threading.Condition()
         self._stopping = False
         self._running = False
-        self._ended_at = time.monotonic()
+        self._ended_at = now()
         self.longest_seconds = 0.0
         """That a task has taken so far."""
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
@@ -52,7 +59,7 @@ class Runtime:
     @property
     def quiet_seconds(self) -> float:
         """Since a task ended, or the thread began."""
-        return time.monotonic() - self._ended_at
+        return self._now() - self._ended_at
 
     @property
     def queue_length(self) -> int:
@@ -94,17 +101,23 @@ class Runtime:
     def _loop(self) -> None:
         while (task := self._next()) is not None:
             result: Any = None
-            began_at = time.monotonic()
             try:
-                result = task.work()
+                result = self._measured(task.work)
             except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who gets it whole
                 _let_go(error)
                 task.future.set_exception(error)
             else:
                 task.future.set_result(result)
-            self._ended_at = time.monotonic()
-            self.longest_seconds = max(self.longest_seconds, self._ended_at - began_at)
             del task, result  # a waiting thread must not keep a microbatch's tensors alive
+
+    def _measured(self, work: Callable[[], Any]) -> Any:
+        began_at = self._now()
+        try:
+            return work()
+        finally:
+            # The caller hears of the result only after this, and may look at these figures at once.
+            self._ended_at = self._now()
+            self.longest_seconds = max(self.longest_seconds, self._ended_at - began_at)
 
     def _next(self) -> Task | None:
         with self._condition:

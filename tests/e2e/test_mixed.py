@@ -9,7 +9,7 @@ import pytest
 
 from peers.supervisor import Supervisor
 from tests.support.reproducible import ANOTHER_PROCESSOR
-from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until
+from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -21,8 +21,8 @@ NUM_ROUNDS = 10
 
 
 def _events(swarm: RealSwarm, peer: RealPeer, kind: str) -> list[dict[str, Any]]:
-    lines = (swarm.events / f"{peer.child.name}.jsonl").read_text().rpartition("\n")[0].splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
+    events = map(json.loads, whole_lines(swarm.events / f"{peer.child.name}.jsonl"))
+    return [event for event in events if event["event"] == kind]
 
 
 def _states(swarm: RealSwarm, peer: RealPeer) -> dict[int, str]:

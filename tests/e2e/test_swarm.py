@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peers.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, run, wait_until
+from tests.support.swarm import RealSwarm, run, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -77,7 +77,7 @@ def test_training_lowers_the_loss(swarm: RealSwarm) -> None:
 
 def _holds_something(events: Path) -> bool:
     """Whether a peer has acknowledged something that no round has yet."""
-    names = [json.loads(line)["event"] for line in events.read_text().rpartition("\n")[0].splitlines()]
+    names = [json.loads(line)["event"] for line in whole_lines(events)]
     since = names[::-1].index("commit") if "commit" in names else len(names)
     return "ack" in names[len(names) - since :]
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from swarm.clock import ManualClock
 from swarm.errors import Overloaded
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Stopwatch
@@ -25,18 +26,21 @@ async def runtime() -> AsyncIterator[Runtime]:
     runtime.stop(5.0)
 
 
-async def test_how_the_thread_gets_on_is_known(runtime: Runtime) -> None:
+async def test_how_the_thread_gets_on_is_known() -> None:
+    clock = ManualClock()
+    runtime = Runtime(queue_capacity=3, now=clock.monotonic)
+    runtime.start()
     assert runtime.longest_seconds == 0.0
     async with _Blocked(runtime):
-        await asyncio.sleep(0.05)
-        assert runtime.quiet_seconds >= 0.05
-    await eventually(lambda: runtime.longest_seconds >= 0.05)
-    longest_seconds = runtime.longest_seconds
-    await runtime.control(lambda: None)
-    assert runtime.longest_seconds == longest_seconds
-    before = runtime.quiet_seconds
-    await asyncio.sleep(0.01)
-    assert runtime.quiet_seconds >= before + 0.01
+        clock.advance(5.0)
+        assert runtime.quiet_seconds == 5.0
+    assert runtime.longest_seconds == 5.0
+    assert runtime.quiet_seconds == 0.0
+    await runtime.control(lambda: clock.advance(2.0))
+    assert runtime.longest_seconds == 5.0
+    clock.advance(3.0)
+    assert runtime.quiet_seconds == 3.0
+    runtime.stop(5.0)
 
 
 class _Blocked:

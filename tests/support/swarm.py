@@ -70,6 +70,11 @@ def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) 
     return value
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that another process is writing to: the last one may not have its end yet."""
+    return path.read_text().rpartition("\n")[0].splitlines()
+
+
 @dataclass(eq=False)
 class RealPeer:
     """A started swarm-peer, and the stage that it served first."""
@@ -157,7 +162,7 @@ class RealSwarm:
     def steps(self, trainer: str) -> list[dict[str, Any]]:
         """The steps that a trainer has logged."""
         path = self.folder / trainer / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        rows = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
         return [row for row in rows if "train/loss" in row]
 
     def wait_for_steps(self, trainer: str, count: int, timeout_seconds: float = 60.0) -> list[dict[str, Any]]:
