@@ -47,13 +47,13 @@ async def _tally(kind: str, tally: Path, *handlers: grpc.GenericRpcHandler) -> d
         intruder = Intruder(channel, {"run_id": "run", "num_samples": 1})
         running = asyncio.create_task(intruder.run(kind, tally))
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while not (found := _read(tally)).get("outcomes", {}).keys() - OWN_FAULTS:
+            while not _read(tally).get("outcomes", {}).keys() - OWN_FAULTS:  # noqa: ASYNC110 - another task writes it
                 await asyncio.sleep(0.05)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
     await server.stop(0)
-    return found
+    return _read(tally)
 
 
 def _read(tally: Path) -> dict[str, Any]:
