@@ -6,9 +6,9 @@ serves. Never decides anything.
 
 import logging
 
-from swarm.clock import Clock
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
 from swarm.types import ClaimRecord, ClaimState
 
 logger = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import swarm
 from peers.sole_writer import require_sole_writer
-from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.event_log import EventLog, boot_id
-from swarm.events import Events, NoEvents, Start
+from swarm.events.kinds import Events, NoEvents, Start
+from swarm.events.log import EventLog, boot_id
+from swarm.machine.clock import Clock
 
 
 def open_events(path: Path | None, clock: Clock) -> Events:

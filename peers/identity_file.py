@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 
 from peers.sole_writer import require_sole_writer
-from swarm import identity as identities
-from swarm.identity import Identity
+from swarm.credentials import identity as identities
+from swarm.credentials.identity import Identity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from peers.network import KnownPeers, agree_on_config
 from peers.resume import describe
-from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.credentials.identity import Identity, verify
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
-from swarm.identity import Identity, verify
+from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb

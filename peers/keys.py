@@ -18,8 +18,8 @@ import tyro
 
 from peers import cli, process
 from peers.token_option import read_token
-from swarm.certificates import Role
-from swarm.token import OwnerKey, new_owner
+from swarm.credentials.certificates import Role
+from swarm.credentials.token import OwnerKey, new_owner
 
 PROG = "swarm-keys"
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}

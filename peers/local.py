@@ -31,11 +31,11 @@ from peers.supervisor import GRACE_SECONDS, Child, Supervisor
 from peers.token_option import VARIABLE, admitted, find_token
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
 from swarm import config as configs
-from swarm.certificates import Role
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity, generate
 from swarm.errors import PeerUnavailable
-from swarm.identity import Identity, generate
+from swarm.machine.clock import SystemClock
 from swarm.metrics import log as metrics_log
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.plot import plot_loss

@@ -15,11 +15,11 @@ from typing import Any
 from peers.network import LOOK_SECONDS
 from peers.rebalancer import Rebalancer
 from peers.stage_server import StageServer
-from swarm import events
-from swarm.clock import Clock
 from swarm.errors import Fatal, SwarmError
-from swarm.events import Events
-from swarm.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.events import kinds as events
+from swarm.events.kinds import Events
+from swarm.machine.clock import Clock
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 
 logger = logging.getLogger(__name__)
 

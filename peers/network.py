@@ -14,13 +14,13 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from swarm import config as configs
-from swarm.authority import Authority
-from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.credentials.authority import Authority
 from swarm.dht import keys
 from swarm.dht.directory import Directory, discover_config
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
 from swarm.types import LONGEST_NAME, NAME_PATTERN, PeerId, PeerRecord, PeerState

@@ -14,11 +14,11 @@ import grpc
 
 from peers.view import PeerRow, StageRow, SwarmView, TrainerRow
 from swarm.errors import MalformedMessage, PeerUnavailable
-from swarm.inner_steps import InnerSteps
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.training.inner_steps import InnerSteps
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, TypeVar
 
 from swarm.errors import SwarmError
-from swarm.out_of_memory import in_words, is_out_of_memory, what_was_asked
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Result = TypeVar("Result")

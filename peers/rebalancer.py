@@ -16,10 +16,10 @@ from peers.network import KnownPeers
 from peers.resume import describe
 from swarm.averaging.quorum import has_quorum
 from swarm.checkpoint import file
-from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, SwarmError
+from swarm.machine.clock import Clock
 from swarm.rebalancing.claims import layout_of
 from swarm.rebalancing.costs import stage_costs
 from swarm.rebalancing.decision import next_check_seconds

@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from swarm.config import RunConfig
 from swarm.data import entropy
 from swarm.data.corpora import Corpus
-from swarm.inner_steps import InnerSteps
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
 from swarm.pipeline.train_loop import Step
+from swarm.training.inner_steps import InnerSteps
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ import torch
 
 from peers.network import LOOK_SECONDS, KnownPeers
 from swarm.checkpoint.folder import CheckpointFolder, Restored
-from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, MalformedMessage, PeerUnavailable
+from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool

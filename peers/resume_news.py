@@ -7,7 +7,7 @@ import logging
 
 from swarm.checkpoint import changes
 from swarm.config import RunConfig
-from swarm.optim import learning_rate
+from swarm.training.optim import learning_rate
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ Called by peers/stage_server. A few lines a minute, whatever the length of round
 import logging
 import math
 
-from swarm.clock import Clock
-from swarm.inner_steps import InnerSteps
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.inner_steps import InnerSteps
 
 logger = logging.getLogger(__name__)
 

@@ -50,22 +50,22 @@ from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
 from peers.token_option import admitted, find_token, stop_or_expiry, with_token
 from swarm import config as configs
-from swarm.certificates import Role
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.clock import SystemClock, run_loop
 from swarm.config import RunConfig
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity
+from swarm.credentials.token import Token
 from swarm.data import corpora, tokenizers
 from swarm.dht import node as dht_node
 from swarm.dht.addresses import is_host
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable, SwarmError
-from swarm.events import Events
-from swarm.identity import Identity
+from swarm.events.kinds import Events
+from swarm.machine.clock import SystemClock, run_loop
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
-from swarm.token import Token
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

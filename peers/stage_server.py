@@ -33,22 +33,21 @@ from swarm.averaging.transport import GrpcTransport
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.clock import Clock
 from swarm.config import RunConfig
-from swarm.connections import watch_connections
+from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, NotReady, PeerUnavailable
-from swarm.events import Events, Join
-from swarm.hop import Hop
-from swarm.identity import Identity
+from swarm.events.kinds import Events, Join
+from swarm.hop.connections import watch_connections
+from swarm.hop.hop import Hop
 from swarm.lookup import DirectoryServicer
-from swarm.loop_lag import LoopLag
+from swarm.machine.clock import Clock
+from swarm.machine.loop_lag import LoopLag
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
 from swarm.model.stages import build_stage
-from swarm.out_of_memory import in_words, is_out_of_memory, what_was_asked
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
-from swarm.rounds import Snapshot
 from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
@@ -68,6 +67,7 @@ from swarm.stage.slots import LARGEST
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import staging_of
 from swarm.stage.weights import StageWeights, digest_of
+from swarm.training.round_member import Snapshot
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)

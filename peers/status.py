@@ -27,15 +27,15 @@ from peers.observe import observe
 from peers.token_option import admitted, find_token
 from peers.view import SwarmView
 from swarm.audit.audit import audit
-from swarm.certificates import Role
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity, generate
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, discover_config
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
-from swarm.identity import Identity, generate
 from swarm.lookup import PeerStore
+from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry
 from swarm.types import PeerRecord, PeerState

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from swarm.certificates import Role
-from swarm.clock import Clock
-from swarm.identity import Identity
-from swarm.token import Token
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity
+from swarm.credentials.token import Token
+from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -33,19 +33,19 @@ from peers.network import (
 from peers.report import Report
 from peers.sole_writer import require_sole_writer
 from peers.token_option import admitted, find_token, stop_or_expiry
-from swarm.certificates import Role
-from swarm.clock import SystemClock, run_loop
 from swarm.config import RunConfig
-from swarm.connections import watch_connections
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity, generate
 from swarm.data import corpora, tokenizers
 from swarm.data.microbatches import Microbatches
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, PeerUnavailable
-from swarm.events import Events, Leave
-from swarm.hop import Hop
-from swarm.identity import Identity, generate
+from swarm.events.kinds import Events, Leave
+from swarm.hop.connections import watch_connections
+from swarm.hop.hop import Hop
+from swarm.machine.clock import SystemClock, run_loop
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.plot import plot_loss
 from swarm.metrics.wandb_run import WandbRun

@@ -13,10 +13,10 @@ from typing import Any
 
 import grpc
 
-from swarm.clock import Clock
+from swarm.credentials.identity import Identity
 from swarm.dht.directory import NoOtherNode, RecordStore
 from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError, WrongRun
-from swarm.identity import Identity
+from swarm.machine.clock import Clock
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, abort, translate
 from swarm.rpc.entry import Entry

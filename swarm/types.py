@@ -10,7 +10,7 @@ from typing import Annotated, NewType
 from pydantic import BaseModel, ConfigDict, Field
 
 PeerId = NewType("PeerId", str)
-"""40 hexadecimal digits: the digest of a peer's public key (see swarm.identity)."""
+"""40 hexadecimal digits: the digest of a peer's public key (see swarm.credentials.identity)."""
 
 PROTOCOL_VERSION = 7
 """Peers of different protocol versions refuse each other."""

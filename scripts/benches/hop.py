@@ -42,14 +42,14 @@ from scripts.benches.shared.common import (
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.identity_stage import VOCABULARY, Identity
 from scripts.benches.sides.moe_server import EXPERT
-from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
-from swarm.hop import Hop, HopListener
-from swarm.microbatch import Microbatch
+from swarm.hop.hop import Hop, HopListener
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, reply_specs
+from swarm.training.microbatch import Microbatch
 
 
 @dataclass(frozen=True)

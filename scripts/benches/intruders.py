@@ -30,17 +30,17 @@ from peers.token_option import VARIABLE
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
 from scripts.benches.shared.judged import MORE
-from swarm.certificates import Role
-from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
+from swarm.credentials.token import Token, new_owner
 from swarm.errors import IntegrityError
-from swarm.hop import Hop, HopListener
-from swarm.identity import generate
-from swarm.microbatch import Microbatch
+from swarm.hop.hop import Hop, HopListener
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
-from swarm.token import Token, new_owner
+from swarm.training.microbatch import Microbatch
 
 KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3

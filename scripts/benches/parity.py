@@ -22,10 +22,10 @@ from peers.supervisor import Supervisor
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference
-from swarm import identity
 from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.credentials import identity
 from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
 from swarm.rpc.channels import ChannelPool

@@ -20,10 +20,10 @@ from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import routing_dht
 from scripts.benches.sides.routing_dht import REPLICAS, full_record
-from swarm import identity
-from swarm.clock import ManualClock
+from swarm.credentials import identity
 from swarm.dht.directory import NUM_OFTEN
 from swarm.dht.records import seal
+from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord, PeerState
 

@@ -19,7 +19,7 @@ from swarm.audit.history import History
 from swarm.audit.log_file import Line
 from swarm.audit.rounds import Rounds
 from swarm.audit.verdict import Report
-from swarm.events import Install, Start
+from swarm.events.kinds import Install, Start
 from swarm.types import TRAINER_STAGE
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from swarm.audit.findings import Findings
 from swarm.audit.log_file import Line
 from swarm.audit.rounds import Contribution, Rounds
-from swarm.events import (
+from swarm.events.kinds import (
     Abort,
     Accumulate,
     Ack,
@@ -31,7 +31,7 @@ from swarm.events import (
     Step,
     ranges,
 )
-from swarm.lineage import next_lineage
+from swarm.training.lineage import next_lineage
 
 
 @dataclass(eq=False)

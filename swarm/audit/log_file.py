@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from swarm.events import FORMAT, NAMES, Event, Gap, Start
+from swarm.events.kinds import FORMAT, NAMES, Event, Gap, Start
 
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(event) for name, event in NAMES.items()}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from swarm.audit.findings import Findings
 from swarm.audit.id_set import IdSet
-from swarm.events import Commit
+from swarm.events.kinds import Commit
 
 Ballot = tuple[int, str]
 

@@ -14,7 +14,7 @@ from typing import Any
 from swarm.audit.findings import Findings
 from swarm.audit.id_set import IdSet
 from swarm.audit.rounds import Round, Rounds
-from swarm.events import Start
+from swarm.events.kinds import Start
 from swarm.types import TRAINER_STAGE
 
 

@@ -26,7 +26,7 @@ from swarm.averaging.reduction import Exchanged, HandOut, MemberFailed, Payload,
 from swarm.averaging.shares import Share, Shares
 from swarm.compression.codec import Buffer, Codec
 from swarm.errors import MalformedMessage, SwarmError
-from swarm.memory import Recycler
+from swarm.machine.memory import Recycler
 
 OWNER_PATIENCE = 0.8
 """Share of an exchange's time after which an owner names the member it still waits for; before the others,

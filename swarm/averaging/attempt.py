@@ -13,8 +13,8 @@ from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Shares
 from swarm.averaging.timing import Timing
-from swarm.clock import Clock
 from swarm.compression.buffers import Received
+from swarm.machine.clock import Clock
 from swarm.rpc.wire import CHUNK_BYTES
 
 

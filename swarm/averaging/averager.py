@@ -32,7 +32,6 @@ from swarm.averaging.state_transfer import StateTransfer
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import BARRIER, Method, Reply, Request, Transport, contact_of, record_of
 from swarm.averaging.view import AveragingStatistics, GroupView
-from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig
 from swarm.errors import (
@@ -41,12 +40,13 @@ from swarm.errors import (
     PeerUnavailable,
     SwarmError,
 )
-from swarm.events import Events, NoEvents
-from swarm.out_of_memory import is_out_of_memory
-from swarm.rounds import RoundMember
+from swarm.events.kinds import Events, NoEvents
+from swarm.machine.clock import Clock
+from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.address import check_address
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import RoundMember
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import BARRIER, Caller, record_of
-from swarm.clock import Clock
 from swarm.errors import MalformedMessage, SwarmError
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PeerId, PeerRecord, PeerState

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swarm.averaging import messages
 from swarm.averaging.messages import PAST, Standing
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 

@@ -17,8 +17,8 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.pace import Pace, Position
 from swarm.averaging.participant import Participant
 from swarm.averaging.state_transfer import StateTransfer
-from swarm.clock import Clock
 from swarm.errors import IntegrityError, SwarmError
+from swarm.machine.clock import Clock
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from swarm.averaging import messages, results
 from swarm.averaging.messages import Standing
 from swarm.averaging.results import Committed
 from swarm.averaging.tensor_bytes import TensorBytes, describe
-from swarm.clock import Clock
 from swarm.errors import MalformedMessage, NotReady
-from swarm.rounds import Snapshot
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Snapshot
 
 logger = logging.getLogger(__name__)
 

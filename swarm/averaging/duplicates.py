@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 
 from swarm.averaging import messages
-from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
 _Sum = tuple[PeerId, bool]

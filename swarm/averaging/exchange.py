@@ -19,8 +19,8 @@ from swarm.averaging.shares import Shares
 from swarm.compression import layout
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig
-from swarm.memory import Recycler
-from swarm.rounds import Contribution
+from swarm.machine.memory import Recycler
+from swarm.training.round_member import Contribution
 
 SMOOTHING = 0.3
 """Weight of the newest measurement of the own line."""

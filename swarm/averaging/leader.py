@@ -27,13 +27,13 @@ from swarm.averaging.shares import Offer, Shares, divide
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, contact_of
 from swarm.averaging.unfinished import Begun, unfinished
-from swarm.clock import Clock
 from swarm.compression.codec import Codec, contribution_codec
 from swarm.config import RunConfig
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloaded, PeerUnavailable, SwarmError
-from swarm.rounds import Progress
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

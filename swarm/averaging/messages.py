@@ -8,10 +8,10 @@ from swarm.averaging.group import Ballot
 from swarm.averaging.reduction import MemberFailed
 from swarm.averaging.shares import Share, Shares
 from swarm.errors import MalformedMessage
-from swarm.lineage import next_lineage
-from swarm.rounds import Progress, Snapshot
 from swarm.rpc.bounds import LARGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.lineage import next_lineage
+from swarm.training.round_member import Progress, Snapshot
 
 PAST = 16
 """Lineages of the last rounds before its own that a peer tells others."""

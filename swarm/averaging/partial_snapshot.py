@@ -9,8 +9,8 @@ from collections import deque
 
 from swarm.averaging.tensor_bytes import TensorBytes, allocate
 from swarm.errors import MalformedMessage
-from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Snapshot
 from swarm.types import PeerRecord
 
 

@@ -28,14 +28,14 @@ from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Shares
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Transport, record_of
-from swarm.clock import Clock
 from swarm.compression.codec import Buffer
 from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
-from swarm.events import Abort, Begin, Events, Prepare
-from swarm.rounds import RoundMember, RoundResult, Snapshot
+from swarm.events.kinds import Abort, Begin, Events, Prepare
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import RoundMember, RoundResult, Snapshot
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)

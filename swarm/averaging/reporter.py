@@ -18,11 +18,11 @@ from swarm.averaging.participant import Participant, Spawn
 from swarm.averaging.roster import Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import REPORT, Caller, contact_of
-from swarm.clock import Clock
 from swarm.errors import PeerUnavailable, SwarmError
-from swarm.rounds import Progress, RoundMember
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import Progress, RoundMember
 from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.reduction import LARGEST
 from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
 from swarm.errors import IntegrityError, MalformedMessage
-from swarm.rounds import RoundResult, Tensors, known
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundResult, Tensors, known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

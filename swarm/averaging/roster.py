@@ -16,10 +16,10 @@ from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
-from swarm.clock import Clock
-from swarm.rounds import Progress
+from swarm.machine.clock import Clock
 from swarm.rpc.bounds import LONGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord, PeerState
 
 MOST_UNLISTED = 64

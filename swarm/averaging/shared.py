@@ -19,10 +19,10 @@ import torch
 from swarm.averaging.reduction import decode_bounded, squared_norm
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
-from swarm.clock import Clock
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address

@@ -17,10 +17,10 @@ from swarm.averaging.partial_snapshot import PartialSnapshot
 from swarm.averaging.results import Committed, IncomingResult
 from swarm.averaging.transport import Transport
 from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
-from swarm.rounds import Snapshot
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import Snapshot
 from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)

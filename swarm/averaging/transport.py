@@ -15,9 +15,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from swarm.averaging.reduction import MemberFailed, Payload
-from swarm.certificates import peer_id_of
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
+from swarm.credentials.certificates import peer_id_of
 from swarm.errors import DeadlineExceeded, IntegrityError, MalformedMessage, PeerUnavailable
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate

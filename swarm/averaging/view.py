@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swarm.rounds import Progress
+from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
 

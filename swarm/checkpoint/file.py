@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from swarm import config as configs
 from swarm.checkpoint import changes
 from swarm.config import RunConfig
-from swarm.disk import put_in_place, sync
 from swarm.errors import IntegrityError
+from swarm.machine.disk import put_in_place, sync
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from typing import Annotated, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from swarm import config
-from swarm.authority import Authority
-from swarm.certificates import bearer_of, peer_id_of
-from swarm.clock import Clock, SteadyTime
+from swarm.credentials.authority import Authority
+from swarm.credentials.certificates import bearer_of, peer_id_of
+from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.quota import MAX_OWNER_RECORDS, KeyQuota
 from swarm.dht.records import MAX_LIFETIME_SECONDS, open_record, seal, signed_by
 from swarm.errors import IncompatibleVersion, IntegrityError, MalformedMessage, NotAllowed, PeerUnavailable
-from swarm.identity import Identity
+from swarm.machine.clock import Clock, SteadyTime
 from swarm.types import PROTOCOL_VERSION, ClaimRecord, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 
 SEARCH_SECONDS = 30.0
 """Age at which what is known of the nearest nodes is not relied on."""

@@ -16,16 +16,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swarm.authority import Authority
-from swarm.clock import Clock
+from swarm.credentials.authority import Authority
 from swarm.dht import addresses, daemon
 from swarm.dht.directory import NoOtherNode
 from swarm.dht.holders import Found, Holders
 from swarm.dht.loop_thread import LoopThread
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
-from swarm.disk import put_in_place
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
+from swarm.machine.disk import put_in_place
 
 logger = logging.getLogger(__name__)
 

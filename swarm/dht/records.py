@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from swarm import certificates, identity
-from swarm.authority import Authority
-from swarm.certificates import Role
+from swarm.credentials import certificates, identity
+from swarm.credentials.authority import Authority
+from swarm.credentials.certificates import Role
 from swarm.dht import keys
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 

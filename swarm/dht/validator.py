@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-from swarm.authority import Authority
-from swarm.certificates import bearer_of
-from swarm.clock import Clock
+from swarm.credentials.authority import Authority
+from swarm.credentials.certificates import bearer_of
 from swarm.dht import keys
 from swarm.dht.quota import KeyQuota
 from swarm.dht.records import Envelope, verify
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
+from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from swarm.inner_steps import InnerSteps
 from swarm.metrics.wandb_run import WandbRun
+from swarm.training.inner_steps import InnerSteps
 
 logger = logging.getLogger(__name__)
 

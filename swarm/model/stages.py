@@ -37,6 +37,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from swarm.config import RunConfig
+from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.functions import as_cast
 from swarm.model.layers import (
     DropoutKey,
@@ -47,7 +48,6 @@ from swarm.model.layers import (
     rotary_tables,
     seeded_generator,
 )
-from swarm.out_of_memory import is_out_of_memory
 
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
 

@@ -13,7 +13,7 @@ import torch
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal
-from swarm.hop import Hop, HopListener
+from swarm.hop.hop import Hop, HopListener
 from swarm.rpc.wire import TensorSpec
 
 _CONCURRENCY = 4

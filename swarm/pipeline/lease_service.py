@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 
-from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import (
     IncompatibleVersion,
@@ -25,8 +24,9 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
-from swarm.events import Events, NoEvents
-from swarm.events import Grant as GrantEvent
+from swarm.events.kinds import Events, NoEvents
+from swarm.events.kinds import Grant as GrantEvent
+from swarm.machine.clock import Clock
 from swarm.pipeline.leases import Grant, LeaseTable, RoundView
 from swarm.pipeline.trainers import Trainer
 from swarm.rpc.address import check_address

@@ -12,8 +12,8 @@ import random
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 
-from swarm.clock import Clock
 from swarm.config import RunConfig
+from swarm.machine.clock import Clock
 from swarm.pipeline.lease_claims import LeaseClaims
 from swarm.pipeline.round_leases import Finished, RoundLeases
 from swarm.pipeline.trainers import DOUBT_SECONDS, Trainer, Trainers

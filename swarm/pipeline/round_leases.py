@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.pipeline.trainers import Trainer, Trainers
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 
 from swarm.errors import SwarmError, WrongRun
-from swarm.inner_steps import InnerSteps
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
+from swarm.training.inner_steps import InnerSteps
 from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)

@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
-from swarm.events import Ack, Events, NoEvents
-from swarm.hop import Hop, HopListener, HopReply
-from swarm.microbatch import Microbatch
+from swarm.events.kinds import Ack, Events, NoEvents
+from swarm.hop.hop import Hop, HopListener, HopReply
+from swarm.machine.clock import Clock
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher, StepReport
 from swarm.pipeline.window import Window
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

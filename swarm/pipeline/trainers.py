@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 
 DOUBT_SECONDS = 1.5
 """Synchronous: a trainer that was not heard of for so long may have died. Another one that has nothing else to do gets

@@ -8,7 +8,7 @@ chance come in as arguments; it never waits, connects, or retries.
 import random
 from collections.abc import Collection, Sequence
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.peer_statistics import PeerStatistics
 from swarm.types import PeerId, PeerRecord, PeerState

@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any, NewType
 from urllib.parse import unquote
 
-from swarm import certificates
-from swarm.clock import Clock, SystemClock
+from swarm.credentials import certificates
 from swarm.errors import IntegrityError, Overloaded
+from swarm.machine.clock import Clock, SystemClock
 
 MAX_CALLS = 1024
 """Of one caller, under way at one time; waiting calls of a trainer are most of an honest one's."""

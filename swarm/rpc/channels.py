@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import grpc
 
 from swarm import errors
-from swarm.certificates import Role
-from swarm.clock import Clock, SystemClock
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity
 from swarm.errors import NotAllowed, PeerUnavailable, SwarmError
-from swarm.identity import Identity
+from swarm.machine.clock import Clock, SystemClock
 from swarm.rpc import tls
 from swarm.rpc.callers import MAX_CALLS
 from swarm.types import PeerRecord

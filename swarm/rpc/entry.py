@@ -14,9 +14,9 @@ from typing import Self
 import grpc
 from cryptography.exceptions import InvalidSignature
 
-from swarm import certificates
+from swarm.credentials import certificates
+from swarm.credentials.identity import Identity
 from swarm.errors import IntegrityError, PeerUnavailable
-from swarm.identity import Identity
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS
 from swarm.types import PeerId

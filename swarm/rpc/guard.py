@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from swarm.authority import Authority
-from swarm.certificates import Role
-from swarm.clock import Clock
+from swarm.credentials.authority import Authority
+from swarm.credentials.certificates import Role
 from swarm.errors import DeadlineExceeded, MalformedMessage, NotAllowed, Overloaded, SwarmError
+from swarm.machine.clock import Clock
 from swarm.rpc.bounds import num_entries, require_bounds
 from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_of, chain_of, subtract
 from swarm.rpc.channels import abort, send

@@ -7,8 +7,8 @@ theirs; without one the handshake fails. Which peer may call what is decided by 
 
 import grpc
 
-from swarm.certificates import PEER_NAME, first_pem
-from swarm.identity import Identity
+from swarm.credentials.certificates import PEER_NAME, first_pem
+from swarm.credentials.identity import Identity
 
 PINNED_OPTIONS = (("grpc.ssl_target_name_override", PEER_NAME),)
 """Options of a channel with pinned credentials: all certificates bear one name, wherever their servers run."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from swarm.errors import Overloaded
-from swarm.hop import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
+from swarm.hop.hop import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
 from swarm.routing.credits import Credits
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer

@@ -1,6 +1,6 @@
 """Virtual time: what happens when, in order.
 
-Used by every study that lets peers act. It is the clock of the real classes that run on it (swarm.clock.Clock): the
+Used by every study that lets peers act. It is the clock of the real classes that run on it (swarm.machine.clock): the
 time stands still while something happens and jumps to the next thing. Never waits, and never reads a real clock.
 """
 

@@ -10,8 +10,8 @@ is refused asks again.
 import math
 from collections import Counter
 
-from swarm.clock import Clock
 from swarm.errors import Overloaded
+from swarm.machine.clock import Clock
 from swarm.stage.slots import Slots
 
 PATIENCE_SECONDS = 0.5

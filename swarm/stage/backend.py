@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
-from swarm.events import Accumulate, Events, NoEvents, RollBack
+from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss, with_shared_casts
 from swarm.rpc.wire import TensorSpec, require_in_range

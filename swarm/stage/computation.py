@@ -22,13 +22,13 @@ from typing import TypeVar
 import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
-from swarm.hop import Hop, HopListener, HopReply
-from swarm.microbatch import Microbatch
+from swarm.hop.hop import Hop, HopListener, HopReply
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
 from swarm.stage.turns import Turns
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
 _Result = TypeVar("_Result")

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from swarm.events import Close, Commit, Events, Install, NoEvents, State, ranges
-from swarm.inner_steps import InnerSteps
-from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, known
+from swarm.events.kinds import Close, Commit, Events, Install, NoEvents, State, ranges
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
 from swarm.stage.stage import Stage
 from swarm.stage.staging import HostReader
 from swarm.stage.weights import FrozenContribution, Round, digest_of
+from swarm.training.inner_steps import InnerSteps
+from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, known
 
 _Result = TypeVar("_Result")
 

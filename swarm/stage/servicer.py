@@ -25,9 +25,8 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop import Hop, HopListener, route_entries
-from swarm.microbatch import Microbatch
-from swarm.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.hop.hop import Hop, HopListener, route_entries
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
 from swarm.rpc.channels import abort, send
@@ -39,6 +38,7 @@ from swarm.stage.computation import Computation
 from swarm.stage.incoming import Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import logging
 import math
 
 from swarm.errors import Fatal
-from swarm.out_of_memory import what_was_asked
+from swarm.machine.out_of_memory import what_was_asked
 from swarm.stage.backend import GraphBudget
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,11 @@ from typing import NamedTuple
 
 import torch
 
-from swarm.clock import Clock
 from swarm.config import RunConfig
 from swarm.errors import Fatal, NotReady, Overloaded, StaleMicrobatch
-from swarm.events import Ack, Events, NoEvents, Repeat
-from swarm.hop import Hop
-from swarm.microbatch import Microbatch
+from swarm.events.kinds import Ack, Events, NoEvents, Repeat
+from swarm.hop.hop import Hop
+from swarm.machine.clock import Clock
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.admission import Admission
 from swarm.stage.backend import StageBackend
@@ -30,6 +29,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.shortage import Shortage
 from swarm.stage.slots import Slots
 from swarm.stage.turns import Turns
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
 REPLAY_GAP_SECONDS = 1.0

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.routing.throughput import MovingAverage
 
 LATE = 3.0

@@ -19,14 +19,14 @@ import torch
 from blake3 import blake3
 from torch import nn
 
-from swarm import optim
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError, NotReady
-from swarm.events import Events, NoEvents, Step
-from swarm.inner_steps import InnerSteps
-from swarm.memory import Recycler
+from swarm.events.kinds import Events, NoEvents, Step
+from swarm.machine.memory import Recycler
 from swarm.stage.buckets import Buckets, GradientBucket, Tensors, Version
 from swarm.stage.staging import HostReader, staging_of
+from swarm.training import optim
+from swarm.training.inner_steps import InnerSteps
 
 CPU = torch.device("cpu")
 LARGEST = 1e15

@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.clock import ManualClock
-from swarm.event_log import EventLog
-from swarm.events import (
+from swarm.events.kinds import (
     Abort,
     Accumulate,
     Ack,
@@ -26,7 +24,9 @@ from swarm.events import (
     Step,
     ranges,
 )
-from swarm.lineage import next_lineage
+from swarm.events.log import EventLog
+from swarm.machine.clock import ManualClock
+from swarm.training.lineage import next_lineage
 
 SAMPLES = 2
 ROUND_MICROBATCHES = 8

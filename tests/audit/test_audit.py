@@ -6,8 +6,8 @@ import pytest
 
 from swarm.audit.audit import audit
 from swarm.audit.verdict import Report
-from swarm.events import Abort, Ack, Begin, Close, Commit, Gap, Install, Leave, Move, Step
-from swarm.lineage import next_lineage
+from swarm.events.kinds import Abort, Ack, Begin, Close, Commit, Gap, Install, Leave, Move, Step
+from swarm.training.lineage import next_lineage
 from tests.audit.honest import HonestRun, Lines, edit, start
 
 BOTH = pytest.mark.parametrize("setting", ["synchronous", "diloco"])

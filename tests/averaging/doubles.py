@@ -18,8 +18,8 @@ from swarm.averaging.transport import Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
-from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.types import PeerRecord, PeerState
 from tests.support.virtual_time import LoopClock
 

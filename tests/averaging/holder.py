@@ -11,10 +11,10 @@ from swarm.averaging import messages
 from swarm.averaging.donor import Donor, snapshot_id
 from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.results import Committed
-from swarm.clock import ManualClock
 from swarm.errors import DeadlineExceeded, PeerUnavailable
-from swarm.rounds import RoundResult, Snapshot, known
+from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundResult, Snapshot, known
 from swarm.types import PeerRecord
 
 SIZE = 40

@@ -10,8 +10,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.types import PeerRecord

@@ -17,7 +17,7 @@ from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
 from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
-from swarm.memory import Recycler
+from swarm.machine.memory import Recycler
 from tests.averaging.doubles import QUICK
 from tests.averaging.hall import Door, Hall
 from tests.support.virtual_time import LoopClock, in_virtual_time, run, virtual_loop

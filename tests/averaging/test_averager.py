@@ -17,9 +17,9 @@ from swarm.averaging.messages import lineage_after
 from swarm.averaging.participant import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
-from swarm.out_of_memory import is_out_of_memory
-from swarm.rounds import Snapshot
+from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Snapshot
 from swarm.types import PeerId
 from tests.averaging.doubles import (
     QUICK,

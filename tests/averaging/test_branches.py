@@ -7,7 +7,7 @@ import pytest
 
 from swarm.averaging.branches import MOST_DOUBTS, PACE_FACTOR, PACE_ROUNDS, Branches, Pace, Voice, most_held
 from swarm.averaging.messages import PAST, Standing
-from swarm.clock import ManualClock
+from swarm.machine.clock import ManualClock
 from swarm.types import PeerId
 
 ROUND_SAMPLES, ROUND_SECONDS = 10, 2.0

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from swarm.averaging.timing import Timing
-from swarm.rounds import Contribution
+from swarm.training.round_member import Contribution
 from tests.averaging.doubles import QUICK, FakeStage, Network, make_config, peer_id, until
 from tests.support.virtual_time import in_virtual_time
 

@@ -9,8 +9,8 @@ import pytest
 from swarm.averaging.donor import YIELD_LOOK_SECONDS, YIELD_SECONDS, snapshot_id
 from swarm.averaging.messages import Standing
 from swarm.errors import MalformedMessage, NotReady
-from swarm.rounds import Snapshot
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Snapshot
 from tests.averaging.holder import SIZE, Holder
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Set
 
 from swarm.averaging import messages
 from swarm.averaging.duplicates import duplicates, spare_doubles
-from swarm.rounds import Progress
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from swarm import memory
 from swarm.errors import PeerUnavailable
+from swarm.machine import memory
 from tests.averaging.doubles import Network, gradient, make_config, network_of, peer_id, until
 from tests.support.virtual_time import run
 

@@ -9,12 +9,12 @@ import torch
 
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.transport import contact_of
-from swarm.clock import SystemClock
 from swarm.compression.codec import Buffer
 from swarm.config import ModelConfig
+from swarm.machine.clock import SystemClock
 from swarm.model.stages import shared_parameters
-from swarm.rounds import Contribution, RoundResult, Snapshot, known
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Contribution, RoundResult, Snapshot, known
 from swarm.types import PeerId, PeerRecord
 from tests.averaging.doubles import FakeStage, make_config, record, until
 from tests.averaging.nodes import PATIENT, Node

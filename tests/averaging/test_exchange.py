@@ -16,7 +16,7 @@ from swarm.averaging.reduction import HandOut, MemberFailed
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.layout import TILE
 from swarm.config import AveragingConfig
-from swarm.rounds import Contribution
+from swarm.training.round_member import Contribution
 from tests.averaging.hall import Door, Hall
 
 SIZE = 5

@@ -11,10 +11,10 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.roster import MOST_FAILURES, MOST_UNLISTED, Roster
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
-from swarm.clock import ManualClock
 from swarm.errors import MalformedMessage
-from swarm.rounds import Progress
+from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.averaging.doubles import record
 

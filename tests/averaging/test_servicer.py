@@ -9,13 +9,13 @@ import torch
 
 from swarm.averaging.averager import Averager
 from swarm.averaging.transport import REPORT, GrpcTransport
-from swarm.clock import SystemClock
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
-from swarm.rounds import Snapshot
+from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import Snapshot
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.averaging.doubles import FakeStage, make_config, record, until
 from tests.averaging.nodes import Node

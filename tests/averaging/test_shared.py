@@ -13,8 +13,8 @@ import torch
 from swarm.averaging.transport import contact_of
 from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
-from swarm.rounds import Contribution, RoundResult
 from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Contribution, RoundResult
 from tests.averaging.doubles import (
     QUICK,
     FakeStage,

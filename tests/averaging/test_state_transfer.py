@@ -17,10 +17,10 @@ from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.transport import BEGIN
 from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable
-from swarm.rounds import Contribution
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.rpc.v1.tensor_pb2 import TensorHeader
+from swarm.training.round_member import Contribution
 from swarm.types import PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, record, until
 from tests.averaging.holder import SIZE, Holder, Line

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swarm.rounds import Contribution, RoundResult, Snapshot, Tensors, known
+from swarm.training.round_member import Contribution, RoundResult, Snapshot, Tensors, known
 from tests.averaging.doubles import MICROBATCH, FakeStage, gradient
 
 SLOTS = 512

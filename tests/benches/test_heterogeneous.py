@@ -16,8 +16,8 @@ from scripts.benches.heterogeneous import (
     work_over_capacity,
 )
 from scripts.benches.sides.routing_program import COSTS, replace_choice
-from swarm.clock import ManualClock
 from swarm.errors import DeadlineExceeded
+from swarm.machine.clock import ManualClock
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord, PeerState

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from swarm import identity
-from swarm.clock import DOUBT_SECONDS, ManualClock
 from swarm.config import ModelConfig, RunConfig, to_json
+from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore, RunRecord, discover_config
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.machine.clock import DOUBT_SECONDS, ManualClock
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
 from tests.support.set_clock import SetClock

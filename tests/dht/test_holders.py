@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from swarm.clock import ManualClock
 from swarm.dht.holders import SEARCH_SECONDS, Holders
+from swarm.machine.clock import ManualClock
 
 KEY, NUM_REPLICAS = "notes", 5
 

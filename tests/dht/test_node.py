@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from swarm import identity
-from swarm.certificates import Role
-from swarm.clock import SystemClock
+from swarm.credentials import identity
+from swarm.credentials.certificates import Role
 from swarm.dht import keys, quota
 from swarm.dht import node as dht_node
 from swarm.dht.node import DhtNode
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock
 from tests.support import locked
 from tests.support.processes import is_running, wait_until_gone
 
@@ -619,7 +619,7 @@ PROGRAM = """
 import signal, sys, time
 # Ignored by whatever a shell runs in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from swarm.clock import SystemClock
+from swarm.machine.clock import SystemClock
 from swarm.dht import node
 running = node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=sys.argv[1:])
 try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from swarm import identity
+from swarm.credentials import identity
 from swarm.dht.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, Envelope, open_record, seal
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 from tests.support import locked

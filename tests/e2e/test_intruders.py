@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from peers.supervisor import Child, Supervisor
-from swarm.certificates import Role
-from swarm.clock import SystemClock
 from swarm.config import load as load_config
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
 from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.node import DhtNode
 from swarm.dht.quota import MAX_OWNER_RECORDS
 from swarm.dht.records import seal
-from swarm.identity import generate
+from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import MAX_COUNT, MAX_NAMED
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb

@@ -16,10 +16,10 @@ import pytest
 from peers.network import agree_on_config
 from peers.supervisor import Supervisor
 from scripts.benches.sides.paced_stage import PACE
-from swarm.clock import SystemClock
+from swarm.credentials.identity import generate
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory
-from swarm.identity import generate
+from swarm.machine.clock import SystemClock
 from swarm.types import PeerState
 from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until
 

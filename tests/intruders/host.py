@@ -15,18 +15,18 @@ import torch
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
-from swarm.clock import SystemClock
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory, MemoryStore
-from swarm.events import NoEvents
-from swarm.hop import Hop, HopListener
-from swarm.identity import Identity
-from swarm.microbatch import Microbatch
+from swarm.events.kinds import NoEvents
+from swarm.hop.hop import Hop, HopListener
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS, ChannelPool
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
+from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked
 from tests.support.chain import cancelled_tasks

@@ -15,7 +15,7 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
-from swarm.identity import Identity, generate
+from swarm.credentials.identity import Identity, generate
 from swarm.rpc import callers
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import lease_pb2, stage_pb2

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from swarm.clock import ManualClock
+from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory, MemoryStore
 from swarm.dht.records import Envelope, seal
 from swarm.dht.validator import RecordValidator
-from swarm.identity import Identity
+from swarm.machine.clock import ManualClock
 from swarm.types import PeerRecord, PeerState
 from tests.intruders.mutations import changed_bytes
 from tests.support import locked

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import torch
 
-from swarm import certificates
+from swarm.credentials import certificates
 from swarm.errors import Overloaded
 from swarm.rpc.callers import MAX_BYTES, MAX_CALLS, Caller
 from swarm.rpc.channels import MAX_MESSAGE_BYTES

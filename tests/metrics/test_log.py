@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.inner_steps import InnerSteps
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics, read, read_current
+from swarm.training.inner_steps import InnerSteps
 
 METRICS = StepMetrics(
     step=1,

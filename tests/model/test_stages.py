@@ -14,10 +14,10 @@ from torch import nn
 from torch.func import functional_call
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.layers import FIXED_STD, DropoutKey
 from swarm.model.stages import build_stage, layer_ranges, token_loss
 from swarm.model.transformer import build_transformer
-from swarm.out_of_memory import is_out_of_memory
 
 MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)
 KEY = DropoutKey(seed=3, microbatch=11)

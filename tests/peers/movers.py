@@ -16,11 +16,11 @@ from peers.rebalancer import Rebalancer
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.credentials.identity import generate
 from swarm.dht.directory import Directory, MemoryStore
-from swarm.events import Event, Leave
-from swarm.identity import generate
+from swarm.events.kinds import Event, Leave
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerId, PeerRecord

@@ -7,8 +7,8 @@ import pytest
 
 from peers.event_file import begin, open_events, start_of
 from swarm import config as configs
-from swarm.clock import SystemClock
-from swarm.event_log import EventLog
+from swarm.events.log import EventLog
+from swarm.machine.clock import SystemClock
 
 CONFIG = configs.load_preset("tiny")
 

@@ -12,10 +12,10 @@ import pytest
 
 from peers.incarnation import LOOK_SECONDS, Incarnation, Rivals
 from peers.network import KnownPeers
-from swarm.clock import ManualClock, SystemClock
 from swarm.config import RunConfig, StagesConfig
+from swarm.credentials.identity import generate
 from swarm.errors import Fatal
-from swarm.identity import generate
+from swarm.machine.clock import ManualClock, SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server

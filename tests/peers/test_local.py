@@ -15,8 +15,8 @@ from peers.live_table import LiveTable
 from peers.local import LocalOptions, LocalPeer, LocalSwarm
 from peers.supervisor import Child, Exit, Supervisor
 from swarm import config as configs
+from swarm.credentials.identity import generate
 from swarm.errors import PeerUnavailable
-from swarm.identity import generate
 from swarm.metrics.log import MetricsLog
 from swarm.rpc.channels import ChannelPool
 

@@ -15,13 +15,12 @@ import torch
 from peers import mover, process, rebalancer, resume, stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.dht.directory import MemoryStore
 from swarm.errors import Fatal, NotReady
-from swarm.events import Install, Join, Leave, Move
-from swarm.hop import Hop, HopListener, HopReply
-from swarm.microbatch import Microbatch
+from swarm.events.kinds import Install, Join, Leave, Move
+from swarm.hop.hop import Hop, HopListener, HopReply
+from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -29,6 +28,7 @@ from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import TOKENS
 from swarm.stage.shortage import TRIES
+from swarm.training.microbatch import Microbatch
 from swarm.types import ClaimState, PeerRecord, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.movers import LocalPeer

@@ -8,9 +8,9 @@ import pytest
 
 from peers import network
 from peers.network import KnownPeers
-from swarm.clock import SystemClock
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.types import PeerRecord, PeerState
 

@@ -17,11 +17,11 @@ from peers.claim import Claim
 from peers.network import KnownPeers
 from peers.rebalancer import Rebalancer
 from swarm.checkpoint import file
-from swarm.clock import Clock
 from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.credentials.identity import generate
 from swarm.dht.directory import Directory, MemoryStore
 from swarm.errors import Fatal, PeerUnavailable
-from swarm.identity import generate
+from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb

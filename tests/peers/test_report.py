@@ -10,10 +10,10 @@ from rich.console import Console
 
 from peers.report import Report
 from swarm.config import RunConfig
-from swarm.inner_steps import InnerSteps
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.rounds import StepReport
 from swarm.pipeline.train_loop import Step, StepTotals
+from swarm.training.inner_steps import InnerSteps
 
 
 class Metrics:

@@ -17,10 +17,10 @@ from peers.resume import Beginning, Others, ResumeOptions, choose, describe, fin
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.clock import SystemClock
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.dht.directory import Directory
 from swarm.errors import Fatal, NotReady, PeerUnavailable
+from swarm.machine.clock import SystemClock
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import DILOCO as CHAIN_DILOCO

@@ -8,7 +8,7 @@ import pytest
 from peers.resume import ResumeOptions
 from peers.resume_news import say_changes
 from swarm.config import AveragingConfig, OptimizerConfig, RunConfig
-from swarm.optim import learning_rate
+from swarm.training.optim import learning_rate
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.support.whole_swarm import whole_swarm
 

@@ -11,7 +11,7 @@ import pytest
 
 from peers import event_file, local, trainer
 from peers.sole_writer import require_sole_writer
-from swarm.clock import SystemClock
+from swarm.machine.clock import SystemClock
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
@@ -19,7 +19,7 @@ import subprocess, sys
 from pathlib import Path
 from peers import event_file
 from peers.sole_writer import require_sole_writer
-from swarm.clock import SystemClock
+from swarm.machine.clock import SystemClock
 folder = Path(sys.argv[1])
 require_sole_writer(folder, "--output")
 events = event_file.open_events(folder / "events" / "x.jsonl", SystemClock())

@@ -3,7 +3,7 @@
 import pytest
 
 from peers.stage_news import EVERY_SECONDS, QUIET_SECONDS, StageNews
-from swarm.clock import ManualClock
+from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import stage_pb2 as pb
 
 

@@ -16,12 +16,12 @@ from peers import status
 from peers.status import StatusOptions
 from peers.view import SwarmView
 from swarm import config as configs
-from swarm.clock import SystemClock
+from swarm.credentials.identity import generate
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore
 from swarm.errors import PeerUnavailable
-from swarm.identity import generate
 from swarm.lookup import DirectoryServicer
+from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.entry import Entry

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from peers.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry, with_token
-from swarm.certificates import Role
-from swarm.clock import ManualClock
+from swarm.credentials.certificates import Role
+from swarm.machine.clock import ManualClock
 from tests.support import locked
 
 PEER, TRAINER = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)

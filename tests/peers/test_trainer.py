@@ -18,14 +18,14 @@ from peers import trainer
 from peers.report import Report
 from peers.stage_peer import PeerOptions, own_config
 from peers.trainer import Session, TrainerOptions, finish, open_corpus
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.credentials.identity import generate
 from swarm.data import tokenizers
 from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Directory
 from swarm.errors import CorpusMismatch
-from swarm.identity import generate
+from swarm.machine.clock import SystemClock
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient

@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm.clock import ManualClock
 from swarm.errors import IncompatibleVersion, NotAllowed, PeerUnavailable, SwarmError, WrongStage
+from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import (
     FAILED_SECONDS,
     GAP_SECONDS,

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig
+from swarm.machine.clock import ManualClock
 from swarm.pipeline.leases import (
     GATHER_SECONDS,
     LEASE_SECONDS,

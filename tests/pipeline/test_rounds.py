@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 
-from swarm.inner_steps import InnerSteps
 from swarm.pipeline.rounds import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.inner_steps import InnerSteps
 from swarm.types import PeerRecord, PeerState
 from tests.support.chain import DILOCO, Chain, running_chain
 

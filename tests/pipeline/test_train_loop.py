@@ -8,15 +8,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.hop import Hop, HopListener
-from swarm.microbatch import Microbatch
+from swarm.hop.hop import Hop, HopListener
+from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import HOLD_SECONDS, Step, TrainLoop
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
 

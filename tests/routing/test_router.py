@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.clock import ManualClock
+from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord
 from tests.routing.records import id_of, record_of

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from swarm.clock import ManualClock
+from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.types import PeerRecord, PeerState
 from tests.routing.records import id_of, record_of

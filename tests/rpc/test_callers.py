@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarm.clock import ManualClock
 from swarm.errors import Overloaded
+from swarm.machine.clock import ManualClock
 from swarm.rpc.callers import (
     BURST_CALLS,
     CALLS_PER_SECOND,

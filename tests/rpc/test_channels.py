@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm import errors, identity
-from swarm.clock import ManualClock
+from swarm import errors
+from swarm.credentials import identity
+from swarm.machine.clock import ManualClock
 from swarm.rpc import channels, tls
 from swarm.rpc.channels import (
     MAX_MESSAGE_BYTES,

@@ -9,8 +9,8 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
+from swarm.credentials.identity import Identity, generate
 from swarm.errors import PeerUnavailable
-from swarm.identity import Identity, generate
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.entry import Entry

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
-from swarm import certificates
-from swarm.clock import ManualClock, SystemClock
-from swarm.identity import Identity
+from swarm.credentials import certificates
+from swarm.credentials.identity import Identity
+from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc import guard, tls
 from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server

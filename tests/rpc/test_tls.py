@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm import identity
+from swarm.credentials import identity
 from swarm.rpc import tls
 
 SERVER, OTHER = identity.generate(), identity.generate()

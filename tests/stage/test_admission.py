@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from swarm.clock import ManualClock
 from swarm.errors import Overloaded
+from swarm.machine.clock import ManualClock
 from swarm.stage.admission import PATIENCE_SECONDS, SHORTEST_RETRY_SECONDS, Admission
 from swarm.stage.slots import Slots
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from swarm import optim
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.errors import MalformedMessage
 from swarm.model.layers import DropoutKey
@@ -37,6 +36,7 @@ from swarm.stage.backend import (
 from swarm.stage.buckets import GradientBucket, Source
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
+from swarm.training import optim
 from tests.support.rounding import rounding_reference
 
 _CONFIG = RunConfig(

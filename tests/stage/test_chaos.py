@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
-from swarm.clock import SystemClock
 from swarm.config import RoundsConfig, RunConfig
 from swarm.errors import RetriesExhausted, StaleMicrobatch
+from swarm.machine.clock import SystemClock
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, eventually, reference, running_chain
 from tests.support.proxy import Proxy
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swarm.clock import SystemClock
 from swarm.errors import NotReady
-from swarm.microbatch import Microbatch
+from swarm.machine.clock import SystemClock
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.runtime import Runtime
 from swarm.stage.turns import Turns
+from swarm.training.microbatch import Microbatch
 from tests.support.chain import eventually
 
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from swarm.clock import ManualClock
 from swarm.config import RunConfig
 from swarm.errors import PeerUnavailable, StaleMicrobatch
-from swarm.rounds import Contribution
+from swarm.machine.clock import ManualClock
 from swarm.rpc.stream import Stream
 from swarm.stage import servicer
 from swarm.stage.backend import StageBackend
 from swarm.stage.ledger import EntryState
 from swarm.stage.member import StageMember
 from swarm.stage.stage import StageLimits
+from swarm.training.round_member import Contribution
 from tests.support.chain import (
     DILOCO,
     ORPHAN_SECONDS,

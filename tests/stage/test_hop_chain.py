@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarm import optim
-from swarm.clock import ManualClock
 from swarm.config import RoundsConfig, RunConfig, WireConfig
 from swarm.errors import DeadlineExceeded, Overloaded, RetriesExhausted, StaleMicrobatch
-from swarm.hop import PAUSE_SECONDS, Hop, HopLimits, HopListener, _Retries, most_sent_on
-from swarm.microbatch import Microbatch
+from swarm.hop.hop import PAUSE_SECONDS, Hop, HopLimits, HopListener, _Retries, most_sent_on
+from swarm.machine.clock import ManualClock
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
@@ -30,6 +28,8 @@ from swarm.stage.buckets import GradientBucket, Version
 from swarm.stage.incoming import Incoming
 from swarm.stage.slots import FEW
 from swarm.stage.task_queue import Priority
+from swarm.training import optim
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.support.chain import (
     DILOCO,

@@ -11,10 +11,10 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.errors import IntegrityError
-from swarm.rounds import Contribution, RoundResult, Snapshot, Tensors
 from swarm.stage.member import StageMember
 from swarm.stage.staging import HostReader
 from swarm.stage.weights import digest_of
+from swarm.training.round_member import Contribution, RoundResult, Snapshot, Tensors
 from tests.support.chain import DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually, running_chain
 
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from swarm.clock import ManualClock
 from swarm.errors import Overloaded
+from swarm.machine.clock import ManualClock
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Stopwatch
 from swarm.stage.task_queue import Priority

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swarm.errors import NotReady, Overloaded
-from swarm.microbatch import Microbatch
 from swarm.stage.backend import TOKENS, GraphBudget
 from swarm.stage.shortage import TRIES, Shortage
+from swarm.training.microbatch import Microbatch
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 
 CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from swarm.clock import ManualClock
 from swarm.errors import Overloaded
+from swarm.machine.clock import ManualClock
 from swarm.pipeline.window import Window
 from swarm.stage.admission import Admission
 from swarm.stage.slots import FEW, PILE, Slots

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from swarm import optim
 from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
 from swarm.errors import IntegrityError
-from swarm.events import Event, Step
+from swarm.events.kinds import Event, Step
 from swarm.stage.buckets import GradientBucket
 from swarm.stage.weights import Round, StageWeights, digest_of, fragments
+from swarm.training import optim
 
 _INNER_SAMPLES = 4
 

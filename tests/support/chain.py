@@ -14,10 +14,9 @@ from functools import partial
 import grpc
 import torch
 
-from swarm.clock import Clock, SystemClock
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.hop import Hop, HopLimits, HopListener, HopReply
-from swarm.microbatch import Microbatch
+from swarm.hop.hop import Hop, HopLimits, HopListener, HopReply
+from swarm.machine.clock import Clock, SystemClock
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
@@ -31,6 +30,7 @@ from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import staging_of
 from swarm.stage.weights import StageWeights
+from swarm.training.microbatch import Microbatch
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 
 PATIENCE_SECONDS = 20.0

@@ -3,10 +3,10 @@
 import datetime
 from dataclasses import replace
 
-from swarm import certificates
-from swarm.certificates import Role
-from swarm.identity import Identity, generate
-from swarm.token import OwnerKey, Token, new_owner
+from swarm.credentials import certificates
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity, generate
+from swarm.credentials.token import OwnerKey, Token, new_owner
 
 NOW = datetime.datetime.now(datetime.UTC)
 OWNER, STRANGER = (new_owner(NOW - datetime.timedelta(days=60)) for _ in range(2))

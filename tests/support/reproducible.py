@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 
-from swarm import optim
 from swarm.compression.dct import inverse_dct
 from swarm.compression.layout import TILE
 from swarm.config import (
@@ -28,6 +27,7 @@ from swarm.config import (
 from swarm.model.layers import seeded_generator
 from swarm.model.stages import build_stage
 from swarm.stage.weights import CPU, StageWeights, digest_of, moved
+from swarm.training import optim
 from tests.compression.all_codecs import CODECS
 
 NUM_ELEMENTS = 3 * 4096 + 77

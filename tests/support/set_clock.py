@@ -1,6 +1,6 @@
 """A clock whose time of day somebody sets."""
 
-from swarm.clock import ManualClock
+from swarm.machine.clock import ManualClock
 
 
 class SetClock(ManualClock):

@@ -15,7 +15,7 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
-from swarm.clock import SystemClock
+from swarm.machine.clock import SystemClock
 
 T = TypeVar("T")
 P = ParamSpec("P")

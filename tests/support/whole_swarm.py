@@ -18,13 +18,13 @@ from peers.event_file import start_of
 from peers.network import KnownPeers
 from peers.resume import ResumeOptions
 from peers.stage_server import ServerOptions, StageServer
-from swarm import identity as identities
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
+from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches
 from swarm.dht.directory import Directory, MemoryStore
-from swarm.event_log import EventLog
-from swarm.hop import Hop
+from swarm.events.log import EventLog
+from swarm.hop.hop import Hop
+from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.rounds import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop

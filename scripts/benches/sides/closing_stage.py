@@ -24,15 +24,13 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from peers import process
 from scripts.benches.shared.common import write_json
 from swarm import config as configs
-from swarm import optim
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
-from swarm.identity import generate
-from swarm.loop_lag import LoopLag
-from swarm.microbatch import Microbatch
+from swarm.credentials.identity import generate
+from swarm.machine.clock import SystemClock
+from swarm.machine.loop_lag import LoopLag
 from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -43,6 +41,8 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import Staging
 from swarm.stage.weights import FrozenContribution, StageWeights
+from swarm.training import optim
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerRecord, PeerState
 
 MEMBERS = 2

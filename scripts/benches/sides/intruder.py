@@ -20,13 +20,13 @@ from typing import Any
 import grpc
 
 from scripts.benches.shared.common import write_json
-from swarm.identity import generate
+from swarm.credentials.identity import generate
+from swarm.credentials.token import Token
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.stage.backend import HIDDEN
-from swarm.token import Token
 from swarm.types import PROTOCOL_VERSION
 
 AT_ONCE = 64

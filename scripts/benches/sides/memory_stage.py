@@ -30,12 +30,11 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.reduction import Payload
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
-from swarm.clock import SystemClock
 from swarm.compression.codec import Buffer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.hop import Hop, HopListener, HopReply, Tensors
-from swarm.identity import generate
-from swarm.microbatch import Microbatch
+from swarm.credentials.identity import generate
+from swarm.hop.hop import Hop, HopListener, HopReply, Tensors
+from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -48,6 +47,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
 
 STAGE = 1

@@ -20,9 +20,9 @@ from scripts.benches.shared.common import compute_like_peers, with_corpus
 from scripts.benches.shared.held_out import HeldOut
 from scripts.benches.sides.reference import Reference
 from swarm import config as configs
-from swarm import optim
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
+from swarm.training import optim
 
 
 class Training(Protocol):

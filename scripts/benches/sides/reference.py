@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from swarm import optim
 from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
+from swarm.training import optim
 
 
 class BareStage(nn.Module):

@@ -25,15 +25,15 @@ from peers.stage_peer import republish
 from peers.stage_server import ANNOUNCE_SECONDS, RECORD_SECONDS
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import say
-from swarm import identity
-from swarm.clock import SystemClock
 from swarm.config import RunConfig, StagesConfig
+from swarm.credentials import identity
 from swarm.dht import keys
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, stretch
 from swarm.dht.node import DhtNode
 from swarm.dht.records import open_record, seal
 from swarm.errors import IntegrityError, PeerUnavailable
+from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.types import PeerRecord, PeerState
 

@@ -25,13 +25,13 @@ from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Order
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
-from swarm.clock import SystemClock
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.identity import Identity, generate
-from swarm.rounds import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
+from swarm.credentials.identity import Identity, generate
+from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.types import PeerRecord, PeerState
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from swarm import optim
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.model.stages import build_stage
@@ -17,6 +16,7 @@ from swarm.rpc.wire import TensorReader, TensorSpec, filled
 from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, GraphBudget, StageBackend, request_specs
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
+from swarm.training import optim
 
 KEPT_BYTES = 1 << 40
 """Graphs are never computed again."""

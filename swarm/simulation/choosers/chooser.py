@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.types import PeerId, PeerRecord
 
@@ -67,7 +67,7 @@ class Ours:
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
         """See Router."""
         self._router.update(stage, records)
-        # In place of swarm.connections, whose probe each of these would answer: only the living are listed here.
+        # In place of swarm.hop.connections, whose probe each of these would answer: only the living are listed here.
         for record in self._router.unreachable(stage):
             self._router.answered(PeerId(record.peer_id))
 
@@ -77,7 +77,7 @@ class Ours:
         return None if record is None else PeerId(record.peer_id)
 
     def num_asked_around(self, stage: int) -> int:
-        """As swarm.hop counts them."""
+        """As swarm.hop.hop counts them."""
         return self._router.num_peers(stage)
 
     def failed(self, peer_id: PeerId, *, is_gone: bool) -> None:

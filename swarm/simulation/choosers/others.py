@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.routing.peer_queue import BASE_BAN_SECONDS
 from swarm.routing.throughput import PEER_SMOOTHING, MovingAverage
 from swarm.simulation.choosers.chooser import Answer

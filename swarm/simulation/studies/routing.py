@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 from swarm.simulation.choosers.chooser import Chooser, Ours
 from swarm.simulation.choosers.others import BetterOfTwo, ByChance, SwarmQueue
 from swarm.simulation.machine import Machine

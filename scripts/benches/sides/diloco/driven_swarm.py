@@ -15,11 +15,10 @@ import torch
 from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.averaging.averager import Averager
 from swarm.averaging.timing import Timing
-from swarm.clock import SystemClock
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import DeadlineExceeded, IntegrityError
-from swarm.microbatch import Microbatch
+from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import TOKENS, GraphBudget, StageBackend
@@ -29,6 +28,7 @@ from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import Staging
 from swarm.stage.task_queue import Priority
 from swarm.stage.weights import StageWeights
+from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
 
 PATIENCE_SECONDS = 60.0

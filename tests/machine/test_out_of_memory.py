@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from swarm.out_of_memory import in_words, is_out_of_memory, what_was_asked
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
 
 
 def _of_torch() -> RuntimeError:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from swarm import certificates
-from swarm.certificates import Role
+from swarm.credentials import certificates
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import generate
 from swarm.errors import NotAllowed
-from swarm.identity import generate
 from tests.support import locked
 from tests.support.locked import OWNER, PEER, PEER_TOKEN, TRAINER
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm.certificates import Role
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import load_or_create
+from swarm.credentials.token import PREFIX, OwnerKey, Token
 from swarm.errors import IntegrityError
-from swarm.identity import load_or_create
-from swarm.token import PREFIX, OwnerKey, Token
 from tests.support import locked
 from tests.support.locked import NOW, OWNER
 

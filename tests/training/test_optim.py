@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from swarm import optim
 from swarm.config import OptimizerConfig, OuterConfig
+from swarm.training import optim
 
 
 def _parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -104,7 +104,7 @@ def test_a_step_does_not_import_dynamo() -> None:
     """It would take longer than torch itself, at the first step of every peer."""
     program = """
 import sys, torch
-from swarm import optim
+from swarm.training import optim
 from swarm.config import OptimizerConfig, OuterConfig
 for optimizer in (optim.AdamW(OptimizerConfig()), optim.OuterSgd(OuterConfig())):
     optim.step(optimizer, {"w": torch.nn.Parameter(torch.zeros(2, 2))}, {"w": torch.ones(2, 2)}, 0.1)

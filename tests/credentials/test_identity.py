@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from swarm import certificates, identity
+from swarm.credentials import certificates, identity
 from swarm.errors import IntegrityError
 
 

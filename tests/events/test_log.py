@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from swarm.clock import ManualClock
-from swarm.event_log import EventLog
-from swarm.events import NAMES, Accumulate, Ack, Gap, Grant, Leave, NoEvents, ranges
+from swarm.events.kinds import NAMES, Accumulate, Ack, Gap, Grant, Leave, NoEvents, ranges
+from swarm.events.log import EventLog
+from swarm.machine.clock import ManualClock
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 Run by peers/stage_server beside everything else; its figure is what others are told. Never does anything about it.
 """
 
-from swarm.clock import Clock
+from swarm.machine.clock import Clock
 
 KEPT_SECONDS = 60.0
 """For how long, at least, a lag is remembered; it is forgotten after twice as long."""

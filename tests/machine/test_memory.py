@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm.memory import Recycler
+from swarm.machine.memory import Recycler
 from tests.support.memory import resident_bytes
 
 

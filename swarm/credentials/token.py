@@ -16,11 +16,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swarm import certificates
-from swarm.authority import Authority
-from swarm.certificates import Role
+from swarm.credentials import certificates
+from swarm.credentials.authority import Authority
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity, generate, write_private
 from swarm.errors import IntegrityError, NotAllowed
-from swarm.identity import Identity, generate, write_private
 
 PREFIX = "swarm1-"
 """Begins every token, so that one is known when it is seen."""

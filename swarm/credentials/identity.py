@@ -13,10 +13,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swarm import certificates
-from swarm.authority import Authority
-from swarm.disk import put_in_place
+from swarm.credentials import certificates
+from swarm.credentials.authority import Authority
 from swarm.errors import IntegrityError
+from swarm.machine.disk import put_in_place
 from swarm.types import PeerId
 
 _SIGNATURE = ec.ECDSA(hashes.SHA256())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarm.inner_steps import InnerSteps
+from swarm.training.inner_steps import InnerSteps
 
 
 def _steps(*, samples: int = 16, staleness: int = 0) -> InnerSteps:

@@ -13,8 +13,8 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from swarm.clock import Clock
 from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerId, PeerRecord

@@ -11,8 +11,8 @@ import os
 import threading
 from pathlib import Path
 
-from swarm.clock import Clock
-from swarm.events import NAMES, Event, Gap
+from swarm.events.kinds import NAMES, Event, Gap
+from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
 

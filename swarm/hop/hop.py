@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from swarm.clock import Clock
 from swarm.errors import (
     DeadlineExceeded,
     IncompatibleVersion,
@@ -32,9 +31,9 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )
-from swarm.events import Events, NoEvents
-from swarm.events import Hop as HopEvent
-from swarm.microbatch import Microbatch
+from swarm.events.kinds import Events, NoEvents
+from swarm.events.kinds import Hop as HopEvent
+from swarm.machine.clock import Clock
 from swarm.routing.credits import Credits
 from swarm.routing.router import Router
 from swarm.rpc.bounds import require_bounds
@@ -43,6 +42,7 @@ from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
+from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)

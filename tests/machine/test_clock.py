@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from swarm import clock
-from swarm.clock import DOUBT_SECONDS, Loop, ManualClock, SteadyTime, SystemClock, clock_through_sleep, run_loop
+from swarm.machine import clock
+from swarm.machine.clock import DOUBT_SECONDS, Loop, ManualClock, SteadyTime, SystemClock, clock_through_sleep, run_loop
 from tests.support.set_clock import SetClock
 
 

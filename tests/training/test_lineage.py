@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm.lineage import next_lineage
+from swarm.training.lineage import next_lineage
 
 
 def _next(

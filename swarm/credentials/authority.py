@@ -11,8 +11,8 @@ from functools import lru_cache
 from cryptography import x509
 from cryptography.x509 import verification
 
-from swarm import certificates
-from swarm.certificates import Role
+from swarm.credentials import certificates
+from swarm.credentials.certificates import Role
 from swarm.errors import IntegrityError, NotAllowed
 from swarm.types import PeerId
 

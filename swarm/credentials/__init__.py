@@ -1,0 +1,1 @@
+"""Who a peer is, and with which token it may join."""

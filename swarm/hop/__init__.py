@@ -1,0 +1,1 @@
+"""One microbatch on its way to the next stage."""

@@ -1,0 +1,1 @@
+"""What all parts of training speak of: microbatches, rounds, inner steps, optimizers."""
