@@ -37,11 +37,11 @@ from swarm.config import RunConfig
 from swarm.credentials.identity import Identity
 from swarm.dht import keys
 from swarm.dht.directory import Directory
+from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import Fatal, NotReady, PeerUnavailable
 from swarm.events.kinds import Events, Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
-from swarm.lookup import DirectoryServicer
 from swarm.machine.clock import Clock
 from swarm.machine.loop_lag import LoopLag
 from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
@@ -63,7 +63,7 @@ from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
-from swarm.stage.slots import LARGEST
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import staging_of
 from swarm.stage.weights import StageWeights, digest_of
@@ -140,7 +140,7 @@ class StageServer:
         """Round of the peers that hold the stage, when this one began."""
         self._channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
         max_in_flight = options.max_in_flight or config.stages.num_stages + 2
-        limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST)
+        limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
         most_in_flight = max(limits.max_in_flight, limits.largest_in_flight)
         self._callers = Callers(clock, max_training_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
         staging = staging_of(options.device)

@@ -32,9 +32,9 @@ from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import node as dht_node
 from swarm.dht.directory import Directory, discover_config
+from swarm.dht.lookup import PeerStore
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
-from swarm.lookup import PeerStore
 from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.entry import Entry

@@ -10,7 +10,7 @@ import pytest
 from swarm import config
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.errors import ConfigMismatch
-from swarm.rpc.bounds import LONGEST
+from swarm.rpc.bounds import LONGEST_LIST
 
 ROOT = Path(__file__).parents[1]
 
@@ -145,7 +145,7 @@ def test_synchronous_rounds_have_no_inner_batch() -> None:
 def test_the_largest_synchronous_round_can_be_reported() -> None:
     text = "[rounds]\nround_samples = 2097152\nsetting = "
     run = config.from_toml(text + "'synchronous'", source="x")
-    assert run.microbatches_per_round == LONGEST, "what a list may have"
+    assert run.microbatches_per_round == LONGEST_LIST, "what a list may have"
     config.from_toml(text.replace("52", "60") + "'diloco'", source="x")
 
 

@@ -1,6 +1,6 @@
 """Proves from a run's event logs that its microbatches counted as docs/fault-model.md says, or says what refutes it.
 
-    files -> audit/log_file (lines) -> audit/history (one each) -> audit/rounds (all together) -> audit/verdict
+    files -> log_file (lines) -> history (one each) -> committed_rounds (all together) -> verdict
 
 Called by swarm-status. Trusts no figure that it can recompute. Files are read side by side, always the one that has
 come least far in the run, so that no more than the rounds between the slowest and the fastest are held at once; what
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.audit import log_file, verdict
+from swarm.audit.committed_rounds import CommittedRounds
 from swarm.audit.findings import Findings
 from swarm.audit.history import History
 from swarm.audit.log_file import Line
-from swarm.audit.rounds import Rounds
 from swarm.audit.verdict import Report
 from swarm.events.kinds import Install, Start
 from swarm.types import TRAINER_STAGE
@@ -38,7 +38,7 @@ def audit(paths: Sequence[Path]) -> Report:
         OSError: a file cannot be read.
     """
     findings = Findings()
-    rounds = Rounds(findings)
+    rounds = CommittedRounds(findings)
     first: tuple[Path, Start] | None = None
     num_named = Counter(path.name for path in paths)
     # Peers' files are told apart by what they are called here.

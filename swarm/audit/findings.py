@@ -1,6 +1,6 @@
 """What an audit has found so far: figures, and one line for everything that must not be.
 
-Written to by audit/history and audit/rounds. Decides nothing.
+Written to by audit/history and audit/committed_rounds. Decides nothing.
 """
 
 from collections.abc import Collection

@@ -1,17 +1,17 @@
 """One process's events, followed in order: what is in its buckets, what it contributes, where it stands.
 
 Fed by audit/audit with the lines of one file. Recomputes what each contribution must hold from what was accumulated,
-rolled back and stepped with, and hands contributions, commits and states on to audit/rounds. Remembers only what is
-open: buckets, inner steps that no round has taken yet, and the attempts of the present round.
+rolled back and stepped with, and hands contributions, commits and states on to audit/committed_rounds. Remembers only
+what is open: buckets, inner steps that no round has taken yet, and the attempts of the present round.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from swarm.audit.committed_rounds import CommittedRounds, Contribution
 from swarm.audit.findings import Findings
 from swarm.audit.log_file import Line
-from swarm.audit.rounds import Contribution, Rounds
 from swarm.events.kinds import (
     Abort,
     Accumulate,
@@ -72,7 +72,7 @@ class _Closing:
 class History:
     """One file."""
 
-    def __init__(self, name: str, findings: Findings, rounds: Rounds) -> None:
+    def __init__(self, name: str, findings: Findings, rounds: CommittedRounds) -> None:
         self.name = name
         self.start: Start | None = None
         self._findings = findings

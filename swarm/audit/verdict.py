@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from swarm.audit.committed_rounds import CommittedRound, CommittedRounds
 from swarm.audit.findings import Findings
 from swarm.audit.id_set import IdSet
-from swarm.audit.rounds import Round, Rounds
 from swarm.events.kinds import Start
 from swarm.types import TRAINER_STAGE
 
@@ -66,7 +66,7 @@ class Report:
         return asdict(self) | {"proven": self.proven}
 
 
-def judge(start: Start, rounds: Rounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
+def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
     """Check what can only be checked on the whole.
 
     Args:
@@ -103,7 +103,7 @@ def judge(start: Start, rounds: Rounds, findings: Findings, *, files: int, seen:
     )  # fmt: skip
 
 
-def _acknowledged(rounds: Rounds) -> IdSet:
+def _acknowledged(rounds: CommittedRounds) -> IdSet:
     ids = rounds.acknowledged_by_stages.copy()
     ids.update(rounds.acknowledged_by_trainers)
     return ids
@@ -121,7 +121,7 @@ def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
 # -- each round --------------------------------------------------------------------------------------------------------
 
 
-def _check_acknowledged(round_: Round, rounds: Rounds, findings: Findings) -> None:
+def _check_acknowledged(round_: CommittedRound, rounds: CommittedRounds, findings: Findings) -> None:
     assert round_.microbatches is not None
     if unknown := round_.microbatches.without(rounds.acknowledged_by_trainers):
         findings.violation(
@@ -130,7 +130,7 @@ def _check_acknowledged(round_: Round, rounds: Rounds, findings: Findings) -> No
         )  # fmt: skip
 
 
-def _check_complete(round_: Round, start: Start, findings: Findings) -> None:
+def _check_complete(round_: CommittedRound, start: Start, findings: Findings) -> None:
     assert round_.microbatches is not None
     size, number = start.round_microbatches, round_.event.round
     wanted = IdSet(range(number * size, (number + 1) * size))
@@ -147,7 +147,7 @@ def _check_complete(round_: Round, start: Start, findings: Findings) -> None:
         )  # fmt: skip
 
 
-def _check_together(start: Start, rounds: Rounds, findings: Findings) -> None:
+def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:
     """No stage stepped before all stages held their results of the round."""
     decided: dict[tuple[int, int], list[Mapping[str, float]]] = defaultdict(list)
     for stage, number, at in rounds.decided():
@@ -168,15 +168,15 @@ def _check_together(start: Start, rounds: Rounds, findings: Findings) -> None:
 # -- branches ----------------------------------------------------------------------------------------------------------
 
 
-def _main_branch(stage: int, start: Start, rounds: Rounds, findings: Findings) -> list[Round]:
+def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
     """The branch of a stage that has come farthest; on the way, what counts twice on any."""
-    children: dict[str, list[Round]] = defaultdict(list)
+    children: dict[str, list[CommittedRound]] = defaultdict(list)
     for (at, _), round_ in rounds.rounds.items():
         if at == stage:
             parent = round_.event.parent
             children[rounds.renamed.get((stage, parent), parent)].append(round_)
     reached = {round_.event.lineage for led_to in children.values() for round_ in led_to}
-    best: list[Round] = []
+    best: list[CommittedRound] = []
     most = (0, 0)
     for root in [parent for parent in children if parent not in reached]:
         if (stage, root) not in rounds.beginnings:
@@ -193,10 +193,10 @@ def _main_branch(stage: int, start: Start, rounds: Rounds, findings: Findings) -
 
 
 def _branches(
-    root: str, children: Mapping[str, list[Round]], start: Start, findings: Findings
-) -> Iterator[tuple[int, list[Round]]]:
+    root: str, children: Mapping[str, list[CommittedRound]], start: Start, findings: Findings
+) -> Iterator[tuple[int, list[CommittedRound]]]:
     """Every way from a beginning to an end, with its samples."""
-    open_: list[tuple[str, int, list[Round], list[IdSet]]] = [
+    open_: list[tuple[str, int, list[CommittedRound], list[IdSet]]] = [
         (root, 0, [], [IdSet() for _ in range(start.num_fragments)])
     ]
     while open_:
@@ -213,7 +213,7 @@ def _branches(
             open_.append((round_.event.lineage, samples + round_.event.samples, [*branch, round_], copies))
 
 
-def _count(round_: Round, counted: list[IdSet], findings: Findings) -> None:
+def _count(round_: CommittedRound, counted: list[IdSet], findings: Findings) -> None:
     if round_.microbatches is None:
         return
     before = counted[round_.event.round % len(counted)]
@@ -226,7 +226,7 @@ def _count(round_: Round, counted: list[IdSet], findings: Findings) -> None:
     before.update(round_.microbatches)
 
 
-def _stage_report(stage: int, branch: list[Round], start: Start, rounds: Rounds) -> StageReport:
+def _stage_report(stage: int, branch: list[CommittedRound], start: Start, rounds: CommittedRounds) -> StageReport:
     counted = [IdSet() for _ in range(start.num_fragments)]
     for round_ in branch:
         if round_.microbatches is not None:

@@ -8,10 +8,10 @@ from swarm.averaging.group import Ballot
 from swarm.averaging.reduction import MemberFailed
 from swarm.averaging.shares import Share, Shares
 from swarm.errors import MalformedMessage
-from swarm.rpc.bounds import LARGEST
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.lineage import next_lineage
 from swarm.training.round_member import Progress, Snapshot
+from swarm.types import LARGEST_COUNT
 
 PAST = 16
 """Lineages of the last rounds before its own that a peer tells others."""
@@ -123,8 +123,8 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
     indices, previous = [], -1
     for gap in gaps:
         previous += gap
-        if previous > LARGEST:
-            raise MalformedMessage(f"a microbatch beyond {LARGEST} is named")
+        if previous > LARGEST_COUNT:
+            raise MalformedMessage(f"a microbatch beyond {LARGEST_COUNT} is named")
         indices.append(previous)
     return frozenset(indices)
 

@@ -21,7 +21,7 @@ from swarm.errors import MalformedMessage, Retryable
 
 CACHED_ELEMENTS = 1 << 17
 """Summed at once, so that the sum stays in the processor's cache."""
-LARGEST = 1e15
+LARGEST_CONTRIBUTION = 1e15
 """Largest magnitude of what another member sends: its square, and the sum of many, is far from overflowing."""
 
 
@@ -225,11 +225,11 @@ def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float
         norm: the squared norm that it claims, if it claims one.
 
     Raises:
-        MalformedMessage: what `Codec.decode` refuses, numbers beyond LARGEST, or another norm.
+        MalformedMessage: what `Codec.decode` refuses, numbers beyond LARGEST_CONTRIBUTION, or another norm.
     """
     decoded_N = codec.decode(encoded, num_elements)
-    if num_elements and not all(abs(float(extreme)) <= LARGEST for extreme in torch.aminmax(decoded_N)):
-        raise MalformedMessage(f"numbers beyond {LARGEST:.0e}")
+    if num_elements and not all(abs(float(extreme)) <= LARGEST_CONTRIBUTION for extreme in torch.aminmax(decoded_N)):
+        raise MalformedMessage(f"numbers beyond {LARGEST_CONTRIBUTION:.0e}")
     if norm is not None and not math.isclose(squared_norm(decoded_N), norm, rel_tol=1e-3, abs_tol=1e-30):
         raise MalformedMessage("its norm is not what it says")
     return decoded_N

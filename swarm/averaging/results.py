@@ -13,7 +13,7 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.messages import Standing
-from swarm.averaging.reduction import LARGEST
+from swarm.averaging.reduction import LARGEST_CONTRIBUTION
 from swarm.averaging.tensor_bytes import TensorBytes, allocate, describe
 from swarm.errors import IntegrityError, MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -95,12 +95,12 @@ def require_applicable(result: RoundResult, contribution: Tensors) -> None:
         raise IntegrityError(f"the result of round {result.round} does not fit this stage")
     for name, tensor in result.tensors.items():
         is_bounded = tensor.dtype is torch.float32 and (
-            tensor.numel() == 0 or all(abs(float(extreme)) <= LARGEST for extreme in torch.aminmax(tensor))
+            tensor.numel() == 0 or all(abs(float(extreme)) <= LARGEST_CONTRIBUTION for extreme in torch.aminmax(tensor))
         )
         if not is_bounded:
             raise IntegrityError(
-                f"the result of round {result.round} holds NaN, infinity, numbers beyond {LARGEST:.0e}, or none in "
-                f"float32, in {name}"
+                f"the result of round {result.round} holds NaN, infinity, numbers beyond {LARGEST_CONTRIBUTION:.0e}, "
+                f"or none in float32, in {name}"
             )
 
 

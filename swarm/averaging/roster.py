@@ -17,7 +17,7 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
 from swarm.machine.clock import Clock
-from swarm.rpc.bounds import LONGEST
+from swarm.rpc.bounds import LONGEST_LIST
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -444,6 +444,6 @@ class Roster:
 def _add(known: set[int], more: Set[int]) -> None:
     """Remember more microbatches of a round. Nobody has so many of them; who says so does not fill the memory."""
     known |= more
-    if len(known) > LONGEST:
+    if len(known) > LONGEST_LIST:
         known.clear()
         known |= more

@@ -17,7 +17,7 @@ from swarm.machine.clock import Clock
 from swarm.pipeline.lease_claims import LeaseClaims
 from swarm.pipeline.round_leases import Finished, RoundLeases
 from swarm.pipeline.trainers import DOUBT_SECONDS, Trainer, Trainers
-from swarm.rpc.bounds import LARGEST
+from swarm.types import LARGEST_COUNT
 
 LEASE_SECONDS = 8.0
 """Lifetime of a lease that is not renewed. An Ack of its trainer may be under way for longer. Synchronous: should it
@@ -270,13 +270,13 @@ class LeaseTable:
         if self._next is None or (known >= self._next and known != self._skipped):
             self._skipped = known
             self._next = known + 1 + self._rng.randrange(LEAST_SKIP, MOST_SKIP) if known >= 0 else 0
-            # In no run's lifetime: a trainer made one up, and ids beyond LARGEST are refused everywhere.
-            is_made_up = self._next > LARGEST // 2
+            # In no run's lifetime: a trainer made one up, and ids beyond LARGEST_COUNT are refused everywhere.
+            is_made_up = self._next > LARGEST_COUNT // 2
             # This peer has downloaded the state, which does not say what was trained on; 0 is what it begins with where
             # others have begun.
             is_unknown = known <= 0 < view.round
             if is_made_up or is_unknown:
-                self._next = self._rng.randrange(LARGEST // 2)
+                self._next = self._rng.randrange(LARGEST_COUNT // 2)
         fresh = range(self._next, self._next + count)
         self._next = fresh.stop
         return Grant(microbatches=fresh)

@@ -14,14 +14,13 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from swarm.errors import MalformedMessage
 from swarm.types import LARGEST_COUNT
 
-LARGEST = LARGEST_COUNT
-LONGEST = 1 << 18
+LONGEST_LIST = 1 << 18
 """Of lists: a byte an entry on the wire is a hundred in memory."""
-LONGEST_OF_MESSAGES = 1 << 14
+LONGEST_MESSAGE_LIST = 1 << 14
 """Of lists of messages: each entry is looked at by itself, for microseconds, while nothing else is done."""
 
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
-"""Those that can be beyond LARGEST."""
+"""Those that can be beyond LARGEST_COUNT."""
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 _Fields = tuple[tuple[str, str, bool, Any], ...]
@@ -34,14 +33,14 @@ def require_bounds(message: Any, *, finite: bool) -> None:
     Args:
         finite: whether NaN and infinity are refused as well.
     """
-    _look(message, _fields(message.DESCRIPTOR), finite)
+    _look(message, looked_at(message.DESCRIPTOR), finite)
 
 
 def num_entries(request: Any) -> int:
     """Of the lists of messages in a request that comes as a whole: it has none in the messages inside it."""
     return sum(
         len(getattr(request, name))
-        for name, kind, is_list, _ in _fields(request.DESCRIPTOR)
+        for name, kind, is_list, _ in looked_at(request.DESCRIPTOR)
         if is_list and kind == "message"
     )
 
@@ -54,19 +53,19 @@ def _look(message: Any, fields: _Fields, finite: bool) -> None:
             if message.HasField(name):
                 _look(getattr(message, name), inner, finite)
         elif kind == "integer":
-            if not -LARGEST <= getattr(message, name) <= LARGEST:
-                raise MalformedMessage(f"{name} is beyond {LARGEST}")
+            if not -LARGEST_COUNT <= getattr(message, name) <= LARGEST_COUNT:
+                raise MalformedMessage(f"{name} is beyond {LARGEST_COUNT}")
         elif finite and not math.isfinite(getattr(message, name)):
             raise MalformedMessage(f"{name} is not a finite number")
 
 
 def _look_at_list(name: str, kind: str, values: Any, inner: _Fields, finite: bool) -> None:
-    longest = LONGEST_OF_MESSAGES if kind == "message" else LONGEST
+    longest = LONGEST_MESSAGE_LIST if kind == "message" else LONGEST_LIST
     if len(values) > longest:
         raise MalformedMessage(f"{name} has {len(values)} entries, at most {longest} are taken")
     if kind == "integer":
-        if values and not -LARGEST <= min(values) <= max(values) <= LARGEST:
-            raise MalformedMessage(f"{name} is beyond {LARGEST}")
+        if values and not -LARGEST_COUNT <= min(values) <= max(values) <= LARGEST_COUNT:
+            raise MalformedMessage(f"{name} is beyond {LARGEST_COUNT}")
     elif kind == "float":
         if finite and not all(map(math.isfinite, values)):
             raise MalformedMessage(f"{name} is not a finite number")
@@ -76,11 +75,11 @@ def _look_at_list(name: str, kind: str, values: Any, inner: _Fields, finite: boo
 
 
 @lru_cache(maxsize=256)
-def _fields(descriptor: Descriptor) -> _Fields:
+def looked_at(descriptor: Descriptor) -> _Fields:
     found: list[tuple[str, str, bool, Any]] = []
     for field in descriptor.fields:
         kind = _kind(field)
-        inner = _fields(field.message_type) if kind == "message" else ()
+        inner = looked_at(field.message_type) if kind == "message" else ()
         if (field.is_repeated and kind) or inner or kind in ("integer", "float"):
             found.append((field.name, kind, field.is_repeated, inner))
     return tuple(found)

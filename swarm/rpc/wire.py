@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 20
 """Most bytes of a tensor in one chunk; a message has at least as many, if there are so many left, and less than twice
 as many."""
 
-LARGEST = 65504.0
+LARGEST_ACTIVATION = 65504.0
 """Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it
 training has diverged, or somebody wants it to: products of such numbers overflow float32."""
 
@@ -155,7 +155,7 @@ class TensorReader:
 
 
 def require_in_range(name: str, tensor: torch.Tensor) -> None:
-    """Raise MalformedMessage if a tensor holds NaN, infinity, or numbers beyond LARGEST, or is what no codec made."""
+    """Raise MalformedMessage for NaN, infinity, numbers beyond LARGEST_ACTIVATION, or bytes that no codec made."""
     if tensor.numel() == 0:
         return
     if tensor.dtype is torch.uint8:
@@ -167,5 +167,5 @@ def require_in_range(name: str, tensor: torch.Tensor) -> None:
             scale, tensor = _FP16.scale(tensor), tensor[1:]
         # NaN is passed on by aminmax, and fails every comparison.
         low, high = (scale * float(extreme) for extreme in torch.aminmax(tensor))
-    if not (low >= -LARGEST and high <= LARGEST):
-        raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST:.0f}")
+    if not (low >= -LARGEST_ACTIVATION and high <= LARGEST_ACTIVATION):
+        raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST_ACTIVATION:.0f}")

@@ -19,7 +19,7 @@ from enum import Enum
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.simulation.reductions import FORWARD
 from swarm.simulation.timeline import Timeline
-from swarm.stage.slots import LARGEST
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.task_queue import Priority, TaskQueue
 
 TRAINER = -1
@@ -84,7 +84,7 @@ def play(pipeline: Pipeline, way: Way) -> Outcome:
     steps = list(journey(pipeline, way))
     num_in_flight = _enough(pipeline, steps)
     if way is Way.DIRECT:
-        num_in_flight = min(num_in_flight, MOST_IN_FLIGHT, pipeline.peers_per_stage * LARGEST)
+        num_in_flight = min(num_in_flight, MOST_IN_FLIGHT, pipeline.peers_per_stage * LARGEST_NUM_SLOTS)
     timeline = Timeline()
     numbers = itertools.count()
     stations: dict[tuple[str, int, int], Station] = {}

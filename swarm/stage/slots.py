@@ -8,7 +8,7 @@ than the few, so that nothing waits here that another peer could do. Pure.
 
 from collections.abc import Callable
 
-LARGEST = 64
+LARGEST_NUM_SLOTS = 64
 """Of what is learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
 FEW = 2
 """So many tasks at the compute thread, the running one included, do not keep it busy for long."""

@@ -29,7 +29,7 @@ from swarm.training import optim
 from swarm.training.inner_steps import InnerSteps
 
 CPU = torch.device("cpu")
-LARGEST = 1e15
+LARGEST_WEIGHT = 1e15
 """No weight and no moment of an honest peer is larger: contributions to an average are bounded by it as well."""
 KEPT_ANCHORS = 2
 """Rounds whose anchor weights stay readable, for evaluation and for stages that have to repeat a round: this one and
@@ -379,7 +379,7 @@ class StageWeights:
         """Raise IntegrityError unless `tensors` are a whole and possible state of this stage, of that digest.
 
         The names, shapes and types are those of this stage's parameters and of what its optimizer remembers of them.
-        All numbers are finite and at most LARGEST, and no optimizer has taken more steps than there were rounds.
+        All numbers are finite and at most LARGEST_WEIGHT, and no optimizer has taken more steps than there were rounds.
         """
         optimizer, shapes = self._outer or self._adamw, dict[str, torch.Size]()
         for name, master in self.masters.items():
@@ -470,8 +470,8 @@ def _bounds(name: str, round_number: int) -> tuple[float, float]:
         case ["outer", _, "step"]:
             return 0.0, round_number
         case ["outer", _, "exp_avg_sq"]:
-            return 0.0, LARGEST**2
-    return -LARGEST, LARGEST
+            return 0.0, LARGEST_WEIGHT**2
+    return -LARGEST_WEIGHT, LARGEST_WEIGHT
 
 
 def moved(tensors: Tensors, device: torch.device) -> Tensors:

@@ -292,7 +292,7 @@ def test_a_peer_that_left_long_ago_is_forgotten_and_one_that_is_announced_is_not
 
 
 def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.averaging.roster.LONGEST", 10)
+    monkeypatch.setattr("swarm.averaging.roster.LONGEST_LIST", 10)
     group = Group()
     for first in range(0, 100, 5):
         group.report(*range(first, first + 5))
@@ -302,7 +302,7 @@ def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pyt
 
 def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round may have as many as are kept, and every member tells of the same ones."""
-    monkeypatch.setattr("swarm.averaging.roster.LONGEST", 10)
+    monkeypatch.setattr("swarm.averaging.roster.LONGEST_LIST", 10)
     group = Group(round_microbatches=10)
     group.report(*range(10))
     group.report(3, 4, by=record(3))

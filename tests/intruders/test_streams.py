@@ -22,7 +22,7 @@ from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import TensorSpec
 from swarm.stage import incoming, servicer
 from swarm.stage.backend import HIDDEN, TOKENS
-from swarm.stage.slots import LARGEST
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 from tests.intruders.host import Host, running
 from tests.support import locked
 from tests.support.chain import eventually
@@ -259,7 +259,7 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
     async with running(max_in_flight=max_in_flight) as host:
         callers = host.server._callers
         num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
-        for _ in range(max_in_flight + LARGEST):
+        for _ in range(max_in_flight + LARGEST_NUM_SLOTS):
             callers.keep(Caller("neighbour"), num_bytes, training=True)
         with pytest.raises(Overloaded):
             callers.keep(Caller("neighbour"), num_bytes, training=True)
@@ -267,9 +267,10 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
 
 
 def test_what_is_kept_for_one_caller_is_never_less_than_always() -> None:
-    assert incoming.max_kept_bytes({TOKENS: TensorSpec(shape=(2, 17), encoding="int32")}, LARGEST) == MAX_BYTES
+    tokens = TensorSpec(shape=(2, 17), encoding="int32")
+    assert incoming.max_kept_bytes({TOKENS: tokens}, LARGEST_NUM_SLOTS) == MAX_BYTES
     hidden = TensorSpec(shape=(8, 2048, 4096), encoding="bf16")
-    assert incoming.max_kept_bytes({HIDDEN: hidden}, LARGEST) >= LARGEST * hidden.num_bytes
+    assert incoming.max_kept_bytes({HIDDEN: hidden}, LARGEST_NUM_SLOTS) >= LARGEST_NUM_SLOTS * hidden.num_bytes
 
 
 # -- one caller's flood ------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import PeerUnavailable
-from swarm.lookup import DirectoryServicer
 from swarm.machine.clock import SystemClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server

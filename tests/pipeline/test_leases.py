@@ -35,7 +35,7 @@ from swarm.pipeline.trainers import (
     Trainer,
     Trainers,
 )
-from swarm.rpc.bounds import LARGEST
+from swarm.types import LARGEST_COUNT
 
 _SYNCHRONOUS = RunConfig(rounds=RoundsConfig(setting="synchronous", round_samples=48))
 _DILOCO = RunConfig(rounds=RoundsConfig(setting="diloco", round_samples=48))
@@ -646,10 +646,10 @@ def test_a_leader_that_was_away_does_not_come_to_what_another_has_granted_meanwh
 def test_an_id_that_somebody_made_up_does_not_use_up_the_others(by: str) -> None:
     leader = _Leader(_DILOCO)
     if by == "a report":
-        leader.highest = LARGEST
-    granted = leader.give("a", 9, holding=[LARGEST] if by == "a trainer" else [])
+        leader.highest = LARGEST_COUNT
+    granted = leader.give("a", 9, holding=[LARGEST_COUNT] if by == "a trainer" else [])
     assert len(granted) == 9
-    assert 0 <= granted[0] < granted[-1] < LARGEST // 2 + 9
+    assert 0 <= granted[0] < granted[-1] < LARGEST_COUNT // 2 + 9
     assert leader.give("a", 1) == [granted[-1] + 1]
 
 

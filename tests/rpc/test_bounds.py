@@ -5,29 +5,30 @@ from typing import Any
 import pytest
 
 from swarm.errors import MalformedMessage
-from swarm.rpc.bounds import LARGEST, LONGEST, LONGEST_OF_MESSAGES, _fields, num_entries, require_bounds
+from swarm.rpc.bounds import LONGEST_LIST, LONGEST_MESSAGE_LIST, looked_at, num_entries, require_bounds
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import directory_pb2, lease_pb2, stage_pb2
 from swarm.rpc.v1.tensor_pb2 import TensorChunk
+from swarm.types import LARGEST_COUNT
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        lease_pb2.AcquireRequest(holding=[LARGEST + 1]),
-        lease_pb2.AcquireRequest(holding=[0] * (LONGEST + 1)),
+        lease_pb2.AcquireRequest(holding=[LARGEST_COUNT + 1]),
+        lease_pb2.AcquireRequest(holding=[0] * (LONGEST_LIST + 1)),
         pb.ReportRequest(standing=pb.Standing(round=1 << 63)),
-        pb.ReportRequest(highest_microbatch=-LARGEST - 1),
+        pb.ReportRequest(highest_microbatch=-LARGEST_COUNT - 1),
         pb.BeginRequest(ballot=pb.Ballot(attempt=(1 << 64) - 1)),
-        pb.AverageRequest(shares=[pb.Share(), pb.Share(num_samples=LARGEST + 1)]),
-        pb.AverageRequest(shares=[pb.Share()] * (LONGEST_OF_MESSAGES + 1)),
-        stage_pb2.TrainRequest(chunks=[TensorChunk()] * (LONGEST_OF_MESSAGES + 1)),
+        pb.AverageRequest(shares=[pb.Share(), pb.Share(num_samples=LARGEST_COUNT + 1)]),
+        pb.AverageRequest(shares=[pb.Share()] * (LONGEST_MESSAGE_LIST + 1)),
+        stage_pb2.TrainRequest(chunks=[TensorChunk()] * (LONGEST_MESSAGE_LIST + 1)),
         pb.AverageRequest(shares=[pb.Share(weight=float("nan"))]),
         pb.CommitRequest(total_squared_norm=float("inf")),
         pb.BarrierReply(ready=True, leader=pb.Contact(), squared_norm=float("-inf")),
-        pb.Prepared(member_ids=[""] * (LONGEST + 1)),
-        pb.SnapshotHeader(segment_digests=[b""] * (LONGEST + 1)),
-        stage_pb2.TrainRequest(open=stage_pb2.Open(microbatch=LARGEST + 1)),
+        pb.Prepared(member_ids=[""] * (LONGEST_LIST + 1)),
+        pb.SnapshotHeader(segment_digests=[b""] * (LONGEST_LIST + 1)),
+        stage_pb2.TrainRequest(open=stage_pb2.Open(microbatch=LARGEST_COUNT + 1)),
     ],
 )
 def test_too_much_is_refused(message: Any) -> None:
@@ -36,8 +37,8 @@ def test_too_much_is_refused(message: Any) -> None:
 
 
 def test_all_else_passes() -> None:
-    require_bounds(pb.AverageRequest(shares=[pb.Share()] * LONGEST_OF_MESSAGES), finite=True)
-    require_bounds(lease_pb2.AcquireRequest(holding=[LARGEST], wait_seconds=-1e300), finite=True)
+    require_bounds(pb.AverageRequest(shares=[pb.Share()] * LONGEST_MESSAGE_LIST), finite=True)
+    require_bounds(lease_pb2.AcquireRequest(holding=[LARGEST_COUNT], wait_seconds=-1e300), finite=True)
     require_bounds(pb.ReportRequest(highest_microbatch=-1, committed_gaps=range(1, 100)), finite=True)
     require_bounds(pb.BeginReply(norm=float("nan")), finite=False)
     require_bounds(stage_pb2.DescribeReply(averaging=stage_pb2.AveragingCounters(aborted={"x": 1 << 60})), finite=True)
@@ -45,18 +46,19 @@ def test_all_else_passes() -> None:
 
 def test_what_cannot_be_too_large_is_not_looked_at() -> None:
     """Or a list of 16,384 messages of two bytes each would take tens of milliseconds."""
-    for looked_at, name in ((pb.AverageRequest, "shares"), (pb.SnapshotHeader, "tensors")):
-        assert _inner(looked_at.DESCRIPTOR, name)
-    for passed_over, name in ((stage_pb2.Open, "hints"), (pb.CommitRequest, "partners"), (pb.Outcome, "partners")):
-        assert not _inner(passed_over.DESCRIPTOR, name)
+    for descriptor, name in ((pb.AverageRequest.DESCRIPTOR, "shares"), (pb.SnapshotHeader.DESCRIPTOR, "tensors")):
+        assert _inner(descriptor, name)
+    passed_over = (stage_pb2.Open.DESCRIPTOR, "hints"), (pb.CommitRequest.DESCRIPTOR, "partners")
+    for descriptor, name in (*passed_over, (pb.Outcome.DESCRIPTOR, "partners")):
+        assert not _inner(descriptor, name)
     # An address has nothing but names and numbers of 32 bits.
-    assert "address" not in {name for name, *_ in _fields(stage_pb2.Open.DESCRIPTOR)}
+    assert "address" not in {name for name, *_ in looked_at(stage_pb2.Open.DESCRIPTOR)}
     with pytest.raises(MalformedMessage, match="hints has"):
-        require_bounds(stage_pb2.Open(hints=[stage_pb2.RouteEntry()] * (LONGEST_OF_MESSAGES + 1)), finite=True)
+        require_bounds(stage_pb2.Open(hints=[stage_pb2.RouteEntry()] * (LONGEST_MESSAGE_LIST + 1)), finite=True)
 
 
 def _inner(descriptor: Any, name: str) -> Any:
-    (inner,) = (inner for found, *_, inner in _fields(descriptor) if found == name)
+    (inner,) = (inner for found, *_, inner in looked_at(descriptor) if found == name)
     return inner
 
 

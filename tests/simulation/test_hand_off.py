@@ -7,7 +7,7 @@ import pytest
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.simulation.hand_off import Pipeline, Station, Way, journey, play
 from swarm.simulation.timeline import Timeline
-from swarm.stage.slots import LARGEST
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.task_queue import Priority
 
 FAST = 1e12
@@ -49,7 +49,7 @@ def test_peers_of_a_stage_share_the_trainer_and_nothing_else() -> None:
     assert play(shared, Way.TRAINER).utilisation == pytest.approx(0.5 / 24, abs=0.01)
 
 
-@pytest.mark.parametrize(("peers_per_stage", "most"), [(1, LARGEST), (5, MOST_IN_FLIGHT)])
+@pytest.mark.parametrize(("peers_per_stage", "most"), [(1, LARGEST_NUM_SLOTS), (5, MOST_IN_FLIGHT)])
 def test_our_peers_have_so_many_slots_and_our_trainer_so_many_in_flight(peers_per_stage: int, most: int) -> None:
     far = dataclasses.replace(with_lines(FAST, FAST, round_trip_seconds=60.0), peers_per_stage=peers_per_stage)
     ours = play(far, Way.DIRECT)

@@ -38,7 +38,7 @@ from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
 from swarm.simulation.timeline import Timeline
 from swarm.simulation.trainer import SimulatedTrainer
-from swarm.stage.slots import LARGEST
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 MICROBATCH_SIZE = 4
@@ -181,7 +181,7 @@ def simulate(
 
     pipeline = SimulatedPipeline(
         timeline, random.Random(seed), num_stages=len(setting.paces), num_samples=MICROBATCH_SIZE,
-        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST, make_view=make_view,
+        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST_NUM_SLOTS, make_view=make_view,
     )  # fmt: skip
     peers = machines(setting, link_seconds)
     for machine in peers:

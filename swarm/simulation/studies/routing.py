@@ -24,7 +24,7 @@ from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
 from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
-from swarm.stage.slots import LARGEST
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
@@ -147,7 +147,7 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
     hands_on = None if name in CHOSEN_BY_TRAINERS else _view_maker(make_view, size // num_stages)
     pipeline = SimulatedPipeline(
         timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=num_stages + 2,
-        largest_in_flight=LARGEST, make_view=hands_on,
+        largest_in_flight=LARGEST_NUM_SLOTS, make_view=hands_on,
     )  # fmt: skip
     machines = [_machine(world, number, number % num_stages) for number in range(size)]
     for machine in machines:

@@ -46,7 +46,7 @@ class _Prepared(NamedTuple):
 
 
 @dataclass(eq=False, kw_only=True)
-class Round:
+class CommittedRound:
     """A committed round of one stage on one branch. `microbatches` is None until all contributions are there."""
 
     stage: int
@@ -61,18 +61,18 @@ class Round:
     """By boot, when the last member had the result."""
 
 
-class Rounds:
+class CommittedRounds:
     """Those of a whole run."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self.rounds: dict[tuple[int, str], Round] = {}
+        self.rounds: dict[tuple[int, str], CommittedRound] = {}
         """By stage and the lineage that they led to."""
         self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
         """By stage and lineage before; by attempt and member: what was given to it, whatever came of it."""
         self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
         """By stage, lineage before and result: contributions to what is not committed, as far as is known."""
-        self._unmerged: dict[tuple[int, str, str], Round] = {}
+        self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
         self._states: dict[tuple[int, str], tuple[str, str]] = {}
         """By stage and lineage: digest, and the file that told it first."""
         self._ballots: dict[tuple[int, str], set[Ballot]] = defaultdict(set)
@@ -115,7 +115,7 @@ class Rounds:
         """A peer applied a result."""
         known = self.rounds.get((stage, event.lineage))
         if known is None:
-            known = self.rounds[stage, event.lineage] = Round(stage=stage, event=event)
+            known = self.rounds[stage, event.lineage] = CommittedRound(stage=stage, event=event)
             key = stage, event.parent, event.digest
             self._unmerged[key] = known
             self._merge(key)
@@ -182,7 +182,7 @@ class Rounds:
         round_.ballot = min(member.ballot for member in members)
         round_.prepared_at = _latest(members)
 
-    def _check_members(self, round_: Round, members: Collection[_Prepared]) -> None:
+    def _check_members(self, round_: CommittedRound, members: Collection[_Prepared]) -> None:
         event = round_.event
         samples = sum(given.round_samples for given, _ in members)
         if samples != event.samples:
@@ -194,7 +194,7 @@ class Rounds:
             self._violation(round_, "its members gave different fragments", files=[given.file for given, _ in members])
 
     def _violation(
-        self, round_: Round, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
+        self, round_: CommittedRound, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
     ) -> None:  # fmt: skip
         self._findings.violation(
             what, microbatches=microbatches, stage=round_.stage, round=round_.event.round, files=files or round_.files
@@ -202,7 +202,7 @@ class Rounds:
 
     # -- readings, once all is read ------------------------------------------------------------------------------------
 
-    def unmerged(self) -> Iterator[tuple[Round, list[str]]]:
+    def unmerged(self) -> Iterator[tuple[CommittedRound, list[str]]]:
         """Rounds with members of whose contribution no file tells, and these members."""
         for key, round_ in self._unmerged.items():
             given = self._waiting.get(key, {})
@@ -237,7 +237,7 @@ class Rounds:
                 total += sum(other < ballot for other in ballots)
         return total
 
-    def is_first_attempt(self, round_: Round) -> bool:
+    def is_first_attempt(self, round_: CommittedRound) -> bool:
         """Whether no attempt at it came to nothing."""
         ballots = self._ballots[round_.stage, round_.event.parent]
         return round_.ballot is not None and round_.ballot == min(ballots, default=round_.ballot)

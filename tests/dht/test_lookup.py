@@ -11,9 +11,9 @@ from swarm import config as configs
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys
 from swarm.dht.directory import Directory, MemoryStore, NoOtherNode, discover_config
+from swarm.dht.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
 from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
-from swarm.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
 from swarm.machine.clock import ManualClock
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
