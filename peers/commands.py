@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-from peers import process
+from peers.shared import process
 
 LEAST_BYTES = 1000 << 20
 """Addresses that a stage peer takes until it serves the smallest stage, on a CPU: for libraries' code and for stacks of
@@ -17,22 +17,22 @@ threads, most of them."""
 
 def peer() -> None:
     """Run `swarm-peer`."""
-    _run("swarm-peer", "peers.stage_peer", address_bytes=LEAST_BYTES)
+    _run("swarm-peer", "peers.stage_peer.program", address_bytes=LEAST_BYTES)
 
 
 def trainer() -> None:
     """Run `swarm-trainer`."""
-    _run("swarm-trainer", "peers.trainer", address_bytes=LEAST_BYTES)
+    _run("swarm-trainer", "peers.trainer.program", address_bytes=LEAST_BYTES)
 
 
 def status() -> None:
     """Run `swarm-status`."""
-    _run("swarm-status", "peers.status")
+    _run("swarm-status", "peers.status.program")
 
 
 def local() -> None:
     """Run `swarm-local`."""
-    _run("swarm-local", "peers.local")
+    _run("swarm-local", "peers.local.program")
 
 
 def keys() -> None:

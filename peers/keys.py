@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import tyro
 
-from peers import cli, process
-from peers.token_option import read_token
+from peers.shared import cli, process
+from peers.shared.token_option import read_token
 from swarm.credentials.certificates import Role
 from swarm.credentials.token import OwnerKey, new_owner
 

@@ -2,7 +2,7 @@
 
 import os
 
-from peers.process import prepare_environment
+from peers.shared.process import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("OMP_NUM_THREADS", "1")

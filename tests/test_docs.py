@@ -10,13 +10,13 @@ from typing import NoReturn
 
 import pytest
 
-from peers import cli
 from peers.keys import IssueOptions
-from peers.local import LocalOptions
-from peers.stage_peer import PeerOptions
-from peers.status import StatusOptions
-from peers.trainer import TrainerOptions
-from peers.view import PeerRow
+from peers.local.program import LocalOptions
+from peers.shared import cli
+from peers.stage_peer.program import PeerOptions
+from peers.status.program import StatusOptions
+from peers.status.view import PeerRow
+from peers.trainer.program import TrainerOptions
 from scripts.benches import __main__ as bench
 from scripts.benches import catalogue
 from scripts.benches.all import Options as AllOptions

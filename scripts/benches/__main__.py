@@ -6,7 +6,7 @@ figures `compare` judges.
 
 import sys
 
-from peers import process
+from peers.shared import process
 from scripts.benches.catalogue import MEASURING, module_of
 from scripts.benches.menu import run_named
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peers import cli
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
+from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import OutputOptions, fail_on_exit, largest_of, say, wait_for_json, write_json
 from scripts.benches.shared.judged import LESS, MORE

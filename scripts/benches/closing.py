@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared.common import OutputOptions, require_multiple, say, wait_for_json, write_config
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides.closing_stage import MEMBERS, MICROBATCHES

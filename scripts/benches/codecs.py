@@ -21,7 +21,7 @@ import torch
 from hivemind.compression import CompressionInfo, Uniform8BitQuantization
 from torch import Tensor
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, say, with_corpus
 from scripts.benches.shared.judged import LESS, MORE

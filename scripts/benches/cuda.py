@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import OutputOptions, require_multiple, say
 from scripts.benches.shared.judged import MORE

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import cli
-from peers.supervisor import Child, Supervisor, last_line
+from peers.local.supervisor import Child, Supervisor, last_line
+from peers.shared import cli
 from scripts.benches.shared import figures_file, paired
 from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus
 from scripts.benches.shared.judged import MORE

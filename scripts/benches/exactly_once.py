@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import torch
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.parity import BOUND, Trained, differences, download_weights, train_reference
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.shared.judged import MORE

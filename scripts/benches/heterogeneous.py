@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, ServingPeer, SwarmProcesses, fail_on_exit, say, with_corpus
 from scripts.benches.shared.judged import LESS, MORE
 from scripts.benches.shared.lines import NEVER

@@ -28,8 +28,8 @@ from hivemind.moe.expert_uid import ExpertInfo
 from hivemind.p2p import PeerID
 from torch import Tensor
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     BenchOptions,

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from peers import cli
-from peers.supervisor import Supervisor
-from peers.token_option import VARIABLE
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
+from peers.shared.token_option import VARIABLE
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, wait_for_json, with_corpus, write_json
 from scripts.benches.shared.judged import MORE

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peers import cli
-from peers.supervisor import Supervisor, last_line
+from peers.local.supervisor import Supervisor, last_line
+from peers.shared import cli
 from scripts.benches.shared.common import (
     POLL_SECONDS,
     BenchOptions,

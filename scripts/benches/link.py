@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.shared.judged import MORE
 from scripts.benches.shared.lines import NEVER, Lines, serve

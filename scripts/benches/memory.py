@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import (
     OutputOptions,

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from peers import cli, process
+from peers.shared import cli, process
 
 
 def run_named(prog: str, kind: str, known: Mapping[str, str], module_of: Callable[[str], ModuleType]) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.shared.judged import LESS
 from swarm.config import (

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference

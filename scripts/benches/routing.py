@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from peers import cli
-from peers.stage_server import ANNOUNCE_SECONDS
+from peers.shared import cli
+from peers.stage_peer.server import ANNOUNCE_SECONDS
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import routing_dht

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared import paired, proc
 from scripts.benches.shared.common import (
     POLL_SECONDS,
@@ -38,8 +38,11 @@ from swarm.errors import PeerUnavailable
 from swarm.rpc.entry import Entry
 from swarm.types import PeerId
 
-PROGRAMS = ("stage_peer", "trainer", "status", "local", "keys")
-"""Modules in peers/."""
+PROGRAMS = {
+    "stage_peer": "peers.stage_peer.program", "trainer": "peers.trainer.program", "status": "peers.status.program",
+    "local": "peers.local.program", "keys": "peers.keys",
+}  # fmt: skip
+"""The module of each."""
 YARDSTICKS = {"torch": "import torch", "hivemind": "import torch, hivemind"}
 """What CPU seconds are compared with, measured in the same repetition: `torch`, but for those below."""
 IN_THE_DHT = ("first_peer_serving", "joiner_serving", "trainer_first_step", "status_dht")
@@ -100,7 +103,7 @@ def _config(options: Options) -> RunConfig:
 
 
 def _imports() -> dict[str, float]:
-    statements = YARDSTICKS | {name: f"import peers.{name}" for name in PROGRAMS}
+    statements = YARDSTICKS | {name: f"import {module}" for name, module in PROGRAMS.items()}
     return {
         f"import_{name}_cpu_seconds": _to_the_end([sys.executable, "-c", statement])[0]
         for name, statement in statements.items()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.shared.judged import MORE, MORE_OF_DIFFERENCE
 from scripts.benches.shared.lines import NEVER, Lines, serve

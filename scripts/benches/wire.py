@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches.shared import paired
 from scripts.benches.shared.common import BenchOptions, compute_like_peers, require_multiple, say, with_corpus
 from scripts.benches.shared.judged import MORE

@@ -1,7 +1,7 @@
 """What may change in the configuration when a run goes on from a checkpoint, and what did.
 
-Used by checkpoint/file, which refuses a checkpoint in which something differs that may not, and by peers/resume_news,
-which tells the user of everything else.
+Used by checkpoint/file, which refuses a checkpoint in which something differs that may not, and by resume_news.py of
+peers/stage_peer, which tells the user of everything else.
 """
 
 from typing import Any

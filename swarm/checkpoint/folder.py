@@ -1,6 +1,6 @@
 """A folder of checkpoints, and the state of a stage put together from it, under the same cut or another one.
 
-Used by peers/resume when a stage peer starts. Takes the newest round that is sound; what is not is named in the log.
+Used by peers/stage_peer when it starts. Takes the newest round that is sound; what is not is named in the log.
 Never writes.
 """
 

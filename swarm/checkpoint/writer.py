@@ -1,6 +1,6 @@
 """Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
 
-Used by peers/stage_server, which hands it copies of the stage's state. Works in threads of its own, which end with the
+Used by peers/stage_peer, which hands it copies of the stage's state. Works in threads of its own, which end with the
 process at the latest: a disk may hang for ever. Whatever fails is one line in the log, and training goes on with the
 checkpoints that are there. Deletes nothing before something newer is safely written.
 """

@@ -110,7 +110,7 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         # One text at a time, though a batch would be faster on many cores: once the library's threads were used, it
-        # complains at every start of a child, and so peers/process has them switched off.
+        # complains at every start of a child, and so peers/shared/process.py has them switched off.
         try:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower

@@ -1,6 +1,6 @@
 """How late the event loop comes to what is due: what holds it makes the peer answer nobody, and look dead for as long.
 
-Run by peers/stage_server beside everything else; its figure is what others are told. Never does anything about it.
+Run by peers/stage_peer beside everything else; its figure is what others are told. Never does anything about it.
 """
 
 from swarm.machine.clock import Clock

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches import __main__ as command
 from scripts.benches import all as all_benches
 from scripts.benches.all import Options, arguments_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from scripts.benches.allreduce import (
     ARMS,
     JUDGED,

@@ -15,7 +15,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast, Role, Usage
 from scripts.benches.chaos.faults import KINDS, fault

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 from scripts.benches.exactly_once import FAULTS, Options, _config, _held, _plant, _was_put_to_test
 from scripts.benches.shared.common import SwarmProcesses
 from scripts.benches.sides import faulty_swarm

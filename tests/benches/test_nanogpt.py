@@ -2,7 +2,7 @@
 
 import pytest
 
-from peers import cli
+from peers.shared import cli
 from scripts.benches.nanogpt import Options
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 from tests.support.swarm import RealPeer, RealSwarm, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from tests.support.swarm import RealSwarm, command, run, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 from swarm.config import load as load_config
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate

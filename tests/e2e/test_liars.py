@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from tests.support.liar import ROUND
 from tests.support.swarm import RealPeer, RealSwarm, wait_until
 

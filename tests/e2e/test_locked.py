@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from tests.support import locked
 from tests.support.swarm import RealSwarm, command, run, wait_until
 

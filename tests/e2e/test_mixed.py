@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from tests.support.reproducible import ANOTHER_PROCESSOR
 from tests.support.swarm import CONFIG, RealPeer, RealSwarm, wait_until, whole_lines
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from tests.support.swarm import RealSwarm, command, wait_until
 
 pytestmark = [

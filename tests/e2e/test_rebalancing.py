@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from peers.network import agree_on_config
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared.network import agree_on_config
 from scripts.benches.sides.paced_stage import PACE
 from swarm.credentials.identity import generate
 from swarm.dht import node as dht_node

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from swarm.checkpoint import file
 from tests.support.swarm import CONFIG, RealSwarm, wait_until, write_text
 

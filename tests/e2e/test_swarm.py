@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from tests.support.swarm import RealSwarm, run, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]

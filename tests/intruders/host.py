@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import grpc
 import torch
 
-from peers.network import KnownPeers
-from peers.resume import ResumeOptions
-from peers.stage_server import ServerOptions, StageServer
+from peers.shared.network import KnownPeers
+from peers.stage_peer.resume import ResumeOptions
+from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory, MemoryStore

@@ -48,13 +48,13 @@ async def agree_on_config(*arguments):
 node.start = lambda **arguments: Node()
 """
 TRAINER = f"""{NODE}
-from peers import trainer
+from peers.trainer import program as trainer
 
 trainer.agree_on_config = agree_on_config
 commands.trainer()
 """
 JOINING_PEER = f"""{NODE}
-from peers import stage_peer
+from peers.stage_peer import program as stage_peer
 
 async def look_first(*arguments, **options):
     print("looks", flush=True)

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from peers import commands, process
+from peers import commands
+from peers.shared import process
 
 ROUND = 1000
 
@@ -24,7 +25,7 @@ def main() -> None:
 def _patch(value: float) -> None:
     import torch
 
-    from peers import resume
+    from peers.stage_peer import resume
     from swarm.averaging.branches import Branches
     from swarm.checkpoint.folder import Restored
     from swarm.stage.weights import StageWeights

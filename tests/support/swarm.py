@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 
 CONFIG = """
 run = "test"

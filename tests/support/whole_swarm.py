@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import torch
 
-from peers.event_file import start_of
-from peers.network import KnownPeers
-from peers.resume import ResumeOptions
-from peers.stage_server import ServerOptions, StageServer
+from peers.shared.event_file import start_of
+from peers.shared.network import KnownPeers
+from peers.stage_peer.resume import ResumeOptions
+from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.config import RunConfig
 from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import cli, process
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli, process
 from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault

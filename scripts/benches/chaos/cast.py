@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peers.supervisor import Child, Exit, Supervisor
+from peers.local.supervisor import Child, Exit, Supervisor
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, program, say

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from peers import process
-from peers.cache import cache_folder
-from peers.supervisor import Child, Supervisor, last_line
+from peers.local.supervisor import Child, Supervisor, last_line
+from peers.shared import process
+from peers.shared.cache import cache_folder
 from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches

@@ -6,7 +6,7 @@ Used by the benches that measure over lines, and by those that lose what goes ov
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 from scripts.benches.shared.common import ServingPeer, SwarmProcesses
 from scripts.benches.shared.throttle import Link, Throttle
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, fail_on_exit, wait_for_json, write_json
 from swarm.errors import DeadlineExceeded
 

@@ -21,7 +21,7 @@ import torch
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from peers import process
+from peers.shared import process
 from scripts.benches.shared.common import write_json
 from swarm import config as configs
 from swarm.averaging.averager import Averager

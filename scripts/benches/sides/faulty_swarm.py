@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from peers.supervisor import Child
+from peers.local.supervisor import Child
 from scripts.benches.shared.common import (
     POLL_SECONDS,
     STALL_SECONDS,

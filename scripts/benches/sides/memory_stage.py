@@ -21,7 +21,7 @@ import torch
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from peers import process
+from peers.shared import process
 from scripts.benches.shared.common import write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.diloco.driven_swarm import TIMING

@@ -7,7 +7,7 @@ A study is a module of swarm/simulation/studies, with a class `Options` and a fu
 import sys
 from importlib import import_module
 
-from peers import process
+from peers.shared import process
 from scripts.benches.menu import run_named
 
 PROG = "scripts/simulate"

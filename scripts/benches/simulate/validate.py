@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from peers import cli
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
+from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, say, with_corpus
 from scripts.benches.shared.lines import FAST, NEVER, Lines, serve
 from scripts.benches.shared.probe import LEAST_SECONDS, Watched, rate_between_commits, watch

@@ -1,4 +1,4 @@
-"""This project's rule: for every peer a judgement of swarm.rebalancing, with looks and claims as in peers/rebalancer.
+"""This project's rule: for every peer a judgement of swarm.rebalancing, with looks and claims as in peers/stage_peer.
 
 What is simulated is what lies around it: a DHT in which announcements and claims can be read at once and those of the
 dead for up to 20 seconds, throughput figures that are a little off, the 3 seconds from a claim to the second look, a

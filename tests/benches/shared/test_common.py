@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peers.supervisor import Child, Supervisor
+from peers.local.supervisor import Child, Supervisor
 from scripts.benches import startup
 from scripts.benches.catalogue import module_of
 from scripts.benches.shared import common

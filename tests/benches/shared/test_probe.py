@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from scripts.benches.shared import probe
 from scripts.benches.shared.common import ServingPeer, SwarmProcesses
 from scripts.benches.shared.probe import Watched, longest_gap, rate_between_commits, watch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.supervisor import Supervisor
+from peers.local.supervisor import Supervisor
 from scripts.benches.shared import common, turns
 from scripts.benches.shared.turns import Worker
 from swarm.errors import DeadlineExceeded, PeerUnavailable

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peers import process
+from peers.shared import process
 from scripts.benches.shared.common import with_corpus
 from scripts.benches.shared.held_out import HeldOut
 from scripts.benches.sides.diloco.arms import ARMS, Arm, num_rounds, run_config

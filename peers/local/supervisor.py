@@ -1,0 +1,157 @@
+"""Child processes that never outlive their launcher.
+
+Used by swarm-local, the benches and the end-to-end tests. Each child leads a process group of its own, so that what it
+starts (p2pd) goes with it, and the kernel kills it should the launcher die. Knows nothing about
+what the children do.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from peers.shared.process import die_with_parent
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 15.0
+"""How long children may take to end."""
+
+_POLL_SECONDS = 0.02
+_LOG_TAIL_BYTES = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A started process. Its stdout and stderr go to `log`."""
+
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of its process group."""
+        return self.process.pid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a child ended."""
+
+    name: str
+    returncode: int
+    """As subprocess has it: minus the signal's number when a signal ended it."""
+    reason: str
+    """One line: the last of the child's log, or the signal's name."""
+
+
+class Supervisor:
+    """Starts children and ends them all when its `with` block ends, whatever ends it.
+
+    Use it from the main thread: a child is killed when the thread that started it ends.
+    """
+
+    def __init__(self, log_folder: Path, *, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Logs go to `log_folder`; on leaving, a child that SIGTERM has not ended gets SIGKILL after the grace."""
+        self._log_folder = log_folder
+        self._grace_seconds = grace_seconds
+        self._running: list[Child] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.terminate_all(self._grace_seconds)
+
+    @property
+    def running(self) -> list[Child]:
+        """The children whose end nobody has asked for or been told of."""
+        return list(self._running)
+
+    def start(self, name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a child that appends to `log_folder/name.log`; `environment` is added to the launcher's own.
+
+        Raises:
+            OSError: the program or the log cannot be opened.
+        """
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        log = self._log_folder / f"{name}.log"
+        # For the user alone: the lines with which others join a locked run have the token in them.
+        with open(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                # Unbuffered, or a killed child's last lines would be lost.
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                start_new_session=True,
+                preexec_fn=die_with_parent(),
+            )
+        child = Child(name=name, log=log, process=process)
+        self._running.append(child)
+        return child
+
+    def kill9(self, child: Child) -> None:
+        """Kill a child and all it forked, as a power cut would. Returns when it is gone."""
+        self._running.remove(child)
+        _reap(child)
+
+    def exits(self) -> list[Exit]:
+        """The children that ended by themselves since the last call. What they left behind in their group is killed."""
+        ended = [child for child in self._running if _has_ended(child)]
+        self._running = [child for child in self._running if child not in ended]
+        return [Exit(name=child.name, returncode=_reap(child), reason=_reason(child)) for child in ended]
+
+    def terminate_all(self, grace_seconds: float) -> None:
+        """SIGTERM for every child, then SIGKILL for what is left after the grace; a Ctrl-C in between cuts it short.
+
+        Of whom that is is one line in the log: what it was to write before its end is not written.
+        """
+        children, self._running = self._running, []
+        try:
+            for child in children:
+                # Only to the leader: it still needs its DHT process in order to say goodbye.
+                os.kill(child.pid, signal.SIGTERM)
+            deadline = time.monotonic() + grace_seconds
+            while not all(map(_has_ended, children)) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        finally:
+            if late := [child.name for child in children if not _has_ended(child)]:
+                logger.warning("killed, since they did not end by themselves: %s", ", ".join(late))
+            for child in children:
+                _reap(child)
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that has anything in it, or nothing."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _has_ended(child: Child) -> bool:
+    # Left unreaped, so that its id cannot become another process's before its group has been killed.
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _reap(child: Child) -> int:
+    os.killpg(child.pid, signal.SIGKILL)
+    return child.process.wait()
+
+
+def _reason(child: Child) -> str:
+    returncode = child.process.returncode
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}"
+    return last_line(child.log) or f"exit code {returncode}"

@@ -1,0 +1,89 @@
+"""Command lines from dataclasses: one frozen dataclass a program, a docstring under each field.
+
+Every program calls `parse` once, at its start.
+"""
+
+import contextlib
+import io
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import tyro
+
+from peers.shared.process import EXIT_USAGE
+
+Options = TypeVar("Options")
+
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_RULE = re.compile(r"[-\u2500]{4,}")
+_NAME = re.compile(r"^\W {5}(\S+)", re.MULTILINE)
+"""Of an argument, behind the box's border if it has one: its option, or what it takes where it has none."""
+_NO_TYPE = re.compile(r"Error parsing (\S+): no type matching (\S+) could be instantiated from \['(.*?)'\]")
+_NO_NUMBER = re.compile(r"Error parsing (\S+): (invalid literal for int|could not convert string to float).*: '(.*)'")
+_KINDS = {"INT": "a whole number", "FLOAT": "a number"}
+_CONFIG = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+
+
+def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
+    """Read `argv` into the dataclass; of a repeated option the last one wins.
+
+    Raises:
+        SystemExit: code 0 after --help; code 2 after one line on stderr, also for a ValueError of `__post_init__`.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(options, prog=prog, args=argv, config=_CONFIG)
+    except SystemExit as stop:
+        if stop.code != EXIT_USAGE:
+            raise
+        print(f"{prog}: error: {_one_line(complaint.getvalue(), options)} (see {prog} --help)", file=sys.stderr)
+        raise
+
+
+def require_at_least(options: object, least: Mapping[str, int]) -> None:
+    """Raise ValueError for a number below its bound, by the option's name; one that was left out (None) will do."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, not {value}")
+
+
+def require_positive(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for a number that is not above zero and finite, by the option's name."""
+    for name in names:
+        value = getattr(options, name)
+        if not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, not {value}")
+
+
+def require_distinct(options: object, names: Iterable[str]) -> None:
+    """Raise ValueError for an option that lists nothing, or something twice."""
+    for name in names:
+        values = getattr(options, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"--{name.replace('_', '-')} must name at least one, and none twice")
+
+
+def _one_line(box: str, options: type[object]) -> str:
+    """The part of tyro's box that says what is wrong; its borders depend on the terminal's encoding."""
+    text = _TERMINAL_CODES.sub("", box).partition("\n")[2]
+    lines = [line.strip("| \u2502") for line in text.splitlines()]
+    sections = [section for section in _RULE.split(" ".join(lines)) if section.strip()]
+    # An option with a typing error is both missing and unrecognized: the latter says more.
+    section = next((section for section in sections if "Unrecognized options" in section), sections[0])
+    message = " ".join(section.split()).removeprefix(f"Error parsing {options.__name__}: ")
+    if found := _NO_TYPE.match(message):
+        option, types, value = found.groups()
+        kinds = [_KINDS.get(name, name.strip("{}")) for name in types.split("|") if name != "{None}"]
+        return f"{option} takes {' or '.join(kinds)}, not {value!r}"
+    if found := _NO_NUMBER.match(message):
+        option, kind, value = found.groups()
+        return f"{option} takes {_KINDS['INT' if 'int' in kind else 'FLOAT']}, not {value!r}"
+    if message.startswith("Missing from"):
+        explained = next(part for part in _RULE.split(text) if "Missing from" in part)
+        return f"missing {', '.join(_NAME.findall(explained))}"
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,205 @@
+"""Which device a process computes on, and how much of its memory autograd graphs may take.
+
+Used by swarm-peer and, without torch, by swarm-local, which spreads its processes over the GPUs. `choose`, `spread` and
+`graph_bytes` decide from what devices report, and are pure; the rest asks for that.
+
+    python -m peers.shared.devices     prints what is here, as JSON
+
+To ask a GPU for its free memory takes hundreds of MB on it for as long as the asking process lives. So where there are
+several, a short-lived child asks.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import random
+import resource
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from peers.shared import process
+
+if TYPE_CHECKING:
+    import torch
+
+ALIKE = 0.9
+"""GPUs with so much of the most free memory are taken for equally free: among them chance decides, for processes that
+start together see the same figures."""
+GPU_SHARE, RAM_SHARE = 0.5, 0.25
+"""Of the memory that is free once a stage's weights and optimizer have theirs, what its graphs may take. The rest of a
+GPU is for one microbatch's computing; RAM is others' as well, and the system kills a process that takes too much."""
+ASKING_SECONDS = 60.0
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Something to compute on: `cpu`, `mps` or `cuda:N`, with the bytes that are free there."""
+
+    name: str
+    free_bytes: int
+
+    @property
+    def kind(self) -> str:
+        """Its name without a number."""
+        return self.name.partition(":")[0]
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def choose(devices: Sequence[Device], rng: random.Random) -> Device:
+    """The device for one process: a CUDA GPU, the one with the most free memory; else mps; else the CPU."""
+    best = _best_kind(devices)
+    most = max(device.free_bytes for device in best)
+    return rng.choice([device for device in best if device.free_bytes >= ALIKE * most])
+
+
+def spread(devices: Sequence[Device], num_processes: int) -> list[Device]:
+    """A device for each process: each goes where it finds the most free memory, shared with those before it."""
+    best, taken, chosen = _best_kind(devices), Counter[str](), []
+    for _ in range(num_processes):
+        device = max(best, key=lambda device: device.free_bytes / (taken[device.name] + 1))
+        taken[device.name] += 1
+        chosen.append(device)
+    return chosen
+
+
+def _best_kind(devices: Sequence[Device]) -> list[Device]:
+    for kind in ("cuda", "mps", "cpu"):
+        if found := [device for device in devices if device.kind == kind]:
+            return found
+    raise AssertionError("every machine has a CPU")
+
+
+def graph_bytes(device: Device, *, needed_bytes: int = 0, num_processes: int = 1) -> int:
+    """What the graphs of one of so many processes may take of a device's memory.
+
+    Args:
+        needed_bytes: of what is free, what the process will take for other things.
+    """
+    share = GPU_SHARE if device.kind == "cuda" else RAM_SHARE
+    return int(share * max(0, device.free_bytes // num_processes - needed_bytes))
+
+
+# -- what is here ------------------------------------------------------------------------------------------------------
+
+
+def device_of(name: str, rng: random.Random) -> "torch.device":
+    """The torch device for `--device name`; `auto` and `cuda` choose.
+
+    Raises:
+        ValueError: there is no such device, or this PyTorch cannot compute on it.
+    """
+    import torch
+
+    try:
+        if name in ("auto", "cuda") and torch.cuda.is_available():
+            name = choose(found(), rng).name if torch.cuda.device_count() > 1 else "cuda:0"
+        elif name == "auto":
+            name = "mps" if torch.backends.mps.is_available() else "cpu"
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("a stage computes on cpu, cuda or mps")
+        # A GPU that this build of PyTorch is not made for gives memory, and fails to compute.
+        torch.zeros(1, device=device).add_(1).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} cannot be used: {process.first_line(error)}") from None
+    return device
+
+
+def found() -> list[Device]:
+    """What this machine has, as a child that imports torch says.
+
+    Raises:
+        OSError: it did not say.
+    """
+    try:
+        result = subprocess.run(
+            [sys.executable, "-P", "-m", "peers.shared.devices"],
+            capture_output=True,
+            text=True,
+            timeout=ASKING_SECONDS,
+            check=True,
+        )
+        return [Device(**device) for device in json.loads(result.stdout)]
+    except (subprocess.SubprocessError, ValueError) as error:
+        raise OSError(f"the devices of this machine could not be asked: {error}") from None
+
+
+def named(name: str) -> list[Device]:
+    """Those that `--device name` of swarm-local means: all of them are to be used.
+
+    Raises:
+        ValueError: this machine has none of that name.
+        OSError: as `found`.
+    """
+    if name == "cpu":
+        return [Device(name="cpu", free_bytes=free_ram_bytes())]
+    devices = found()
+    if matching := [device for device in devices if name in ("auto", device.name, device.kind)]:
+        return matching
+    raise ValueError(f"--device {name} cannot be used: this machine has {', '.join(d.name for d in devices)}")
+
+
+def here(device: "torch.device") -> Device:
+    """A device that this process computes on, with what is free of it for this process."""
+    import torch
+
+    free_bytes = free_ram_bytes()
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        # What torch holds without using it is free as well, for this process.
+        free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    elif device.type == "mps":
+        # It is the machine's memory, of which the GPU takes so much at most.
+        own_bytes = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        free_bytes = min(free_bytes, own_bytes)
+    return Device(name=str(device), free_bytes=max(0, free_bytes))
+
+
+def free_ram_bytes() -> int:
+    """What this process may still take of the machine's memory, of its container's, and of its own limit."""
+    free = [psutil.virtual_memory().available, _free_in_cgroups()]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free.append(limit - psutil.Process().memory_info().vms)
+    return int(min(free))
+
+
+def _free_in_cgroups() -> float:
+    """What the limits of a container, a service or a cluster's job leave (version 2); infinite without any."""
+    own = _CGROUPS
+    with contextlib.suppress(OSError):
+        own /= _OWN_CGROUP.read_text().partition("::")[2].strip().lstrip("/")
+    return min(_free_in_cgroup(folder) for folder in (own, *own.parents))
+
+
+def _free_in_cgroup(folder: Path) -> float:
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # Pages of files are given up when memory is short.
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(statistics.get("inactive_file", "0")))
+    return math.inf
+
+
+def _all_here() -> list[Device]:
+    import torch
+
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(torch.device("mps"))
+    return [here(device) for device in (*devices, torch.device("cpu"))]
+
+
+if __name__ == "__main__":
+    print(json.dumps([dataclasses.asdict(device) for device in _all_here()]))

@@ -1,0 +1,56 @@
+"""A process's event log: opened before it joins anything, begun once it knows in which run it is.
+
+Used by swarm-peer and swarm-trainer for `--events FILE`.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import swarm
+from peers.shared.sole_writer import require_sole_writer
+from swarm.config import RunConfig
+from swarm.events.kinds import Events, NoEvents, Start
+from swarm.events.log import EventLog, boot_id
+from swarm.machine.clock import Clock
+
+
+def open_events(path: Path | None, clock: Clock) -> Events:
+    """The log, or nothing if none is wanted.
+
+    Raises:
+        ValueError: another process writes to the file.
+        OSError: it can neither be opened nor made.
+    """
+    if path is None:
+        return NoEvents()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    require_sole_writer(path, f"--events {path}")
+    return EventLog(path, clock)
+
+
+def begin(events: Events, path: Path | None, start: Start) -> None:
+    """Write a process's first event. Raises ValueError if the file is another run's: neither could be audited."""
+    if path is not None and (other := _run_in(path)) not in (None, start.run):
+        raise ValueError(f"--events {path} is of another run, {other}: give this one a file of its own")
+    events.write(start)
+
+
+def _run_in(path: Path) -> str | None:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                return str(json.loads(line)["run"])
+            except (ValueError, KeyError, TypeError):  # What a full disk has left, say.
+                continue
+    return None
+
+
+def start_of(config: RunConfig, *, peer_id: str, name: str, stage: int) -> Start:
+    """A process's first event; `stage` is -1 for a trainer."""
+    return Start(
+        run=config.run_id, peer=peer_id, name=name, stage=stage, setting=config.rounds.setting,
+        num_stages=config.stages.num_stages,
+        num_fragments=1 if config.rounds.synchronous else config.averaging.num_fragments,
+        round_microbatches=config.microbatches_per_round, software=swarm.__version__, pid=os.getpid(), boot=boot_id(),
+    )  # fmt: skip

@@ -1,0 +1,265 @@
+"""What every program does with its own process: environment, memory, logging, exit codes, signals, parent's death.
+
+Called by peers/commands before a program is loaded, by the programs for `interruptible` and `stop_event`, and by
+peers/local/supervisor for `die_with_parent`. Knows nothing about swarms, and imports neither grpc nor hivemind: both
+read the environment that is prepared here.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import resource
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Literal, TypeVar
+
+from swarm.errors import SwarmError
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Result = TypeVar("Result")
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # mallopt(3)
+_FAULTS = (ValueError, SwarmError, OSError)
+
+
+def prepare_environment() -> None:
+    """Set what grpc, hivemind and tokenizers read when they are imported; what the user has set stays."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # Children (p2pd, wandb) are made by fork and exec.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", category)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed for whoever wants memory next, in whatever thread.
+
+    glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back
+    to the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as
+    the stage's weights, and each time the system would clear every page again: most of a round's end was that. So a
+    process keeps what it once needed, but for what is free at the heap's end beyond 2 GiB. Nothing happens where the
+    user has set MALLOC_*, or with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+THREAD_BYTES = 128 << 20
+"""Addresses for the stacks of the threads that gRPC and asyncio start, sixteen or so of 8 MiB each."""
+
+
+def require_addresses(num_bytes: int) -> None:
+    """Raise MemoryError if this process may not have so many more addresses, by its limit (ulimit -v, prlimit --as).
+
+    To be asked before large libraries are imported, and before gRPC starts its threads: where addresses run out, some
+    libraries end the process without a word, and some wait for ever.
+    """
+    if num_bytes == 0 or _address_limit() is None:
+        return
+    try:
+        # Reserved without being used, and given back at once.
+        mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0).close()
+    except OSError:
+        raise MemoryError(f"unable to allocate {in_words(num_bytes)}") from None
+
+
+def setup_logging(name: str, level: LogLevel) -> None:
+    """Log to stderr, one line a record, each with the peer's `name`; tracebacks at level `debug` only."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLineFormatter(name, tracebacks=level == "debug"))
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    threading.excepthook = _log_shortage(threading.excepthook)
+    sys.unraisablehook = _log_shortage(sys.unraisablehook)
+    # Other packages' notes are no news to the user of this one.
+    for package in ("asyncio", "matplotlib", "urllib3", "hivemind", "wandb"):
+        logging.getLogger(package).setLevel("DEBUG" if level == "debug" else "ERROR")
+
+
+def _log_shortage(hook: Callable[[Any], object]) -> Callable[[Any], None]:
+    """Python's hook for what a thread or a destructor raises, which prints a traceback, but for a lack of memory."""
+
+    def log(raised: Any) -> None:
+        if raised.exc_value is None or not is_out_of_memory(raised.exc_value):
+            hook(raised)
+            return
+        error = raised.exc_value
+        logging.getLogger(__name__).error("out of memory: no room for %s", what_was_asked(error), exc_info=error)
+
+    return log
+
+
+class _OneLineFormatter(logging.Formatter):
+    def __init__(self, name: str, *, tracebacks: bool) -> None:
+        super().__init__(f"%(asctime)s {name.replace('%', '%%')} %(levelname)s: %(message)s", datefmt="%H:%M:%S")
+        self._tracebacks = tracebacks
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        line = super().formatMessage(record)
+        if record.exc_info and not self._tracebacks:
+            line += f" ({_describe(record.exc_info[1])})"
+        return printable(" ".join(line.splitlines()))
+
+    def formatException(self, ei: Any) -> str:
+        return super().formatException(ei) if self._tracebacks else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).rstrip("\n")
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with spaces for what cannot be printed, but for what is in `keep`.
+
+    Much that is shown comes from strangers, and a terminal takes control characters for commands.
+    """
+    return "".join(char if char.isprintable() or char in keep else " " for char in text)
+
+
+def first_line(error: Exception) -> str:
+    """Of what an exception says; what it is, if it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def run_program(prog: str, main: Callable[[], int]) -> int:
+    """Run a program and turn every fault that is not a bug into one line on stderr.
+
+    A ValueError is the user's fault (exit code 2); SwarmError, OSError and a lack of memory come from the world (1);
+    and Ctrl-C gives 130. Of an ExceptionGroup the first fault is reported, or a lack of memory. Log level `debug` shows
+    the traceback as well.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Exception: anything else, a bug, with its traceback.
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        faults = list(_leaves(error))
+        shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
+        if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
+            raise
+        logging.getLogger().debug("where it went wrong:", exc_info=error)
+        if shortages:
+            print(f"{prog}: error: {_describe_shortage(shortages[0])}", file=sys.stderr)
+            return EXIT_FAILURE
+        fault = faults[0]
+        print(f"{prog}: error: {_describe(fault)}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(fault, ValueError) else EXIT_FAILURE
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Have SIGTERM interrupt the block as Ctrl-C does: for long work of the main thread that has to clear away."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set, for the running loop; a second Ctrl-C ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            os._exit(EXIT_INTERRUPTED)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def before_stop(work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` gives; None if SIGINT or SIGTERM came before: then it was cancelled, and has ended."""
+    stop = stop_event()
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not working.done():
+        working.cancel()
+        await asyncio.wait([working])
+        return None
+    stopping.cancel()
+    return working.result()
+
+
+def die_with_parent() -> Callable[[], None]:
+    """Make the `preexec_fn` for a child that the kernel is to kill when this process dies, however it dies.
+
+    It is the end of the parent's *thread* that kills: start such children from a thread that lives as long as the
+    process. Does nothing where the system has no prctl.
+    """
+    parent = os.getpid()
+    # Looked up here, since little is safe between fork and exec.
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+    def in_child() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(EXIT_FAILURE)
+
+    return in_child
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """What says that there was no memory: the error, or one that it followed from; a fault speaks for itself."""
+    while error is not None and not is_out_of_memory(error):
+        error = None if isinstance(error, _FAULTS) else error.__cause__ or error.__context__
+    return error
+
+
+def _describe_shortage(error: BaseException) -> str:
+    text = f"out of memory: no room for {what_was_asked(error)}"
+    if (limit := _address_limit()) is None:
+        return f"{text}; close other programs, or take a machine with more memory"
+    return f"{text}; this process may have {in_words(limit)} of addresses (ulimit -v, prlimit --as): allow it more"
+
+
+def _address_limit() -> int | None:
+    """Bytes of addresses that this process may have; None where there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = str(error)
+    if not isinstance(error, _FAULTS):
+        text = f"{type(error).__name__}: {text}"
+    return " ".join(printable(text).split()) or type(error).__name__

@@ -1,0 +1,68 @@
+"""This peer's claim in the DHT: where it is about to serve. Kept there until it has arrived or gives up.
+
+Used by rebalancer.py. A claim that cannot be stored is no reason to stay away: others then learn of the peer when it
+serves. Never decides anything.
+"""
+
+import logging
+
+from swarm.dht.directory import Directory
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import Clock
+from swarm.types import ClaimRecord, ClaimState
+
+logger = logging.getLogger(__name__)
+
+CLAIM_SECONDS = 20.0
+"""Lifetime of a claim: a peer that died on its way is counted for at most this long."""
+RENEW_SECONDS = 5.0
+WITHDRAWN_SECONDS = 5.0
+"""For how long it can at least be read that a claim was withdrawn."""
+
+
+class Claim:
+    """One peer's."""
+
+    def __init__(self, *, directory: Directory, clock: Clock, peer_id: str, name: str) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._peer_id = peer_id
+        self._name = name
+        self._record: ClaimRecord | None = None
+
+    async def make(self, stage: int, *, from_stage: int | None, confirmed: bool = False) -> ClaimRecord:
+        """Claim a stage, as one that others may still come before, unless it is confirmed at once."""
+        now = self._clock.time()
+        self._record = ClaimRecord(
+            peer_id=self._peer_id, name=self._name, announced_at=now, stage=stage, from_stage=from_stage,
+            state=ClaimState.CONFIRMED if confirmed else ClaimState.PENDING, claimed_at=now,
+        )  # fmt: skip
+        await self._announce(self._record, CLAIM_SECONDS)
+        return self._record
+
+    async def confirm(self, stage: int) -> None:
+        """Be under way to a stage, which may be another one than was claimed at first."""
+        assert self._record is not None, "what is confirmed was claimed"
+        self._record = self._record.model_copy(update={"state": ClaimState.CONFIRMED, "stage": stage})
+        await self._announce(self._record, CLAIM_SECONDS)
+
+    async def withdraw(self) -> None:
+        """The peer has arrived, or will not come. Does nothing without a claim."""
+        if self._record is not None:
+            withdrawn = self._record.model_copy(update={"state": ClaimState.WITHDRAWN})
+            self._record = None
+            await self._announce(withdrawn, WITHDRAWN_SECONDS)
+
+    async def keep(self) -> None:
+        """Renew the claim, if there is one, until cancelled."""
+        while True:
+            await self._clock.sleep(RENEW_SECONDS)
+            if self._record is not None:
+                await self._announce(self._record, CLAIM_SECONDS)
+
+    async def _announce(self, record: ClaimRecord, lifetime_seconds: float) -> None:
+        record = record.model_copy(update={"announced_at": self._clock.time()})
+        try:
+            await self._directory.announce_claim(record, lifetime_seconds)
+        except PeerUnavailable as error:
+            logger.debug("the claim of stage %d was not announced: %s", record.stage, error)

@@ -1,0 +1,59 @@
+"""Which key file a peer uses: the same one after a restart, never one that another running peer uses.
+
+Used by swarm-peer. The lock on the file ends with the process, however it ends.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from peers.shared.sole_writer import require_sole_writer
+from swarm.credentials import identity as identities
+from swarm.credentials.identity import Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimedIdentity:
+    """An identity that no other process on this machine can claim while `lock` is open.
+
+    Attributes:
+        libp2p_path: of the key that belongs to it in the DHT, which need not be there yet.
+    """
+
+    identity: Identity
+    libp2p_path: Path
+    lock: IO[str]
+
+
+def claim_identity(path: Path | None, folder: Path, label: str) -> ClaimedIdentity:
+    """Claim the named file, or the first free one with a label (`stage-2`, say) in `folder`; make it if missing.
+
+    Where the file system has no locks, nobody is kept out.
+
+    Raises:
+        ValueError: the named file is in use by another peer.
+        IntegrityError: the file is no identity.
+    """
+    if path is not None:
+        claimed = _try_claim(path)
+        if claimed is None:
+            raise ValueError(f"--identity {path} is in use by another peer on this machine: give each its own")
+        return claimed
+    for number in itertools.count():
+        claimed = _try_claim(folder / f"{label}.{number}.pem")
+        if claimed is not None:
+            return claimed
+    raise AssertionError("counting never ends")
+
+
+def _try_claim(path: Path) -> ClaimedIdentity | None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # Not just another ending: keys may be called `peer.0` and `peer.1`.
+        lock = os.fdopen(require_sole_writer(path.with_name(f"{path.name}.lock"), f"--identity {path}"), "w")
+    except ValueError:
+        return None
+    libp2p_path = path.with_suffix(".p2p") if path.suffix == ".pem" else path.with_name(f"{path.name}.p2p")
+    return ClaimedIdentity(identity=identities.load_or_create(path), libp2p_path=libp2p_path, lock=lock)

@@ -1,0 +1,196 @@
+"""One start of a peer's process, and whether another process serves under the same identity.
+
+Used by swarm-peer before it says anything of itself, and then now and again. Key files get copied, with a disk image
+say, and two processes under one id take turns in being a member. A record in the DHT tells which process announced it.
+Where that is not this one, either it has died, and its record outlives it for some seconds, or it lives. So it is
+asked, and what it answers is signed with the key that both have. Of two that live the one that started later has to
+go. A peer that cannot reach the other one itself has other peers ask.
+"""
+
+import datetime
+import json
+import logging
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from peers.shared.network import KnownPeers, agree_on_config
+from peers.stage_peer.resume import describe
+from swarm.config import RunConfig
+from swarm.credentials.identity import Identity, verify
+from swarm.dht.directory import Directory
+from swarm.dht.node import DhtNode
+from swarm.errors import Fatal, IntegrityError, PeerUnavailable
+from swarm.machine.clock import Clock
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""Time between two looks at who announces itself under this peer's id."""
+NUM_ASKED = 3
+"""Peers that are asked to find out, where this one has no answer."""
+REMEMBERED_SECONDS = 2.0
+"""For how long an answer about somebody else's identity holds: a peer that is asked has to ask another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Incarnation:
+    """One start of a peer's process.
+
+    Attributes:
+        nonce: of no other start; empty where none of this matters.
+        started_at: seconds since the epoch, by its own clock.
+    """
+
+    nonce: str = ""
+    started_at: float = 0.0
+
+
+def begin(clock: Clock) -> Incarnation:
+    """This start of the process."""
+    return Incarnation(nonce=secrets.token_hex(8), started_at=clock.time())
+
+
+class Rivals:
+    """Other processes under the identity of this peer, or of one that asks."""
+
+    def __init__(
+        self, *, config: RunConfig, identity: Identity, own: Incarnation, known: KnownPeers, channels: ChannelPool,
+        clock: Clock, endpoint: Callable[[], str] = str,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            endpoint: gives where this process serves.
+        """
+        self._config = config
+        self._identity = identity
+        self._own = own
+        self._known = known
+        self._channels = channels
+        self._clock = clock
+        self._endpoint = endpoint
+        self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
+        """Of late, by peer: when, for which nonce, and what came of it."""
+
+    async def require_alone(self) -> None:
+        """Raise Fatal, which names it, if a process under this identity was there before this one, and answers."""
+        own = self._identity.peer_id
+        if not (records := self._announced_by_others(own, self._own.nonce)):
+            return
+        caller = pb.Incarnation(peer_id=own, nonce=self._own.nonce, started_at=self._own.started_at)
+        rival = await self._ask(records, caller)
+        if rival is None:
+            logger.info("the process that served under this identity before does not answer: asking others about it")
+            others = [record for stage in sorted(self._known.records) for record in self._known.others(stage)]
+            rival = await self._ask(others[:NUM_ASKED], caller)
+        if rival is not None:
+            since = datetime.datetime.fromtimestamp(rival.started_at, datetime.UTC)
+            raise Fatal(
+                f"another process serves under this identity at {rival.endpoint} since "
+                f"{since.strftime('%Y-%m-%d %H:%M:%S UTC')}: start this one with an --identity FILE of its own, which "
+                "it makes, or stop the other one"
+            )
+
+    async def watch(self) -> None:
+        """Look again and again, until cancelled: the other one may have been out of sight when this one began.
+
+        Raises:
+            Fatal: the other one was there first.
+        """
+        has_warned = False
+        own = (self._own.started_at, self._own.nonce)
+        while True:
+            await self._clock.sleep(LOOK_SECONDS)
+            records = self._announced_by_others(self._identity.peer_id, self._own.nonce)
+            if any((record.started_at, record.nonce) < own for record in records):
+                await self.require_alone()
+            elif records and not has_warned:
+                logger.warning(
+                    "another process has started under this identity, at %s: it is to leave", records[0].endpoint
+                )
+                has_warned = True
+
+    async def of(self, caller: pb.Incarnation) -> pb.Incarnation | None:
+        """The process that serves under the identity of a peer that asks, and was there before it: this one, or one
+        that this one knows and asks."""
+        if caller.peer_id == self._identity.peer_id:
+            is_elder = (self._own.started_at, self._own.nonce) < (caller.started_at, caller.nonce)
+            return self._signed(caller.nonce) if is_elder and caller.nonce != self._own.nonce else None
+        if not (records := self._announced_by_others(caller.peer_id, caller.nonce)):
+            return None
+        now = self._clock.monotonic()
+        self._asked = {peer: asked for peer, asked in self._asked.items() if now - asked[0] < REMEMBERED_SECONDS}
+        if caller.peer_id not in self._asked:
+            # Before it is asked, too: nobody can have many questions asked at once.
+            self._asked[caller.peer_id] = (now, caller.nonce, None)
+            self._asked[caller.peer_id] = (now, caller.nonce, await self._ask(records, caller))
+        _, nonce, rival = self._asked[caller.peer_id]
+        return rival if nonce == caller.nonce else None
+
+    def _announced_by_others(self, peer_id: str, nonce: str) -> list[PeerRecord]:
+        """What processes other than the one with this nonce have announced under an id."""
+        announced = [record for stage in self._known.records for record in self._known.peers(stage)]
+        return [record for record in announced if record.peer_id == peer_id and record.nonce not in ("", nonce)]
+
+    async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
+        """What one of them says of the caller's rival. The caller alone checks that, for it has the key."""
+        with suppress(PeerUnavailable):
+            for reply in await describe(self._config, records, self._channels, caller=caller):
+                is_own = caller.peer_id == self._identity.peer_id
+                if reply.HasField("rival") and (not is_own or self._is_signed(reply.rival)):
+                    rival: pb.Incarnation = reply.rival
+                    return rival
+        return None
+
+    def _signed(self, nonce: str) -> pb.Incarnation:
+        said = pb.Incarnation(
+            peer_id=self._identity.peer_id, nonce=self._own.nonce, started_at=self._own.started_at,
+            endpoint=self._endpoint(),
+        )  # fmt: skip
+        said.signature = self._identity.sign(_signed_bytes(said, nonce))
+        return said
+
+    def _is_signed(self, rival: pb.Incarnation) -> bool:
+        """Whether a process with this very key has just said so: others could make it up."""
+        if (rival.peer_id, rival.nonce) == (self._identity.peer_id, self._own.nonce):
+            return False
+        try:
+            verify(self._identity.certificate_pem, _signed_bytes(rival, self._own.nonce), rival.signature)
+        except IntegrityError as error:
+            logger.debug("a rival that somebody made up: %s", error)
+            return False
+        return True
+
+
+def _signed_bytes(said: pb.Incarnation, nonce: str) -> bytes:
+    return json.dumps(["swarm incarnation", said.peer_id, said.nonce, said.started_at, said.endpoint, nonce]).encode()
+
+
+async def require_alone_at(
+    node: DhtNode, addresses: Sequence[str], identity: Identity, *, insecure: bool, clock: Clock
+) -> None:  # fmt: skip
+    """The same for a peer that cannot enter the DHT, since the addresses that it was given are its own.
+
+    Args:
+        node: has entered there under another id.
+
+    Raises:
+        Fatal: a process that serves under this identity answers.
+        What agree_on_config raises.
+    """
+    config = await agree_on_config(node, None, addresses, clock, identity.authority)
+    known = KnownPeers(Router(clock, random.Random(0)), own_id=identity.peer_id)
+    channels = ChannelPool(insecure=insecure, identity=identity, clock=clock)
+    rivals = Rivals(config=config, identity=identity, own=begin(clock), known=known, channels=channels, clock=clock)
+    try:
+        directory = Directory(node, identity, config.run_id, clock)
+        await known.look_first(directory, range(config.stages.num_stages), clock)
+        await rivals.require_alone()
+    finally:
+        await channels.close()

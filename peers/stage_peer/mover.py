@@ -1,0 +1,265 @@
+"""Runs a stage peer's servers, one after another: at its first stage, then wherever it moves.
+
+Used by swarm-peer. To move is to wait for the end of a round, drain, withdraw, and begin at the new stage like any
+joiner: same process, same identity, same DHT node. A peer that cannot begin there goes back; it never serves a stage
+whose state it has not got, and never leaves one that nobody else serves. When to move is for rebalancer.py to say.
+"""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from peers.shared.network import LOOK_SECONDS
+from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.server import StageServer
+from swarm.errors import Fatal, SwarmError
+from swarm.events import kinds as events
+from swarm.events.kinds import Events
+from swarm.machine.clock import Clock
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+
+logger = logging.getLogger(__name__)
+
+ROUND_SECONDS, LAST_ROUND_SECONDS = 600.0, 60.0
+"""How long a peer that moves, and one that ends, serves on until its round is committed; what it holds of a longer one
+is lost."""
+DRAIN_SECONDS, LAST_DRAIN_SECONDS = 60.0, 15.0
+"""How long it then waits for its microbatches; one that moves stays if they take longer."""
+QUIET_SECONDS, LAST_QUIET_SECONDS = 30.0, 5.0
+"""A round of which nothing has been under way for this long is not waited for: nobody trains."""
+COMMIT_SECONDS = 5.0
+"""How long another peer of the stage may take to commit the round that this one has committed."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 60.0
+"""Wait after a stage could not be entered, doubled each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A peer's way from one stage to another."""
+
+    from_stage: int
+    to_stage: int
+    since: float
+    """When it began to drain, on the monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """Where a server listens, and what others are told of it; see StageServer.serving."""
+
+    host: str
+    port: int
+    announced_host: str
+    dht_address: str
+
+
+ServerFactory = Callable[[int, int, bool, asyncio.TaskGroup], StageServer]
+"""Makes a stage's server: stage, moves so far, whether it comes from another stage, tasks."""
+
+
+class Mover:
+    """One peer's."""
+
+    def __init__(
+        self, *, make_server: ServerFactory, rebalancer: Rebalancer, listen: Listen, clock: Clock, event_log: Events,
+        stop: asyncio.Event, on_serving: Callable[[int, str], None],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            stop: set when the peer is to leave the run.
+            on_serving: told stage and endpoint whenever a stage is served.
+        """
+        self._make_server = make_server
+        self._rebalancer = rebalancer
+        self._listen = listen
+        self._clock = clock
+        self._event_log = event_log
+        self._stop = stop
+        self._on_serving = on_serving
+        self._num_moves = 0
+
+    async def run(self, stage: int) -> None:
+        """Serve a stage, and those that it moves to, until told to stop.
+
+        Told to stop while it enters a stage, it gives that up.
+
+        Raises:
+            ExceptionGroup: what the server at the first stage raised, or any server once it served.
+        """
+        move: Move | None = None
+        retry_seconds = RETRY_SECONDS
+        while True:
+            if move is not None:
+                # The old model is freed before the new one is made.
+                gc.collect()
+            next_move, failure = await self._serve(stage, move)
+            if failure is None:
+                if next_move is None:
+                    return
+                stage, move, retry_seconds = next_move.to_stage, next_move, RETRY_SECONDS
+                self._event_log.write(events.Move(stage=stage))
+                continue
+            if self._stop.is_set():
+                logger.info("leaving: stage %d was not entered yet", stage)
+                await self._rebalancer.gave_up(stage)
+                return
+            assert move is not None, "only one that moves may fail and go on"
+            other = move.from_stage if stage == move.to_stage else move.to_stage
+            logger.warning("cannot begin at stage %d: %s; trying stage %d", stage, failure, other)
+            await self._rebalancer.gave_up(stage)
+            await self._rebalancer.goes(other, from_stage=stage)
+            await self._first_of(self._clock.sleep(retry_seconds), self._stop.wait())
+            if self._stop.is_set():
+                await self._rebalancer.gave_up(other)
+                return
+            self._event_log.write(events.Move(stage=other))
+            stage, retry_seconds = other, min(2 * retry_seconds, MAX_RETRY_SECONDS)
+
+    async def _serve(self, stage: int, move: Move | None) -> tuple[Move | None, str | None]:
+        """Serve one stage to the end; gives where to go then, or why it was not entered."""
+        serving, next_move, failure = False, None, None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                has_moved = move is not None and stage == move.to_stage
+                server = self._make_server(stage, self._num_moves + has_moved, move is not None, tasks)
+                listen = self._listen
+                async with asyncio.timeout(None) as entering:
+                    stopping = tasks.create_task(self._end_at_stop(entering))
+                    async with server.serving(
+                        listen.host, listen.port, listen.announced_host, listen.dht_address
+                    ) as endpoint:
+                        stopping.cancel()
+                        serving = not entering.expired()
+                        if serving:
+                            entering.reschedule(None)
+                        await self._arrived(stage, move)
+                        self._on_serving(stage, endpoint)
+                        next_move = await self._stay(server, stage)
+        except* (SwarmError, OSError, ValueError) as faults:
+            if serving or (move is None and not self._stop.is_set()):
+                raise
+            failure = str(_first(faults))  # Itself, it would keep the server, with the model, in its traceback.
+        except* (RuntimeError, MemoryError) as errors:
+            error = _first(errors)
+            if not is_out_of_memory(error):
+                raise
+            raise Fatal(
+                f"stage {stage} ran out of memory (no room for {what_was_asked(error)}): take a smaller "
+                "--graph-memory-mib or --max-in-flight, more stages, or another --device"
+            ) from None
+        return next_move, failure
+
+    async def _end_at_stop(self, entering: asyncio.Timeout) -> None:
+        await self._stop.wait()
+        entering.reschedule(0.0)
+
+    async def _arrived(self, stage: int, move: Move | None) -> None:
+        if move is None or stage != move.to_stage:
+            await self._rebalancer.arrived(stage)
+            if move is not None:
+                logger.info("back at stage %d", stage)
+            return
+        self._num_moves += 1
+        seconds = self._clock.monotonic() - move.since
+        await self._rebalancer.arrived(stage, move_seconds=seconds)
+        logger.info("moved from stage %d to stage %d in %.1f s", move.from_stage, stage, seconds)
+
+    async def _stay(self, server: StageServer, stage: int) -> Move | None:
+        """Until the peer has left its stage: for another one, or for good.
+
+        Raises:
+            Fatal: it has left since it cannot go on.
+        """
+        while True:
+            target = await self._first_of(
+                self._rebalancer.next_move(stage, lambda: server.samples_per_second),
+                self._first_of(server.gives_up(), self._stop.wait()),
+            )
+            if target is None:
+                if server.fault is not None:
+                    logger.error("this peer cannot go on: %s", server.fault)
+                logger.info(
+                    "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
+                )
+                server.will_leave()
+                deadline = self._clock.monotonic() + LAST_ROUND_SECONDS
+                await self._hand_over(server, stage, deadline)
+                await server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)
+                logger.info("leaving: finishing what is in flight")
+                await server.drain(LAST_DRAIN_SECONDS)
+                await server.leave()
+                self._event_log.write(events.Leave())
+                if server.fault is not None:
+                    raise server.fault
+                return None
+            logger.info("moving to stage %d after this round", target)
+            await self._first_of(server.end_of_round(ROUND_SECONDS, quiet_seconds=QUIET_SECONDS), self._stop.wait())
+            if self._stop.is_set():
+                await self._rebalancer.gave_up(target)
+                continue
+            move = Move(from_stage=stage, to_stage=target, since=self._clock.monotonic())
+            is_drained = await self._first_of(server.drain(DRAIN_SECONDS), self._stop.wait())
+            if is_drained and await self._can_spare(server, stage):
+                await server.leave()
+                return move
+            if not self._stop.is_set():
+                reason = (
+                    "too few others serve it with its state" if is_drained else f"not done within {DRAIN_SECONDS:.0f} s"
+                )
+                logger.warning("stays at stage %d: %s", stage, reason)
+                await server.go_on()
+            await self._rebalancer.gave_up(target)
+
+    async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
+        """Serve on while somebody is on its way here who can have the stage's state of nobody else, until the deadline.
+
+        Not at round 0, whose state everybody has.
+        """
+        has_said = False
+        while server.round > 0 and self._clock.monotonic() < deadline:
+            try:
+                if not await self._rebalancer.is_awaited(stage, round_number=server.round, lineage=server.lineage):
+                    return
+            except SwarmError as error:
+                logger.debug("nobody to be asked: %s", error)
+                return
+            if not has_said:
+                logger.info("a peer is on its way to stage %d: serving on until it has the state", stage)
+                has_said = True
+            await self._clock.sleep(LOOK_SECONDS)
+
+    async def _can_spare(self, server: StageServer, stage: int) -> bool:
+        deadline = self._clock.monotonic() + COMMIT_SECONDS
+        while True:
+            try:
+                if await self._rebalancer.can_spare(
+                    stage, round_number=server.round, lineage=server.lineage, last_members=server.last_members
+                ):
+                    return True
+            except SwarmError as error:
+                logger.debug("nobody to be asked: %s", error)
+            if self._clock.monotonic() >= deadline:
+                return False
+            await self._clock.sleep(LOOK_SECONDS)
+
+    async def _first_of(
+        self, work: Coroutine[Any, Any, int | bool | None], stop: Coroutine[Any, Any, object]
+    ) -> int | None:  # fmt: skip
+        """What `work` gives; None if `stop`, after which the peer is to stop, ends before."""
+        async with asyncio.TaskGroup() as tasks:
+            working, stopping = tasks.create_task(work), tasks.create_task(stop)
+            await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for task in (working, stopping):
+                task.cancel()
+        return None if working.cancelled() else working.result()
+
+
+def _first(faults: BaseExceptionGroup[Exception]) -> Exception:
+    fault: BaseException = faults
+    while isinstance(fault, BaseExceptionGroup):
+        fault = fault.exceptions[0]
+    assert isinstance(fault, Exception)
+    return fault

@@ -1,0 +1,486 @@
+"""swarm-peer: serves one stage of a run.
+
+    swarm-peer --preset tiny                                   the first peer, stage 0, of a new run
+    swarm-peer --stage 2 --initial-peers ADDRESS...            everyone else
+    swarm-peer --stage auto --initial-peers ADDRESS...         ... wherever it is needed most
+
+Reads top to bottom: options -> join the DHT -> agree on the configuration -> choose a stage -> have mover.py build,
+enter the run and serve, at one stage or at several in turn, until SIGTERM. The mechanisms are in swarm/; here they are
+wired together.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import json
+import logging
+import math
+import os
+import random
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from peers.shared import cli, process
+from peers.shared.cache import cache_folder
+from peers.shared.devices import device_of
+from peers.shared.event_file import begin, open_events, start_of
+from peers.shared.network import (
+    REFRESH_SECONDS,
+    KnownPeers,
+    agree_on_config,
+    default_name,
+    require_name,
+    say_who_may_join,
+)
+from peers.shared.token_option import admitted, find_token, stop_or_expiry, with_token
+from peers.stage_peer import incarnation as incarnations
+from peers.stage_peer.claim import Claim
+from peers.stage_peer.identity_file import claim_identity
+from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.mover import Listen, Mover
+from peers.stage_peer.own_addresses import own_hosts
+from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.resume import ResumeOptions
+from peers.stage_peer.server import ServerOptions, StageServer
+from swarm import config as configs
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity
+from swarm.credentials.token import Token
+from swarm.data import corpora, tokenizers
+from swarm.dht import node as dht_node
+from swarm.dht.addresses import is_host
+from swarm.dht.directory import Directory
+from swarm.dht.node import DhtNode
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.events.kinds import Events
+from swarm.machine.clock import SystemClock, run_loop
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.entry import Entry
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+PROG = "swarm-peer"
+DEFAULT_REBALANCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Serve one stage of a run."""
+
+    stage: int | Literal["auto"] = 0
+    """Stage to serve, from 0, and to stay at: 0 if left out, also where others serve it already. auto takes the one
+    that needs a peer most, and moves when another one does."""
+    rebalance_every: float | None = None
+    """Seconds between two looks whether another stage needs this peer more, 60 if left out; 0 never moves. Only with
+    --stage auto."""
+    initial_peers: tuple[str, ...] = ()
+    """DHT addresses of peers that are there already; without any, a new run begins."""
+    token: str | None = None
+    """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
+    come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    allow_class: str | None = None
+    """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
+    config: Path | None = None
+    """TOML file of a new run."""
+    preset: str | None = None
+    """Configuration of a new run that comes with swarm: tiny, small, llama-124m, sparseloco or targon."""
+    dataset: str | None = None
+    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    tokenizer: str | None = None
+    """Tokenizer of a new run, instead of the configuration's: bytes, or the path of a tokenizer.json."""
+    stages: int | None = None
+    """Number of stages of a new run, instead of the configuration's."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
+    free memory, as cuda does."""
+    threads: int = 0
+    """CPU threads for computing; 0 leaves the choice to PyTorch."""
+    host: str = "0.0.0.0"
+    """IP address to listen on."""
+    port: int = 0
+    """TCP port for tensors (gRPC); 0 takes a free one."""
+    dht_port: int = 0
+    """TCP port for the DHT; 0 takes a free one."""
+    announce: str | None = None
+    """Host name or IP address at which others reach this machine; left out, its own address on the way to the initial
+    peers, or on its default way."""
+    identity: Path | None = None
+    """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
+    name: str = ""
+    """What others see; by default host name and process id."""
+    max_in_flight: int = 0
+    """Microbatches to work on at once; 0 takes two more than there are stages, and more where links are so long or slow
+    that these do not keep the peer busy."""
+    graph_memory_mib: int | None = None
+    """Memory for what backward needs of forward; beyond it forwards are computed again. Left out, it is half of the GPU
+    memory, or a quarter of the RAM, that is free beside the stage's weights and optimizer."""
+    insecure: bool = False
+    """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
+    checkpoint: Path | None = None
+    """Write checkpoints of this stage to this folder."""
+    checkpoint_every: int | None = None
+    """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
+    rounds."""
+    keep_checkpoints: int | None = None
+    """Checkpoints to keep, 3 if left out; older ones are deleted."""
+    resume: Path | None = None
+    """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
+    resume_round: int | None = None
+    """Go on from the checkpoint of this round instead."""
+    start_over: bool = False
+    """Where nobody holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
+    weights; what it had learnt is gone."""
+    events: Path | None = None
+    """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
+    ready_file: Path | None = None
+    """Write a JSON object with this peer's addresses here once it serves."""
+    log_level: process.LogLevel = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if self.rebalance_every is not None:
+            if self.stage != "auto":
+                raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
+            if not 0 <= self.rebalance_every < math.inf:
+                raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
+        if self.stage != "auto" and self.stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.stage}")
+        cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
+        if self.config is not None and self.preset is not None:
+            raise ValueError("--config and --preset exclude each other")
+        own = self.config is not None or self.preset is not None
+        if not own and not self.initial_peers:
+            raise ValueError(
+                "a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS"
+            )
+        if not own and (self.dataset or self.tokenizer or self.stages):
+            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset or --config")
+        for name in ("port", "dht_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) is not None and self.checkpoint is None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+        if self.announce is not None and not is_host(self.announce.lower()):
+            raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")
+        require_name(self.name)
+        if self.resume_round is not None and self.resume is None:
+            raise ValueError("--resume-round needs --resume DIR")
+        for name in ("threads", "max_in_flight", "graph_memory_mib"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(PeerOptions, prog=PROG, argv=argv)
+    process.setup_logging(options.name or _label(options), options.log_level)
+    clock = SystemClock()
+    addresses, token = find_token(
+        options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
+    )
+    announce = options.announce and options.announce.lower()
+    options = dataclasses.replace(options, initial_peers=addresses, announce=announce)
+    require_ready_file(options.ready_file)
+    cache = cache_folder()
+    device = device_of(options.device, random.SystemRandom())
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    with process.interruptible():
+        own = own_config(options, token, cache)
+    identity = claim_identity(options.identity, cache / "identities", _label(options).replace(" ", "-"))
+    checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
+    events = open_events(options.events, SystemClock())
+    # Whoever begins a run at an address that it has had before may find the run still there.
+    returns = not options.initial_peers and options.dht_port > 0 and identity.libp2p_path.exists()
+    if not (options.initial_peers or returns or options.resume or options.stage in (0, "auto")):
+        logger.warning(
+            "this begins a new run at stage %s, in which nobody serves stage 0; to join one that is there, add "
+            "--initial-peers ADDRESS", options.stage,
+        )  # fmt: skip
+    member = admitted(identity.identity, token)
+    node = enter_dht(options, member, identity.libp2p_path)
+    try:
+        run_loop(run(options, own, member, node, device, checkpoints, events, token, returns))
+    finally:
+        node.shutdown()
+    return 0
+
+
+def enter_dht(options: PeerOptions, member: Identity, libp2p_path: Path) -> DhtNode:
+    """Start this peer's node. Raises what dht_node.start raises, and Fatal if another process has this identity."""
+    clock = SystemClock()
+    try:
+        return dht_node.start(
+            clock=clock, initial_peers=options.initial_peers, host=options.host, port=options.dht_port,
+            announce_hosts=[options.announce] if options.announce else own_hosts(options.host, options.initial_peers),
+            identity_path=libp2p_path,
+        )  # fmt: skip
+    except dht_node.OwnAddress:
+        # Either the process that has this address has died, or its key files were copied to here.
+        with contextlib.suppress(PeerUnavailable):
+            node = dht_node.start(clock=clock, initial_peers=options.initial_peers, client_mode=True)
+            try:
+                run_loop(
+                    incarnations.require_alone_at(
+                        node, options.initial_peers, member, insecure=options.insecure, clock=clock
+                    )
+                )
+            finally:
+                node.shutdown()
+        raise
+
+
+def _label(options: PeerOptions) -> str:
+    return "auto" if options.stage == "auto" else f"stage {options.stage}"
+
+
+def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
+    """What writes checkpoints, if they are wanted. Raises ValueError if the folder to resume from is not there."""
+    writer = None
+    if options.checkpoint is not None:
+        writer = CheckpointWriter(
+            options.checkpoint, every=options.checkpoint_every or 10, keep=options.keep_checkpoints or 3, owner=owner
+        )
+    if options.resume is not None and not options.resume.is_dir():
+        raise ValueError(f"--resume {options.resume}: there is no such folder")
+    return writer
+
+
+def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunConfig | None:
+    """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
+    if options.config is None and options.preset is None:
+        return None
+    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
+    if options.stages is not None:
+        stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
+        config = dataclasses.replace(config, stages=stages)
+    if options.dataset is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
+    if options.tokenizer is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))
+    if options.stage != "auto":
+        require_stage(config, options.stage)
+    owner = token.authority.fingerprint if token is not None else ""
+    if config.owner not in ("", owner):
+        raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
+    config = dataclasses.replace(config, owner=owner)
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
+    corpora.check_digest(config.data, corpus)
+    return dataclasses.replace(config, data=corpora.published(config.data, corpus))
+
+
+def require_stage(config: RunConfig, stage: int) -> None:
+    """Raise ValueError if the run has no such stage."""
+    last = config.stages.num_stages - 1
+    if stage > last:
+        raise ValueError(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
+
+
+def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
+    """Raise ValueError if the run has a class of its own that our user has named neither in a file nor in an option."""
+    name = config.model.custom_class
+    # With a configuration of our own, the run's is the same.
+    if name and own is None and name != allowed:
+        raise ValueError(
+            f"this run would have this machine import and run {name!r}, its model.custom_class: "
+            f"if you trust that code, add --allow-class {shlex.quote(name)}"
+        )
+
+
+async def run(
+    options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
+    checkpoints: CheckpointWriter | None, events: Events, token: Token | None, returns: bool,
+) -> None:  # fmt: skip
+    """Join, serve and leave. Raises what Mover.run raises."""
+    clock = SystemClock()
+    config = await agree_on_config(node, own, options.initial_peers, clock, identity.authority)
+    require_allowed_class(config, own, options.allow_class)
+    if options.stage != "auto":
+        require_stage(config, options.stage)
+    directory = Directory(node, identity, config.run_id, clock)
+    rng = random.Random(identity.peer_id)
+    router = Router(clock, rng)
+    known = KnownPeers(router, own_id=identity.peer_id)
+    stages = range(config.stages.num_stages)
+    name = options.name or default_name()
+    every_seconds = DEFAULT_REBALANCE_SECONDS if options.rebalance_every is None else options.rebalance_every
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    incarnation = incarnations.begin(clock)
+    rivals = Rivals(config=config, identity=identity, own=incarnation, known=known, channels=channels, clock=clock)
+    claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
+    rebalancer = Rebalancer(
+        config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
+        channels=channels, clock=clock, rng=rng, checkpoints=options.resume,
+        every_seconds=every_seconds if options.stage == "auto" else 0.0,
+    )  # fmt: skip
+
+    def make_server(stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
+        local = ServerOptions(
+            name=name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
+            graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
+            checkpoints=checkpoints, events=events,
+            resume=ResumeOptions(
+                folder=options.resume, round_number=None if comes_from_another else options.resume_round,
+                joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
+                had_checkpoints=checkpoints is not None and checkpoints.had_any, starts_over=options.start_over,
+            ),
+            movable=options.stage == "auto" and every_seconds > 0, moves=moves, incarnation=incarnation,
+        )  # fmt: skip
+        return StageServer(
+            config=config, stage=stage, identity=identity, known=known, router=router, directory=directory,
+            clock=clock, tasks=tasks, options=local,
+        )  # fmt: skip
+
+    addresses = outside_addresses(node)
+    has_said = False
+
+    def on_serving(stage: int, endpoint: str) -> None:
+        nonlocal has_said
+        is_first, has_said = not has_said, True
+        if is_first:
+            say_who_may_join(identity.authority)
+            entry = Entry(identity.peer_id, endpoint)
+            is_new = not (options.initial_peers or returns or options.resume)
+            announce_to_people(options, stage, device, config, node, known, entry, token, is_new=is_new)
+        try:
+            write_ready_file(options, stage, identity, endpoint, node, device)
+        except OSError as error:
+            if is_first:
+                raise
+            logger.warning("%s still names the former stage: %s", options.ready_file, error.strerror)
+
+    async with asyncio.TaskGroup() as tasks:
+        # Before it is waited for anything: joiners look for the run now.
+        publishing = tasks.create_task(republish(directory, config))
+        await known.look_first(directory, stages, clock, returns=returns)
+        # Before anything is announced, which would take the place of what the other one has announced.
+        await rivals.require_alone()
+        keeping = tasks.create_task(claim.keep())
+        stage = await first_stage(options, rebalancer)
+        # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
+        stop = process.stop_event()
+        begin(events, options.events, start_of(config, peer_id=identity.peer_id, name=name, stage=stage))
+        background = [
+            keeping,
+            tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
+            publishing,
+            tasks.create_task(stop_or_expiry(stop, identity, clock)),
+            tasks.create_task(rivals.watch()),
+        ]
+        mover = Mover(
+            make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=events, stop=stop,
+            on_serving=on_serving,
+            listen=Listen(
+                host=options.host, port=options.port, announced_host=options.announce or addresses[0].split("/")[2],
+                dht_address=addresses[0],
+            ),
+        )  # fmt: skip
+        await mover.run(stage)
+        for task in background:
+            task.cancel()
+    await channels.close()
+
+
+async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
+    """The stage to begin with, claimed: the one that was asked for, 0 of a new run, or the neediest."""
+    if options.stage == "auto" and options.initial_peers:
+        return await rebalancer.choose_stage()
+    stage = 0 if options.stage == "auto" else options.stage
+    await rebalancer.goes(stage, from_stage=None)
+    return stage
+
+
+async def republish(directory: Directory, config: RunConfig) -> None:
+    """Keep the configuration in the DHT, as every peer does."""
+    while True:
+        try:
+            await directory.publish_config(configs.to_json(config), lifetime_seconds=60.0)
+        except SwarmError as error:
+            logger.debug("the configuration was not published: %s", error)
+        await asyncio.sleep(20.0)
+
+
+def outside_addresses(node: DhtNode) -> list[str]:
+    """Where others enter the DHT: the addresses that reach beyond this machine, if it has any."""
+    addresses = node.addresses()
+    outside = [address for address in addresses if address.split("/")[2] != "::1" and "/127." not in address]
+    return outside or addresses
+
+
+def announce_to_people(
+    options: PeerOptions, stage: int, device: torch.device, config: RunConfig, node: DhtNode, known: KnownPeers,
+    entry: Entry, token: Token | None, *, is_new: bool,
+) -> None:  # fmt: skip
+    """Say on stdout how others join, with several peers' addresses where there are several.
+
+    Args:
+        is_new: whether this peer begins the run. Its id is that of every run of the same configuration and text, so
+            that nothing else tells whoever forgot --initial-peers.
+    """
+    addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
+    peers = with_token(addresses[:5], str(token or ""))
+    trainers = with_token(addresses[:5], "TOKEN" if token else "")
+    watched = with_token(list(map(str, [entry, *known.entries(2)])), "TOKEN" if token else "")
+    insecure = " --insecure" if options.insecure else ""
+    own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+    last = config.stages.num_stages - 1
+    kind = "new run" if is_new else "run"
+    print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {device}")
+    print(f"  join:   swarm-peer --stage auto --initial-peers {peers}{own_class}{insecure}")
+    print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
+    print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
+    if token:
+        print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
+
+
+def require_ready_file(path: Path | None) -> None:
+    """Raise ValueError for a --ready-file that cannot be written, which else would show only once the peer serves.
+
+    Its folder is made.
+    """
+    if path is None:
+        return
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(parents=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = _temporary(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"--ready-file {path}: cannot be written: {error.strerror}") from None
+
+
+def write_ready_file(
+    options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode, device: torch.device
+) -> None:  # fmt: skip
+    """Tell whoever started us that we serve, and where; again after each move."""
+    if options.ready_file is None:
+        return
+    ready = {
+        "peer_id": identity.peer_id, "stage": stage, "endpoint": endpoint,
+        "dht_addresses": outside_addresses(node), "device": str(device),
+        "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
+    }  # fmt: skip
+    temporary = _temporary(options.ready_file)
+    temporary.write_text(json.dumps(ready))
+    temporary.rename(options.ready_file)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")

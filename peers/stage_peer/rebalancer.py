@@ -1,0 +1,231 @@
+"""Which stage a newcomer takes, and when a peer moves to another one.
+
+Used by mover.py. Reads the DHT, asks swarm.rebalancing.judgement, and claims in the DHT what it is about to do; the
+move itself is the mover's. The DHT may be wrong about who is alive, so nobody leaves a stage before a peer that stays
+has answered, nor for one whose state nobody would give it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from peers.shared.network import KnownPeers
+from peers.stage_peer.claim import Claim
+from peers.stage_peer.resume import describe
+from swarm.averaging.quorum import has_quorum
+from swarm.checkpoint import file
+from swarm.config import RunConfig
+from swarm.dht.directory import Directory
+from swarm.errors import Fatal, SwarmError
+from swarm.machine.clock import Clock
+from swarm.rebalancing.claims import layout_of
+from swarm.rebalancing.costs import stage_costs
+from swarm.rebalancing.decision import next_check_seconds
+from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+ASKED = 8
+"""Peers of a stage that are asked whether they are there; one that answers will do."""
+
+
+class Rebalancer:
+    """One peer's."""
+
+    def __init__(
+        self, *, config: RunConfig, own_id: PeerId, claim: Claim, directory: Directory, known: KnownPeers,
+        channels: ChannelPool, clock: Clock, rng: random.Random, every_seconds: float, checkpoints: Path | None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            every_seconds: mean time between two checks; 0 never moves.
+            checkpoints: folder from which a stage that nobody holds can be restored.
+        """
+        self._config = config
+        self._own_id = own_id
+        self._claim = claim
+        self._directory = directory
+        self._known = known
+        self._channels = channels
+        self._clock = clock
+        self._rng = rng
+        self._every_seconds = every_seconds
+        self._checkpoints = checkpoints
+        self._costs = stage_costs(config)
+        self._judgement = Judgement(own_id=own_id, costs=self._costs)
+
+    # -- joining -----------------------------------------------------------------------------------------------------
+
+    async def choose_stage(self) -> int:
+        """The stage that this newcomer should serve; it is claimed then.
+
+        Raises:
+            PeerUnavailable: no DHT.
+            Fatal: there is a run, but no stage that could be entered.
+        """
+        records, claims = await self._look()
+        first = _some(self._judgement.first_choice(records, claims, self._lost()))
+        own = await self._claim.make(first, from_stage=None)
+        await self._clock.sleep(SETTLE_SECONDS)
+        records, claims = await self._look()
+        stage = _some(self._judgement.choice(records, claims, own, self._lost()))
+        await self._claim.confirm(stage)
+        logger.info("chose stage %d of 0 to %d", stage, len(self._costs) - 1)
+        return stage
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
+        """Wait until this peer, which serves `stage`, should move; gives the new stage, claimed. May take for ever."""
+        self._judgement.serves()
+        while True:
+            if self._every_seconds <= 0:
+                await asyncio.Event().wait()
+            await self._clock.sleep(next_check_seconds(self._rng, self._every_seconds))
+            self._judgement.measured(stage, rate())
+            try:
+                target = await self._check(stage)
+            except SwarmError as error:
+                logger.debug("no look at the other stages: %s", error)
+                continue
+            if target is not None:
+                return target
+
+    async def _check(self, stage: int) -> int | None:
+        records, claims = await self._look()
+        layout = layout_of(records, claims, self._costs)
+        target = self._judgement.wants(layout, self._lost(), self._clock.monotonic())
+        if target is None:
+            return None
+        if not await self.can_spare(stage) or not await self._can_enter(target):
+            return None
+        is_confirmed = False
+        try:
+            own = await self._claim.make(target, from_stage=stage)
+            await self._clock.sleep(SETTLE_SECONDS)
+            records, claims = await self._look()
+            layout = layout_of(records, claims, self._costs, own=own)
+            if not self._judgement.still_wants(layout, target, self._lost(), self._clock.monotonic()):
+                logger.info("stays at stage %d: others are on their way to stage %d", stage, target)
+                return None
+            await self._claim.confirm(target)
+            is_confirmed = True
+            return target
+        finally:
+            if not is_confirmed:
+                # Also where the DHT is gone, or this peer is to stop: it would count where it does not go.
+                await self._claim.withdraw()
+
+    async def can_spare(
+        self, stage: int, *, round_number: int = 0, lineage: str = "", last_members: Collection[str] = ()
+    ) -> bool:
+        """Whether another peer of the stage answers that it serves, at this round at least, and does not leave.
+
+        Where a round needs a majority, whether enough of them do for the next one.
+
+        Args:
+            lineage: of the state at this very round; one of another lineage, which began the stage anew, say, has not
+                learnt what this peer has. Empty: of any.
+            last_members: ids of those who took part in the round before; without any, all that are announced count.
+        """
+        holders = await self._holders(stage, round_number, lineage)
+        return bool(holders) and has_quorum(
+            self._config.averaging.quorum, holders, last_members=last_members,
+            announced=lambda: {self._own_id, *(record.peer_id for record in self._known.others(stage))},
+        )  # fmt: skip
+
+    async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
+        """Whether somebody is on its way to the stage who can have its state of nobody but this peer; see `can_spare`.
+
+        Raises PeerUnavailable: no DHT.
+        """
+        claims = await self._directory.claims()
+        coming = (claim.peer_id for claim in claims if claim.stage == stage and claim.state is ClaimState.CONFIRMED)
+        if not any(peer_id != self._own_id for peer_id in coming):
+            return False
+        return not await self._holders(stage, round_number, lineage)
+
+    async def _holders(self, stage: int, round_number: int, lineage: str) -> set[str]:
+        """Ids of the stage's other peers that stay and hold what this one does, as far as it takes to know enough."""
+        _, claims = await self._look()
+        leaving = {
+            claim.peer_id for claim in claims if claim.from_stage == stage and claim.state is ClaimState.CONFIRMED
+        }
+        staying = [record for record in self._known.others(stage) if record.peer_id not in leaving]
+        one_will_do = self._config.averaging.quorum == "available"
+        return {
+            reply.peer_id
+            for reply in await self._ask(staying, num_asked=ASKED if one_will_do else len(staying))
+            if reply.round > round_number or (reply.round == round_number and lineage in ("", reply.lineage))
+        }
+
+    async def _can_enter(self, stage: int) -> bool:
+        others = self._known.others(stage)
+        if not others:
+            # Nothing was learnt yet, or there is a checkpoint: else it would be closed.
+            return True
+        return bool(await self._ask(others))
+
+    async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
+        """What those say that serve, and are not about to leave, of so many of these."""
+        asked = self._rng.sample(records, min(num_asked, len(records)))
+        replies = await describe(self._config, asked, self._channels)
+        return [reply for reply in replies if reply.state == PeerState.SERVING]
+
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    async def goes(self, stage: int, *, from_stage: int | None) -> None:
+        """This peer goes to a stage that nobody else can take from it: it was told to, or goes back."""
+        await self._claim.make(stage, from_stage=from_stage, confirmed=True)
+
+    async def arrived(self, stage: int, *, move_seconds: float | None = None) -> None:
+        """It serves there now; the next move is expected to take as long as this one did."""
+        self._judgement.arrived(stage, move_seconds=move_seconds)
+        await self._claim.withdraw()
+
+    async def gave_up(self, stage: int) -> None:
+        """It could not leave for a stage, or not enter it: that is not tried again for a while."""
+        self._judgement.gave_up(stage, self._clock.monotonic())
+        await self._claim.withdraw()
+
+    # -- what the DHT tells ------------------------------------------------------------------------------------------
+
+    async def _look(self) -> tuple[dict[int, Sequence[PeerRecord]], list[ClaimRecord]]:
+        # Claims first: a peer that arrives in between is then counted once, where it is.
+        claims = await self._directory.claims()
+        await self._known.look(self._directory, range(len(self._costs)))
+        records = dict(self._known.records)
+        present = {PeerId(record.peer_id) for row in records.values() for record in row}
+        under_way = {PeerId(claim.peer_id) for claim in claims}
+        self._judgement.look(present | under_way, self._clock.monotonic())
+        return records, claims
+
+    def _lost(self) -> Collection[int]:
+        """Stages that nobody can enter: what they learnt is not to be had."""
+        rows = self._known.records
+        if not any(record.round for row in rows.values() for record in row):
+            return ()
+        return {stage for stage in range(len(self._costs)) if not self._known.others(stage)} - self._restorable()
+
+    def _restorable(self) -> set[int]:
+        if self._checkpoints is None:
+            return set()
+        try:
+            names = file.names(self._checkpoints)
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self._checkpoints, error.strerror)
+            return set()
+        return {name.stage for name in names if name.num_stages == len(self._costs)}
+
+
+def _some(stage: int | None) -> int:
+    if stage is None:
+        raise Fatal(
+            "nobody holds any stage of this run any more: start a peer with --stage N and --resume DIR, or --start-over"
+        )
+    return stage

@@ -1,0 +1,543 @@
+"""A stage peer's parts, wired together: weights, compute thread, hop, averager and the gRPC server over them.
+
+Used by mover.py, which runs one after another. Nothing is announced before it is served, and nothing is served before
+the stage's state is here: bind -> get the state -> announce, average, write checkpoints -> drain -> leave.
+"""
+
+import asyncio
+import logging
+import random
+import resource
+import sys
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+import swarm
+from peers.shared import devices, process
+from peers.shared.network import KnownPeers
+from peers.stage_peer import resume
+from peers.stage_peer.incarnation import Incarnation, Rivals
+from peers.stage_peer.news import StageNews
+from peers.stage_peer.resume import ResumeOptions
+from peers.stage_peer.resume_news import say_changes
+from swarm.averaging.averager import Averager
+from swarm.averaging.servicer import AveragingServicer
+from swarm.averaging.transport import GrpcTransport
+from swarm.checkpoint.file import Header
+from swarm.checkpoint.folder import CheckpointFolder
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig
+from swarm.credentials.identity import Identity
+from swarm.dht import keys
+from swarm.dht.directory import Directory
+from swarm.dht.lookup import DirectoryServicer
+from swarm.errors import Fatal, NotReady, PeerUnavailable
+from swarm.events.kinds import Events, Join
+from swarm.hop.connections import watch_connections
+from swarm.hop.hop import Hop
+from swarm.machine.clock import Clock
+from swarm.machine.loop_lag import LoopLag
+from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
+from swarm.model.stages import build_stage
+from swarm.pipeline.lease_service import GroupLead, LeaseServicer
+from swarm.pipeline.leases import RoundView
+from swarm.routing.router import Router
+from swarm.rpc import tls
+from swarm.rpc.callers import Callers
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.guard import Guard
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
+from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
+from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
+from swarm.stage.backend import GraphBudget, StageBackend, reply_specs, request_specs
+from swarm.stage.incoming import max_kept_bytes
+from swarm.stage.member import StageMember
+from swarm.stage.runtime import Runtime
+from swarm.stage.servicer import StageServicer
+from swarm.stage.slots import LARGEST_NUM_SLOTS
+from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.staging import staging_of
+from swarm.stage.weights import StageWeights, digest_of
+from swarm.training.round_member import Snapshot
+from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of getrusage's ru_maxrss."""
+ANNOUNCE_SECONDS = 5.0
+RECORD_SECONDS = 20.0
+"""Lifetime of an announcement: a peer that died is listed for at most this long."""
+SETTLE_SECONDS = 5.0
+"""For how long, at most, a peer that ends waits until acknowledgements are passed on: each of them takes no longer."""
+
+LAST_CHECKPOINT_SECONDS = 120.0
+"""How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What concerns this machine alone."""
+
+    name: str
+    device: torch.device
+    insecure: bool
+    max_in_flight: int
+    graph_bytes: int | None
+    """What autograd graphs may take; None for a share of what is free."""
+    resume: ResumeOptions
+    checkpoints: CheckpointWriter | None
+    events: Events
+    movable: bool = False
+    """Whether the peer may be needed elsewhere and go there."""
+    moves: int = 0
+    """How often it has done so."""
+    incarnation: Incarnation = field(default_factory=Incarnation)
+    """This start of the process."""
+
+
+class _Health(HealthServicer):
+    """What gRPC's own tools ask. Without Watch: whoever takes none of its news would hold up all that there are."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered here; use Check")
+
+
+class StageServer:
+    """One stage peer, as long as it stays at its stage."""
+
+    def __init__(
+        self, *, config: RunConfig, stage: int, identity: Identity, known: KnownPeers, router: Router,
+        directory: Directory, clock: Clock, tasks: asyncio.TaskGroup, options: ServerOptions,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._number = stage
+        self._identity = identity
+        self._known = known
+        self._router = router
+        self._directory = directory
+        self._clock = clock
+        self._tasks = tasks
+        self._options = options
+        self._checkpoints = options.checkpoints
+        self._writing: set[asyncio.Task[None]] = set()
+        """Checkpoints that are under way."""
+        self._events = options.events
+        self._state = PeerState.JOINING
+        self._leaves = False
+        self._endpoint = ""
+        self._dht_address = ""
+        self._held_at = 0
+        """Round of the peers that hold the stage, when this one began."""
+        self._channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+        max_in_flight = options.max_in_flight or config.stages.num_stages + 2
+        limits = StageLimits(max_in_flight=max_in_flight, largest_in_flight=options.max_in_flight or LARGEST_NUM_SLOTS)
+        most_in_flight = max(limits.max_in_flight, limits.largest_in_flight)
+        self._callers = Callers(clock, max_training_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
+        staging = staging_of(options.device)
+        self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
+        try:
+            module = build_stage(config, stage, device=options.device)
+            weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
+            # What the first step makes: moments, a second sum, another copy; and the server's threads. If they do not
+            # fit, that is to be said now, and not after an hour.
+            first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
+            first_step_bytes = sum(tensor.nbytes for tensor in first_step)
+            process.require_addresses(process.THREAD_BYTES)
+            del first_step
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            asked = what_was_asked(error)
+            raise Fatal(
+                f"stage {stage} does not fit on {options.device} (no room for {asked}): take more stages, or another "
+                "--device"
+            ) from None
+        limit_bytes = options.graph_bytes
+        if limit_bytes is None:
+            limit_bytes = devices.graph_bytes(devices.here(options.device), needed_bytes=first_step_bytes)
+        backend = StageBackend(
+            config=config, stage=stage, module=module, staging=staging, weights=weights,
+            budget=GraphBudget(limit_bytes=limit_bytes), events=self._events,
+        )  # fmt: skip
+        hop = None
+        if not backend.is_last:
+            hop = Hop(
+                run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
+                channels=self._channels, clock=clock, events=self._events,
+            )  # fmt: skip
+        self._stage = Stage(
+            config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
+            limits=limits, is_behind=lambda: self._averager.is_behind, events=self._events,
+        )  # fmt: skip
+        self._hop = hop
+        self._member = StageMember(
+            self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._committed,
+            events=self._events,
+        )  # fmt: skip
+        self._averager: Averager
+        self._health = _Health()
+        self._news = StageNews(clock)
+        self._loop_lag = LoopLag(clock)
+        self._rivals = Rivals(
+            config=config, identity=identity, own=options.incarnation, known=known, channels=self._channels,
+            clock=clock, endpoint=lambda: self._endpoint,
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def serving(self, host: str, port: int, announced_host: str, dht_address: str) -> AsyncIterator[str]:
+        """Have the stage's state and serve it inside the block; gives the endpoint that others are told.
+
+        Raises:
+            ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
+            Fatal, PeerUnavailable: as of resume.choose.
+            ExceptionGroup: of a NotReady: the stage's state could not be had of those who hold it.
+        """
+        guard = Guard(
+            authority=self._identity.authority, callers=self._callers, clock=self._clock, stage=lambda: self._number
+        )
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guard])
+        credentials = None if self._options.insecure else tls.server_credentials(self._identity)
+        announced = f"[{announced_host}]" if ":" in announced_host else announced_host
+        self._endpoint = f"{announced}:{bind_server(server, host, port, credentials)}"
+        self._dht_address = dht_address
+        if self._options.graph_bytes is None:
+            limit_bytes = self._stage.backend.budget.limit_bytes
+            logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
+        self._runtime.start()
+        try:
+            await self._begin()
+            self._averager = Averager(
+                config=self._config, own=self._record(), member=self._member, peers=self._known.peers,
+                transport=GrpcTransport(self._channels), clock=self._clock, events=self._events,
+            )  # fmt: skip
+            self._stage.on_change = self._averager.notify
+            self._add_services(server)
+            await server.start()
+            async with asyncio.TaskGroup() as tasks:
+                averaging = tasks.create_task(self._averager.run())
+                await asyncio.sleep(0)
+                await self._averager.join()
+                if not self._options.resume.moves:
+                    await self._have_state()
+                self._require_state()
+                self._stage.serving = True
+                self._state = PeerState.SERVING
+                self._events.write(Join())
+                works = self._keep_announced(), self._watch_connections(), self._loop_lag.run()
+                background = [tasks.create_task(work) for work in works]
+                await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+                yield self._endpoint
+                for task in (averaging, *background):
+                    task.cancel()
+        finally:
+            self._stage.end()
+            await server.stop(grace=1.0)
+            await self._settle()
+            await self._channels.close()
+            self._runtime.stop(timeout_seconds=2.0)
+
+    async def _settle(self) -> None:
+        """Let what was acknowledged to this peer be acknowledged to those behind it, or they would roll it back."""
+        deadline = self._clock.monotonic() + SETTLE_SECONDS
+        while self._stage.num_settling and self._clock.monotonic() < deadline:
+            await self._clock.sleep(0.02)
+
+    async def _watch_connections(self) -> None:
+        """The peers of the next stage, if there is one."""
+        if self._hop is not None:
+            await watch_connections(
+                stage=self._hop.stage, router=self._router, channels=self._channels, clock=self._clock
+            )  # fmt: skip
+
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        stage_servicer = StageServicer(
+            config=self._config, stage=self._stage, hop=self._hop, describe=self._describe,
+            callers=self._callers, rival_of=self._rivals.of,
+        )  # fmt: skip
+        lease_servicer = LeaseServicer(
+            config=self._config, stage=self._number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
+            changed=self._averager.changed, events=self._events,
+        )  # fmt: skip
+        averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
+        directory_servicer = DirectoryServicer(
+            store=self._directory.store, keys=keys.of_run(self._config.run_id, self._config.stages.num_stages),
+            clock=self._clock,
+        )  # fmt: skip
+        add_StageServiceServicer_to_server(stage_servicer, server)
+        add_LeaseServiceServicer_to_server(lease_servicer, server)
+        add_AveragingServiceServicer_to_server(averaging_servicer, server)
+        add_DirectoryServiceServicer_to_server(directory_servicer, server)
+        add_HealthServicer_to_server(self._health, server)
+
+    @property
+    def round(self) -> int:
+        """The round that it is at."""
+        return self._stage.round
+
+    @property
+    def lineage(self) -> str:
+        """Of the state with which that began."""
+        return self._member.progress().lineage
+
+    @property
+    def last_members(self) -> Collection[str]:
+        """Ids of those who took part in the round before; empty where this peer does not know them."""
+        return self._averager.last_members
+
+    @property
+    def samples_per_second(self) -> float:
+        """What this peer manages here; 0 before the first microbatch."""
+        return self._stage.samples_per_second
+
+    @property
+    def fault(self) -> Fatal | None:
+        """Why this peer cannot go on, if it cannot."""
+        return self._stage.fault
+
+    async def gives_up(self) -> None:
+        """Return once this peer cannot go on."""
+        await self._stage.gives_up()
+
+    def will_leave(self) -> None:
+        """Say that this peer leaves to whoever asks, though it serves on: others are not to leave because of it."""
+        self._leaves = True
+
+    async def end_of_round(self, seconds: float, *, quiet_seconds: float) -> None:
+        """Serve until the present round is closed, and wait for its commit; to be followed by `drain`.
+
+        Returns sooner after so many seconds, where no other peer would take this one's samples or there are none, where
+        another stage is empty, or once nothing has been under way here for `quiet_seconds`, with all members there:
+        nobody trains.
+        """
+        number = self._stage.round
+        busy_at, deadline = self._clock.monotonic(), self._clock.monotonic() + seconds
+        while (
+            self._stage.round == number
+            and (self._member.progress().num_samples > 0 or self._stage.is_busy)
+            and all(self._known.others(stage) for stage in range(self._config.stages.num_stages))
+        ):
+            closed = self._stage.backend.weights.round.closed
+            # What comes between the close and the commit is the next round's, and would go with this peer.
+            self._stage.serving = not closed
+            now = self._clock.monotonic()
+            if closed or self._stage.is_busy or self._averager.misses_member():
+                # A round that waits for a silent member is quiet, and goes on all the same.
+                busy_at = now
+            quiet = min(now - busy_at, self._averager.view().quiet_seconds)
+            if now >= deadline or quiet >= quiet_seconds:
+                return
+            await self._clock.sleep(0.05)
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more microbatches, and finish those in flight: up to the acknowledgement, and until it is passed on.
+
+        Returns:
+            Whether that was done in so many seconds.
+        """
+        self._stage.serving = False
+        self._state = PeerState.LEAVING
+        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._announce()
+        deadline = self._clock.monotonic() + seconds
+        while self._clock.monotonic() < deadline and self._stage.is_busy:
+            await self._clock.sleep(0.1)
+        return not self._stage.is_busy
+
+    async def go_on(self) -> None:
+        """Serve again after a drain."""
+        self._stage.serving = True
+        self._state = PeerState.SERVING
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._announce()
+
+    async def leave(self) -> None:
+        """Be gone for the others, once drained or not; with what a checkpoint lacks written, unless the disk hangs."""
+        if self._checkpoints is not None:
+            try:
+                async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+                    if self._writing:
+                        await asyncio.wait(self._writing)
+                    if self._stage.round > self._checkpoints.newest_round(self._number):
+                        await self._checkpoint(self._checkpoints)
+            except TimeoutError:
+                logger.error(
+                    "no checkpoint of round %d in %s: not written within %.0f s; does the disk hang?",
+                    self._stage.round, self._checkpoints.folder, LAST_CHECKPOINT_SECONDS,
+                )  # fmt: skip
+            for writing in self._writing:
+                writing.cancel()
+        try:
+            await self._directory.withdraw()
+        except PeerUnavailable as error:
+            logger.debug("not withdrawn: %s", error)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """Take the state of a checkpoint, if there is one and nobody holds this stage."""
+        config, stage, options = self._config, self._number, self._options.resume
+        resumes = options.folder is not None and not CheckpointFolder(options.folder, config).is_empty
+        others = await resume.find_others(
+            config, stage, known=self._known, directory=self._directory, channels=self._channels, clock=self._clock,
+            patient=options.joins and resumes, gives_up=options.moves,
+        )  # fmt: skip
+        # Only now: a peer that was waited for may have written its last state here.
+        folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
+        self._held_at = others.held_at or 0
+        shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
+        beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)
+        if beginning is None:
+            # Its stage may have had ids granted, in this very round, that nobody is left to tell of.
+            await self._member.begin(highest_microbatch=0 if others.has_begun else -1)
+            return
+        restored = beginning.restored
+        tensors = restored.tensors if restored is not None else (await self._member.snapshot()).tensors
+        snapshot = Snapshot(
+            round=beginning.round, run_samples=beginning.run_samples, lineage=beginning.lineage, tensors=tensors,
+            digest=await asyncio.to_thread(digest_of, tensors),
+        )  # fmt: skip
+        source = "initial" if restored is None else "checkpoint"
+        await self._member.begin_with(
+            snapshot, beginning.highest_microbatch, source=source, parent=beginning.parent
+        )  # fmt: skip
+        if restored is not None:
+            logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
+            say_changes(
+                restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples
+            )  # fmt: skip
+            if self._checkpoints is not None:
+                self._checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
+
+    async def _have_state(self) -> None:
+        """Wait while others hold what could not be downloaded at once: averaging goes on asking them."""
+        while self._lacks_state and self._known.others(self._number):
+            await self._clock.sleep(0.5)
+
+    @property
+    def _lacks_state(self) -> bool:
+        """Whether it has nothing but initial weights, in a run that has gone on."""
+        return self._stage.round == 0 < self._held_at
+
+    def _require_state(self) -> None:
+        # How far the holders said that they were does not matter: one of them may have made that up.
+        if self._lacks_state:
+            raise NotReady(
+                f"the state of stage {self._number} could not be downloaded: start this peer again, with --resume DIR "
+                "if nobody else holds the stage"
+            )
+
+    def _committed(self) -> None:
+        self._news.committed(
+            self._member.reports[-1], samples_per_second=self._stage.samples_per_second,
+            is_behind=self._averager.is_behind,
+        )  # fmt: skip
+        if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
+            self._begin_checkpoint(self._checkpoints)
+
+    def _begin_checkpoint(self, writer: CheckpointWriter) -> None:
+        writing = self._tasks.create_task(self._checkpoint(writer))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+
+    async def _checkpoint(self, writer: CheckpointWriter) -> None:
+        """Write the state at the beginning of the present round, which no inner step changes."""
+        try:
+            snapshot = await self._member.snapshot()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error("no checkpoint of round %d, for want of memory: %s", self._stage.round, error)
+            return
+        header = Header(
+            config=self._config, stage=self._number, round=snapshot.round, run_samples=snapshot.run_samples,
+            lineage=snapshot.lineage, highest_microbatch=self._averager.view().highest_microbatch,
+            state_digest=snapshot.digest,
+        )  # fmt: skip
+        await writer.write(header, snapshot.tensors)
+
+    # -- what others are told ----------------------------------------------------------------------------------------
+
+    async def _keep_announced(self) -> None:
+        announced_round = self._stage.round
+        while True:
+            await self._announce()
+            self._news.look(self._stage.counters.forwards + self._stage.counters.backwards)
+            for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
+                await self._clock.sleep(0.5)
+                if self._stage.round != announced_round:
+                    announced_round = self._stage.round
+                    break
+
+    def _record(self) -> PeerRecord:
+        return PeerRecord(
+            peer_id=self._identity.peer_id, name=self._options.name, software_version=swarm.__version__,
+            announced_at=self._clock.time(), stage=self._number, endpoint=self._endpoint,
+            certificate_pem="" if self._options.insecure else self._identity.certificate_pem, state=self._state,
+            samples_per_second=self._stage.samples_per_second, queue_length=self._runtime.queue_length,
+            round=self._stage.round, samples=self._member.run_samples, lineage=self._member.progress().lineage,
+            dht_address=self._dht_address, device=str(self._options.device), movable=self._options.movable,
+            moves=self._options.moves, nonce=self._options.incarnation.nonce,
+            started_at=self._options.incarnation.started_at,
+        )  # fmt: skip
+
+    async def _announce(self) -> None:
+        try:
+            await self._directory.announce_peer(self._record(), RECORD_SECONDS)
+        except PeerUnavailable as error:
+            logger.warning("not announced: %s", error)
+
+    def _lead(self) -> GroupLead:
+        view = self._averager.view()
+        if not view.is_leader:
+            return GroupLead(leader_id=PeerId(view.leader_id), view=None)
+        round_view = RoundView(
+            round=view.round, committed=view.shown, counted=view.counted, lost=view.lost,
+            highest_microbatch=view.highest_microbatch, quiet_seconds=view.quiet_seconds,
+            awaits_reports=self._averager.awaits_reports(), misses_member=self._averager.misses_member(),
+            complete=view.complete,
+        )  # fmt: skip
+        return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
+
+    def _describe(self) -> pb.DescribeReply:
+        progress, counters = self._member.progress(), self._stage.counters
+        averaging = self._averager.statistics()
+        device = self._options.device
+        return pb.DescribeReply(
+            peer_id=self._identity.peer_id, name=self._options.name, protocol_version=PROTOCOL_VERSION,
+            software_version=swarm.__version__, run_id=self._config.run_id, stage=self._number,
+            state=PeerState.LEAVING if self._leaves else self._state,
+            round=progress.round, run_samples=progress.run_samples, round_samples=progress.num_samples,
+            lineage=progress.lineage, samples_per_second=self._stage.samples_per_second,
+            queue_length=self._runtime.queue_length,
+            counters=pb.StageCounters(
+                forwards=counters.forwards, backwards=counters.backwards,
+                rerouted_backwards=counters.rerouted_backwards, committed=counters.committed,
+                rolled_back=counters.rolled_back, repeated=counters.repeated, busy_replies=counters.busy_replies,
+                recomputed_forwards=self._stage.backend.budget.num_recomputed,
+            ),
+            averaging=pb.AveragingCounters(
+                attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads,
+                refusals=averaging.refusals,
+            ),
+            rounds=list(self._member.reports), loop_lag_seconds=self._loop_lag.seconds,
+            resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
+            device_bytes=_most_device_bytes(device),
+        )  # fmt: skip
+
+
+def _most_device_bytes(device: torch.device) -> int:
+    """The most that has been in use of a GPU; of MPS, which does not note it, what is in use."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else 0

@@ -1,0 +1,195 @@
+"""swarm-status: who is in a swarm and what everybody is doing.
+
+    swarm-status --peer PEER_ID@HOST:PORT... [--watch] [--json]
+    swarm-status --initial-peers ADDRESS... [--watch] [--json]
+    swarm-status --audit FILES... [--json]
+
+Has a peer show what is announced in the DHT, or enters the DHT itself as a client, and then asks every peer; or reads
+event logs and proves from them that every microbatch counted as it should. Changes nothing. Without entering the DHT
+it answers in a second: the imports of torch and hivemind alone, which nothing else here needs, take several.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from peers.shared import cli, process
+from peers.shared.network import agree_on_config
+from peers.shared.token_option import admitted, find_token
+from peers.status import audit_report
+from peers.status.live_table import LiveTable, render
+from peers.status.observe import observe
+from peers.status.view import SwarmView
+from swarm.audit.audit import audit
+from swarm.config import RunConfig
+from swarm.credentials.certificates import Role
+from swarm.credentials.identity import Identity, generate
+from swarm.dht import node as dht_node
+from swarm.dht.directory import Directory, discover_config
+from swarm.dht.lookup import PeerStore
+from swarm.dht.node import DhtNode
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.entry import Entry
+from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+PROG = "swarm-status"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Show the stages, peers and trainers of a swarm."""
+
+    peer: tuple[str, ...] = ()
+    """Peers to ask (PEER_ID@HOST:PORT, from the watch: line that a swarm-peer prints): the first that answers is
+    enough."""
+    initial_peers: tuple[str, ...] = ()
+    """Enter the DHT instead, at these addresses of the swarm's peers: slower, and asks no single peer who there is."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    audit: tuple[Path, ...] = ()
+    """Event logs of all processes of a run, to be audited instead; exit code 1 if they refute it, or one is
+    missing."""
+    watch: bool = False
+    """Go on until Ctrl-C."""
+    json: bool = False
+    """One line of JSON for each look, instead of a table."""
+    interval: float = 2.0
+    """Seconds between two looks with --watch."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
+    log_level: process.LogLevel = "warning"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if self.audit and (self.peer or self.initial_peers or self.watch):
+            raise ValueError("--audit reads files: it goes with neither --peer nor --initial-peers nor --watch")
+        if self.peer and self.initial_peers:
+            raise ValueError("--peer and --initial-peers are two ways to the same: leave one out")
+        if not self.peer and not self.initial_peers and not self.audit:
+            raise ValueError("--peer needs the address of at least one peer; every swarm-peer prints its own")
+        cli.require_positive(self, ["interval"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    options = cli.parse(StatusOptions, prog=PROG, argv=argv)
+    process.setup_logging("status", options.log_level)
+    if options.audit:
+        return audit_files(options)
+    addresses, token = find_token(
+        options.token, options.peer or options.initial_peers, os.environ, role=Role.TRAINER, insecure=options.insecure,
+        clock=SystemClock(),
+    )  # fmt: skip
+    identity = admitted(generate(), token)
+    if options.peer:
+        asyncio.run(look_through_peers(options, [Entry.parse(address) for address in addresses], identity))
+        return 0
+    node = dht_node.start(clock=SystemClock(), initial_peers=addresses, client_mode=True)
+    try:
+        asyncio.run(look_through_dht(options, node, addresses, identity))
+    finally:
+        node.shutdown()
+    return 0
+
+
+def audit_files(options: StatusOptions) -> int:
+    """Audit event logs; gives the exit code."""
+    report = audit(options.audit)
+    if options.json:
+        print(json.dumps(report.to_json()))
+    else:
+        Console(soft_wrap=True).print(audit_report.render(report))
+    return 0 if report.proven else process.EXIT_FAILURE
+
+
+async def look_through_peers(options: StatusOptions, entries: Sequence[Entry], identity: Identity) -> None:
+    """Look, with the directory as a peer shows it. Raises what PeerStore.get and discover_config raise."""
+    clock = SystemClock()
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    store = PeerStore(entries, channels, identity, insecure=options.insecure)
+    try:
+        config = await discover_config(store, clock, address=str(entries[0]), authority=identity.authority)
+        await look(options, config, Directory(store, identity, config.run_id, clock), channels, store.learn)
+    finally:
+        await store.close()
+        await channels.close()
+
+
+async def look_through_dht(
+    options: StatusOptions, node: DhtNode, addresses: Sequence[str], identity: Identity
+) -> None:  # fmt: skip
+    """Look, with the directory as the DHT has it. Raises what agree_on_config raises."""
+    clock = SystemClock()
+    config = await agree_on_config(node, None, addresses, clock, identity.authority)
+    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    try:
+        await look(options, config, Directory(node, identity, config.run_id, clock), channels)
+    finally:
+        await channels.close()
+
+
+async def look(
+    options: StatusOptions, config: RunConfig, directory: Directory, channels: ChannelPool,
+    on_peers: Callable[[Sequence[PeerRecord]], None] = lambda records: None,
+) -> None:  # fmt: skip
+    """Look once, or again and again until told to stop.
+
+    Args:
+        on_peers: told of the peers that serve, after each reading of the directory.
+
+    Raises:
+        PeerUnavailable: the directory cannot be read, at the first look.
+    """
+
+    async def view() -> SwarmView:
+        numbers = range(config.stages.num_stages)
+        rows, trainers, claims = await asyncio.gather(
+            asyncio.gather(*map(directory.peers, numbers)), directory.trainers(), directory.claims()
+        )
+        stages = dict(zip(numbers, rows, strict=True))
+        on_peers([record for row in rows for record in row if record.state is PeerState.SERVING])
+        return await observe(config.run_id, stages, trainers, channels, claims=claims)
+
+    with LiveTable() as table:
+
+        def show(seen: SwarmView) -> None:
+            if options.json:
+                print(seen.to_json(), flush=True)
+            elif options.watch and sys.stdout.isatty():
+                table.show(seen)
+            else:
+                Console().print(render(seen))
+
+        if options.watch:
+            await process.before_stop(_watch(view, show, options.interval))
+        else:
+            show(await view())
+
+
+async def _watch(
+    view: Callable[[], Awaitable[SwarmView]], show: Callable[[SwarmView], None], interval_seconds: float
+) -> None:
+    """Look until cancelled. Once it has seen the swarm, a look that fails is passed over: the next may not."""
+    has_seen = is_failing = False
+    while True:
+        try:
+            show(await view())
+            has_seen, is_failing = True, False
+        except PeerUnavailable as error:
+            if not has_seen:
+                raise
+            if not is_failing:
+                logger.warning("the swarm cannot be seen, looking again: %s", error)
+            is_failing = True
+        await asyncio.sleep(interval_seconds)

@@ -1,0 +1,114 @@
+"""Command lines: dashes, one-line complaints, exit code 2."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import pytest
+import tyro
+
+from peers.shared.cli import parse, require_distinct, require_positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Serve one stage."""
+
+    stage: int
+    """Stage to serve."""
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of peers."""
+    output: Path | None = None
+    """Folder for results."""
+    log_level: Literal["debug", "info"] = "info"
+    """What is logged."""
+    insecure: bool = False
+    """Do without TLS."""
+    goes: int | Literal["auto"] = 0
+    """Where to."""
+    every: int | None = None
+    """Rounds."""
+    seconds: float = 1.0
+    """To wait."""
+
+    def __post_init__(self) -> None:
+        if self.stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.stage}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """Show what is in a file."""
+
+    file: tyro.conf.Positional[Path]
+    """File to show, as with --output of another program."""
+    stage: int
+    """Stage to show; a line so long that it does not fit into one of the box, and so goes on in the next one of it."""
+
+
+def test_options_are_read() -> None:
+    argv = ["--stage", "1", "--initial-peers", "a:1", "b:2", "--insecure", "--log-level", "debug", "--stage", "2"]
+    expected = _Options(stage=2, initial_peers=("a:1", "b:2"), insecure=True, log_level="debug")
+    assert parse(_Options, prog="swarm-x", argv=argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ("--stage 1 --foo 3", "unrecognized options: --foo, 3"),
+        ("--stage 1 --insecur", "unrecognized options: --insecur"),
+        ("--stage x", "--stage takes a whole number, not 'x'"),
+        ("--stage 1 --goes N", "--goes takes a whole number or auto, not 'N'"),
+        ("--stage 1 --every x", "--every takes a whole number, not 'x'"),
+        ("--stage 1 --seconds soon", "--seconds takes a number, not 'soon'"),
+        ("", "missing --stage"),
+        ("--stag 1", "unrecognized options: --stag 1"),
+        ("--stage", "missing value for argument '--stage'. Expected 1 values."),
+        ("--stage -1", "--stage must not be negative, not -1"),
+        (
+            "--stage 1 --log-level loud",
+            "invalid choice 'loud' for argument '--log-level'. Expected one of ('debug', 'info').",
+        ),
+    ],
+)
+def test_a_wrong_line_is_one_line(argv: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(_Options, prog="swarm-x", argv=argv.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"), [("", "missing PATH, --stage"), ("x", "missing --stage"), ("--stage 1", "missing PATH")]
+)
+def test_what_is_missing_is_named_and_nothing_else(
+    argv: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Arguments without an option are, by what they take; options that an explanation names are not."""
+    with pytest.raises(SystemExit):
+        parse(_Arguments, prog="swarm-x", argv=argv.split())
+    assert capsys.readouterr().err == f"swarm-x: error: {complaint} (see swarm-x --help)\n"
+
+
+def test_help_shows_the_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(_Options, prog="swarm-x", argv=["--help"])
+    assert stop.value.code == 0
+    captured = capsys.readouterr()
+    assert "Addresses of peers." in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_has_to_be_positive_is_finite_as_well(value: float) -> None:
+    require_positive(SimpleNamespace(some_seconds=0.5), ["some_seconds"])
+    with pytest.raises(ValueError, match=f"^--some-seconds must be positive, not {value}$"):
+        require_positive(SimpleNamespace(some_seconds=value), ["some_seconds"])
+
+
+@pytest.mark.parametrize("values", [(), ("a", "b", "a")])
+def test_a_list_names_something_and_nothing_twice(values: tuple[str, ...]) -> None:
+    require_distinct(SimpleNamespace(some_names=("a", "b")), ["some_names"])
+    with pytest.raises(ValueError, match=r"^--some-names must name at least one, and none twice$"):
+        require_distinct(SimpleNamespace(some_names=values), ["some_names"])

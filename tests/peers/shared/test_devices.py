@@ -1,0 +1,135 @@
+"""Where processes compute, decided from what devices report: no GPU is needed for that."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers.shared import devices
+from peers.shared.devices import Device, choose, device_of, found, free_ram_bytes, graph_bytes, here, spread
+
+GIB = 1 << 30
+CPU, MPS = Device(name="cpu", free_bytes=64 * GIB), Device(name="mps", free_bytes=16 * GIB)
+
+
+def _gpus(*free_gib: float) -> list[Device]:
+    return [Device(name=f"cuda:{number}", free_bytes=int(free * GIB)) for number, free in enumerate(free_gib)]
+
+
+@pytest.mark.parametrize(
+    ("here", "name"),
+    [
+        ([CPU], "cpu"),
+        ([CPU, MPS], "mps"),
+        ([*_gpus(1), MPS, CPU], "cuda:0"),
+        ([*_gpus(2, 20, 10), CPU], "cuda:1"),
+        ([*_gpus(0, 0), CPU], "cuda:0 or 1"),
+    ],
+)
+def test_a_process_takes_the_gpu_with_the_most_free_memory(here: list[Device], name: str) -> None:
+    assert choose(here, random.Random(0)).name in (name, *(["cuda:0", "cuda:1"] if "or" in name else []))
+
+
+def test_processes_that_start_together_do_not_all_take_the_first_gpu() -> None:
+    taken = Counter(choose([*_gpus(79, 80, 78.5, 40)], random.Random(seed)).name for seed in range(300))
+    assert taken.keys() == {"cuda:0", "cuda:1", "cuda:2"}
+    assert min(taken.values()) > 60
+
+
+@pytest.mark.parametrize(
+    ("here", "num_processes", "numbers"),
+    [
+        ([*_gpus(80, 80), CPU], 5, [0, 1, 0, 1, 0]),
+        ([*_gpus(24, 80), CPU], 5, [1, 1, 1, 0, 1]),
+        ([*_gpus(24, 0)], 3, [0, 0, 0]),
+    ],
+)
+def test_a_swarm_s_processes_are_spread_by_free_memory(
+    here: list[Device], num_processes: int, numbers: Sequence[int]
+) -> None:
+    assert [device.name for device in spread(here, num_processes)] == [f"cuda:{number}" for number in numbers]
+    # One more does not send those elsewhere that are there.
+    assert spread(here, num_processes + 1)[:num_processes] == spread(here, num_processes)
+
+
+def test_without_gpus_all_are_on_the_cpu() -> None:
+    assert spread([CPU], 3) == [CPU] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "needed_gib", "num_processes", "gib"),
+    [
+        (_gpus(80)[0], 0, 1, 40),
+        (_gpus(80)[0], 20, 1, 30),
+        (_gpus(80)[0], 10, 2, 15),
+        (_gpus(8)[0], 10, 1, 0),
+        (CPU, 0, 1, 16),
+        (CPU, 0, 8, 2),
+        (MPS, 8, 1, 2),
+    ],
+)
+def test_graphs_take_a_share_of_what_is_free(device: Device, needed_gib: int, num_processes: int, gib: int) -> None:
+    assert graph_bytes(device, needed_bytes=needed_gib * GIB, num_processes=num_processes) == gib * GIB
+
+
+# -- this machine ------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_asked_in_a_process_of_its_own() -> None:
+    names = [device.name for device in found()]
+    assert names[-1] == "cpu"
+    assert len(names) == 1 + torch.cuda.device_count() + torch.backends.mps.is_available()
+
+
+def test_the_ram_that_is_free_is_the_least_of_what_the_limits_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit(folder: Path, most: str) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text("1000000\n")
+        (folder / "memory.stat").write_text("anon 600000\ninactive_file 400000\n")
+
+    monkeypatch.setattr(devices, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(devices, "_OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/job/step\n")
+    of_machine = free_ram_bytes()
+    assert of_machine > 0
+    limit(tmp_path / "job", "max")
+    assert free_ram_bytes() == pytest.approx(of_machine, rel=0.5)
+    limit(tmp_path / "job", "3000000")
+    assert free_ram_bytes() == 2_400_000
+    limit(tmp_path / "job" / "step", "2000000")
+    assert free_ram_bytes() == 1_400_000
+    assert here(torch.device("cpu")) == Device(name="cpu", free_bytes=1_400_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there"),
+    [("cuda:99", False), ("mps", torch.backends.mps.is_available()), ("meta", False), ("gpu", False)],
+)
+def test_a_device_that_cannot_be_used_is_one_line(name: str, is_there: bool) -> None:
+    if is_there:
+        pytest.skip("it can be used here")
+    with pytest.raises(ValueError, match=rf"^--device {name} cannot be used: [^\n]+$"):
+        device_of(name, random.Random(0))
+
+
+def test_a_swarm_on_one_machine_names_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = [*_gpus(8, 8), CPU]
+    monkeypatch.setattr(devices, "found", lambda: here)
+    assert devices.named("auto") == here
+    assert devices.named("cuda") == here[:2]
+    assert devices.named("cuda:1") == here[1:2]
+    assert [device.name for device in devices.named("cpu")] == ["cpu"]
+    with pytest.raises(ValueError, match="--device cuda:2 cannot be used: this machine has cuda:0, cuda:1, cpu"):
+        devices.named("cuda:2")
+
+
+def test_auto_is_the_best_that_is_here() -> None:
+    kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    assert device_of("auto", random.Random(0)).type == next(kind for kind, is_here in kinds.items() if is_here)
+    assert device_of("cpu", random.Random(0)) == torch.device("cpu")

@@ -1,0 +1,68 @@
+"""How a program finds the others when it starts."""
+
+import random
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from peers.shared import network
+from peers.shared.network import KnownPeers
+from swarm.dht.directory import Directory
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock
+from swarm.routing.router import Router
+from swarm.types import PeerRecord, PeerState
+
+
+class _Directory:
+    """Has nobody, and cannot be read so many times."""
+
+    def __init__(self, num_faults: int) -> None:
+        self.num_faults = num_faults
+
+    async def peers(self, stage: int) -> Sequence[PeerRecord]:
+        self.num_faults -= 1
+        if self.num_faults >= 0:
+            raise PeerUnavailable("no other node of the DHT answers")
+        return []
+
+
+class _Forgetful:
+    """Has a peer at each stage from the fifth reading on, which is in the middle of a look."""
+
+    def __init__(self) -> None:
+        self.num_readings = 0
+
+    async def peers(self, stage: int) -> Sequence[PeerRecord]:
+        self.num_readings += 1
+        there = PeerRecord(
+            peer_id="ab"[stage] * 40, announced_at=0.0, stage=stage, endpoint="192.0.2.1:1", state=PeerState.SERVING
+        )  # fmt: skip
+        return [there] if self.num_readings > 5 else []
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_whoever_is_back_where_it_was_waits_for_those_who_remember_it(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It began the run, and its command line names nobody. But not for ever: they may be gone as well."""
+    monkeypatch.setattr(network, "LOOK_SECONDS", 0.01)
+    clock = SystemClock()
+    known = KnownPeers(Router(clock, random.Random(0)))
+    await known.look_first(cast(Directory, _Forgetful()), [0, 1], clock, returns=returns)
+    for stage in (0, 1):
+        assert [record.stage for record in known.others(stage)] == ([stage] if returns else [])
+    monkeypatch.setattr(network, "RETURN_SECONDS", 0.1)
+    await known.look_first(cast(Directory, _Directory(0)), [0, 1], clock, returns=True)
+    assert known.others(1) == []
+
+
+async def test_the_first_look_is_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SystemClock()
+    known = KnownPeers(Router(clock, random.Random(0)))
+    await known.look_first(cast(Directory, _Directory(1)), [0, 1], clock)
+    assert known.records == {0: [], 1: []}
+    monkeypatch.setattr(network, "DISCOVERY_SECONDS", 0.2)
+    with pytest.raises(PeerUnavailable, match="no other node"):
+        await known.look_first(cast(Directory, _Directory(1000)), [0, 1], clock)

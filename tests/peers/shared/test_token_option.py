@@ -1,0 +1,94 @@
+"""Where a program's token comes from, and what is said about a wrong one."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from peers.shared.token_option import FAREWELL_SECONDS, admitted, find_token, read_token, stop_or_expiry, with_token
+from swarm.credentials.certificates import Role
+from swarm.machine.clock import ManualClock
+from tests.support import locked
+
+PEER, TRAINER = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)
+ADDRESSES = ("/ip4/192.0.2.1/tcp/1/p2p/X", "/ip4/192.0.2.2/tcp/1/p2p/Y")
+CLOCK = ManualClock(locked.NOW.timestamp())
+
+
+def _find(
+    option: str | None, *addresses: str, environment: dict[str, str] | None = None, role: Role = Role.PEER,
+    insecure: bool = False,
+) -> tuple[tuple[str, ...], str]:  # fmt: skip
+    found, token = find_token(option, addresses, environment or {}, role=role, insecure=insecure, clock=CLOCK)
+    return found, str(token or "")
+
+
+def test_a_token_comes_from_any_of_four_places(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{PEER}\n")
+    assert _find(None, *ADDRESSES) == (ADDRESSES, "")
+    assert _find(PEER, *ADDRESSES) == (ADDRESSES, PEER)
+    assert _find(f"@{file}") == ((), PEER)
+    assert _find(None, *with_token(ADDRESSES, PEER).split()) == (ADDRESSES, PEER)
+    assert _find(None, ADDRESSES[0], f"{ADDRESSES[1]}#{PEER}") == (ADDRESSES, PEER)
+    assert _find(None, environment={"SWARM_TOKEN": PEER}) == ((), PEER)
+    assert _find(PEER, f"{ADDRESSES[0]}#{PEER}") == (ADDRESSES[:1], PEER)
+    assert _find(PEER, environment={"SWARM_TOKEN": "of another run"}) == ((), PEER)
+    assert with_token(ADDRESSES, "") == " ".join(ADDRESSES)
+
+
+def test_wrong_tokens_are_one_line(tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="bring different tokens"):
+        _find(PEER, f"{ADDRESSES[0]}#{TRAINER}")
+    with pytest.raises(ValueError, match=r"^the token expired on \d+-\d+-\d+ \d+:\d+ UTC: ask the run's owner"):
+        _find(str(locked.expired()))
+    with pytest.raises(ValueError, match="the token is about to end, at"):
+        _find(str(locked.issue(days=(FAREWELL_SECONDS - 1) / 86_400)))
+    with pytest.raises(ValueError, match="the token is a trainer's"):
+        _find(TRAINER)
+    with pytest.raises(ValueError, match="--insecure leaves nothing locked"):
+        _find(PEER, insecure=True)
+    for text in ("nonsense", f"@{binary}"):
+        with pytest.raises(ValueError, match="that is no join token"):
+            _find(text)
+    with pytest.raises(OSError, match="missing"):
+        _find(f"@{tmp_path / 'missing'}")
+
+
+def test_an_empty_token_is_not_the_same_as_none() -> None:
+    """An owner whose shell variable is not set must not begin an open run."""
+    rest = " is empty: it takes a token; for an open run leave it out$"
+    with pytest.raises(ValueError, match=f"^--token{rest}"):
+        _find("", *ADDRESSES)
+    with pytest.raises(ValueError, match=f"^--token{rest}"):
+        _find("", f"{ADDRESSES[0]}#{PEER}", environment={"SWARM_TOKEN": PEER})
+    with pytest.raises(ValueError, match=f"^what follows {ADDRESSES[1]}#{rest}"):
+        _find(None, ADDRESSES[0], f"{ADDRESSES[1]}#", environment={"SWARM_TOKEN": PEER})
+    with pytest.raises(ValueError, match=f"^SWARM_TOKEN{rest}"):
+        _find(None, *ADDRESSES, environment={"SWARM_TOKEN": ""})
+    assert _find(PEER, environment={"SWARM_TOKEN": ""}) == ((), PEER)
+
+
+def test_trainers_may_use_any_token() -> None:
+    assert _find(TRAINER, role=Role.TRAINER)[1] == TRAINER
+    assert _find(PEER, role=Role.TRAINER)[1] == PEER
+
+
+def test_who_has_no_token_stays_who_he_is() -> None:
+    assert admitted(locked.OPEN, None) is locked.OPEN
+    assert admitted(locked.OPEN, read_token(PEER)).peer_id == locked.OPEN.peer_id
+
+
+async def test_a_program_leaves_before_its_token_ends(caplog: pytest.LogCaptureFixture) -> None:
+    stop, clock = asyncio.Event(), ManualClock(locked.PEER_TOKEN.expires_at - FAREWELL_SECONDS - 0.05)
+    async with asyncio.timeout(5):
+        await stop_or_expiry(stop, locked.PEER, clock)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "leaving; ask the run's owner for a new one" in caplog.text
+    stop.set()
+    for identity in (locked.PEER, locked.OPEN):
+        async with asyncio.timeout(5):
+            await stop_or_expiry(stop, identity, CLOCK)
+    assert len(caplog.records) == 1

@@ -1,0 +1,135 @@
+"""Stage peers in one process: real servers and weights, a DHT in memory, and moves when a test says so."""
+
+import asyncio
+import random
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from peers.shared.network import KnownPeers
+from peers.stage_peer.claim import Claim
+from peers.stage_peer.mover import Listen, Mover
+from peers.stage_peer.rebalancer import Rebalancer
+from peers.stage_peer.resume import ResumeOptions
+from peers.stage_peer.server import ServerOptions, StageServer
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig
+from swarm.credentials.identity import generate
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.events.kinds import Event, Leave
+from swarm.machine.clock import SystemClock
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.types import PeerId, PeerRecord
+
+
+class Ordered(Rebalancer):
+    """Moves when it is told to, and looks at nothing but whether it can be spared."""
+
+    def __init__(self, **parts: object) -> None:
+        super().__init__(**parts)  # type: ignore[arg-type]  # as they come
+        self.orders: asyncio.Queue[int] = asyncio.Queue()
+
+    async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
+        target = await self.orders.get()
+        await self.goes(target, from_stage=stage)
+        return target
+
+
+class Record:
+    """Keeps events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class LocalPeer:
+    """One swarm-peer, without its process."""
+
+    def __init__(self, config: RunConfig, store: MemoryStore, *, resume: Path, checkpoints: Path | None = None) -> None:
+        self._config = config
+        self.identity = generate()
+        self.peer_id = PeerId(self.identity.peer_id)
+        self.clock = SystemClock()
+        self.directory = Directory(store, self.identity, config.run_id, self.clock)
+        rng = random.Random(self.peer_id)
+        self._router = Router(self.clock, rng)
+        self.known = KnownPeers(self._router, own_id=self.peer_id)
+        self._channels = ChannelPool(insecure=True)
+        self._resume = resume
+        self.writer = CheckpointWriter(checkpoints, every=100, keep=3, owner=self.peer_id) if checkpoints else None
+        claim = Claim(directory=self.directory, clock=self.clock, peer_id=self.peer_id, name="local")
+        self.rebalancer = Ordered(
+            config=config, own_id=self.peer_id, claim=claim, directory=self.directory, known=self.known,
+            channels=self._channels, clock=self.clock, rng=rng, every_seconds=1.0, checkpoints=resume,
+        )  # fmt: skip
+        self.log = Record()
+        self.stop = asyncio.Event()
+        self.served: asyncio.Queue[int] = asyncio.Queue()
+        """Every stage, when it is served."""
+        self.server: StageServer | None = None
+        self.made: list[weakref.ref[StageServer]] = []
+
+    @asynccontextmanager
+    async def running(self, stage: int) -> AsyncIterator["LocalPeer"]:
+        """Serve inside the block, from the first stage on."""
+        mover = Mover(
+            make_server=self._make, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
+            stop=self.stop,
+            listen=Listen(host="127.0.0.1", port=0, announced_host="127.0.0.1", dht_address=""),
+            on_serving=lambda stage, _: self.served.put_nowait(stage),
+        )  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            stages = range(self._config.stages.num_stages)
+            await self.known.look(self.directory, stages)
+            watching = tasks.create_task(self.directory.watch(stages, self.known.update, 0.2))
+            running = tasks.create_task(mover.run(stage))
+            try:
+                assert await self.next_served() == stage
+                yield self
+            finally:
+                self.stop.set()
+                with suppress(asyncio.CancelledError):
+                    await running
+                watching.cancel()
+        await self._channels.close()
+
+    async def next_served(self) -> int:
+        """Wait until the next stage is served."""
+        async with asyncio.timeout(30.0):
+            return await self.served.get()
+
+    async def has_left(self) -> None:
+        """Wait until it has left the run."""
+        async with asyncio.timeout(10.0):
+            while Leave() not in self.log.events:  # noqa: ASYNC110 - nothing says when
+                await asyncio.sleep(0.05)
+
+    async def record(self, stage: int) -> PeerRecord | None:
+        """What this peer announces at a stage."""
+        return next((r for r in await self.directory.peers(stage) if r.peer_id == self.peer_id), None)
+
+    async def state(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Round, and anchor and outer state, of what it serves now."""
+        assert self.server is not None
+        snapshot = await self.server._member.snapshot()
+        return snapshot.round, dict(snapshot.tensors)
+
+    def _make(self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
+        options = ServerOptions(
+            name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
+            resume=ResumeOptions(folder=self._resume, joins=comes_from_another, moves=comes_from_another),
+            checkpoints=self.writer, events=self.log, movable=True, moves=moves,
+        )  # fmt: skip
+        self.server = StageServer(
+            config=self._config, stage=stage, identity=self.identity, known=self.known, router=self._router,
+            directory=self.directory, clock=self.clock, tasks=tasks, options=options,
+        )  # fmt: skip
+        self.made.append(weakref.ref(self.server))
+        return self.server

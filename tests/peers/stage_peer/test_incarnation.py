@@ -1,0 +1,189 @@
+"""Whether another process serves under a peer's identity: real servers, that answer or do not."""
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from peers.shared.network import KnownPeers
+from peers.stage_peer.incarnation import LOOK_SECONDS, Incarnation, Rivals
+from swarm.config import RunConfig, StagesConfig
+from swarm.credentials.identity import generate
+from swarm.errors import Fatal
+from swarm.machine.clock import ManualClock, SystemClock
+from swarm.routing.router import Router
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceServicer_to_server
+from swarm.types import PeerRecord, PeerState
+
+CONFIG = RunConfig(stages=StagesConfig(num_stages=2))
+ME, OTHER = generate(), generate()
+OWN = Incarnation(nonce="aa" * 8, started_at=2000.0)
+ELDER = Incarnation(nonce="bb" * 8, started_at=1000.0)
+YOUNGER = Incarnation(nonce="cc" * 8, started_at=3000.0)
+NOBODY = "127.0.0.1:1"
+
+
+class Host(StageServiceServicer):
+    """A process that serves under some identity, and tells of rivals what it knows of them."""
+
+    Train: Any = None
+    Evaluate: Any = None
+
+    def __init__(self, peer_id: str, stage: int, rivals: Rivals | None = None) -> None:
+        self.endpoint = ""
+        self.num_asked = 0
+        self.rivals = rivals
+        self.made_up: pb.Incarnation | None = None
+        self._peer_id = peer_id
+        self._stage = stage
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+        self.num_asked += 1
+        rival = self.made_up
+        if self.rivals is not None and request.HasField("caller"):
+            rival = await self.rivals.of(request.caller)
+        return pb.DescribeReply(peer_id=self._peer_id, run_id=CONFIG.run_id, stage=self._stage, rival=rival)
+
+
+@asynccontextmanager
+async def serving(host: Host, identity: Any) -> AsyncIterator[Host]:
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    add_StageServiceServicer_to_server(host, server)
+    host.endpoint = f"127.0.0.1:{bind_server(server, '127.0.0.1', 0, tls.server_credentials(identity))}"
+    await server.start()
+    try:
+        yield host
+    finally:
+        await server.stop(None)
+
+
+def record(incarnation: Incarnation, endpoint: str, *, who: Any = ME, stage: int = 1) -> PeerRecord:
+    return PeerRecord(
+        peer_id=who.peer_id, announced_at=0.0, stage=stage, endpoint=endpoint, certificate_pem=who.certificate_pem,
+        state=PeerState.SERVING, nonce=incarnation.nonce, started_at=incarnation.started_at,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def rivals_of(
+    *records: PeerRecord, own: Incarnation = OWN, who: Any = ME, clock: Any = None, host: Host | None = None
+) -> AsyncIterator[Rivals]:  # fmt: skip
+    known = KnownPeers(Router(SystemClock(), random.Random(0)), own_id=who.peer_id)
+    for one in records:
+        known.records[one.stage] = [*known.peers(one.stage), one]
+    channels = ChannelPool()
+    try:
+        yield Rivals(
+            config=CONFIG, identity=who, own=own, known=known, channels=channels, clock=clock or SystemClock(),
+            endpoint=lambda: host.endpoint if host is not None else "",
+        )  # fmt: skip
+    finally:
+        await channels.close()
+
+
+@asynccontextmanager
+async def another(incarnation: Incarnation) -> AsyncIterator[Host]:
+    """A process under our identity."""
+    host = Host(ME.peer_id, 1)
+    async with serving(host, ME), rivals_of(own=incarnation, host=host) as host.rivals:
+        yield host
+
+
+async def test_who_is_alone_may_serve() -> None:
+    async with rivals_of(record(OWN, NOBODY), record(ELDER, NOBODY, who=OTHER)) as rivals:
+        await rivals.require_alone()
+
+
+async def test_a_record_of_a_process_that_has_died_is_nobody() -> None:
+    """As after a kill -9, for the 20 seconds until it expires."""
+    async with rivals_of(record(ELDER, NOBODY)) as rivals:
+        await rivals.require_alone()
+
+
+async def test_another_peer_at_the_dead_one_s_address_is_not_taken_for_it() -> None:
+    async with serving(Host(OTHER.peer_id, 1), OTHER) as host, rivals_of(record(ELDER, host.endpoint)) as rivals:
+        await rivals.require_alone()
+
+
+async def test_this_very_process_at_the_dead_one_s_address_is_no_rival() -> None:
+    async with another(OWN) as host, rivals_of(record(ELDER, host.endpoint)) as rivals:
+        await rivals.require_alone()
+
+
+async def test_a_process_that_lives_is_named() -> None:
+    async with another(ELDER) as host, rivals_of(record(ELDER, host.endpoint)) as rivals:
+        with pytest.raises(Fatal) as refused:
+            await rivals.require_alone()
+    message = str(refused.value)
+    assert f"another process serves under this identity at {host.endpoint} since 1970-01-01 00:16:40 UTC" in message
+    assert "--identity" in message
+    assert "\n" not in message
+
+
+async def test_one_that_has_no_answer_from_here_is_asked_by_other_peers() -> None:
+    """The address that it announces may be good inside of its own network alone."""
+    async with AsyncExitStack() as stack:
+        elder = await stack.enter_async_context(another(ELDER))
+        other = Host(OTHER.peer_id, 0)
+        other.rivals = await stack.enter_async_context(rivals_of(record(ELDER, elder.endpoint), who=OTHER))
+        await stack.enter_async_context(serving(other, OTHER))
+        others_record = record(ELDER, other.endpoint, who=OTHER, stage=0)
+        ours = await stack.enter_async_context(rivals_of(record(ELDER, NOBODY), others_record))
+        with pytest.raises(Fatal, match=f"another process serves under this identity at {elder.endpoint}"):
+            await ours.require_alone()
+        for nonce in (OWN.nonce, "dd" * 8, "ee" * 8):
+            caller = pb.Incarnation(peer_id=ME.peer_id, nonce=nonce, started_at=OWN.started_at)
+            assert (await other.rivals.of(caller) is not None) == (nonce == OWN.nonce)
+        assert elder.num_asked == 1, "whoever asks others costs them no more than that"
+
+
+async def test_nobody_else_can_say_that_there_is_a_rival() -> None:
+    async with AsyncExitStack() as stack:
+        elder = await stack.enter_async_context(another(ELDER))
+        assert elder.rivals is not None
+        liar = await stack.enter_async_context(serving(Host(OTHER.peer_id, 0), OTHER))
+        ours = await stack.enter_async_context(
+            rivals_of(record(ELDER, NOBODY), record(ELDER, liar.endpoint, who=OTHER, stage=0))
+        )
+        once = await elder.rivals.of(pb.Incarnation(peer_id=ME.peer_id, nonce="dd" * 8, started_at=2000.0))
+        assert once is not None, "so it answered another start, which is long gone"
+        for made_up in (once, pb.Incarnation(peer_id=ME.peer_id, nonce=ELDER.nonce, endpoint=NOBODY)):
+            liar.made_up = made_up
+            await ours.require_alone()
+        assert liar.num_asked == 2
+
+
+async def test_of_two_that_live_the_one_that_was_there_first_is_nobody_s_victim() -> None:
+    async with another(YOUNGER) as host, rivals_of(record(YOUNGER, host.endpoint)) as rivals:
+        await rivals.require_alone()
+        assert host.num_asked == 1
+
+
+@pytest.mark.parametrize("there", [ELDER, YOUNGER], ids=["an elder one", "a younger one"])
+async def test_one_that_comes_into_sight_later_is_noticed(
+    there: Incarnation, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    caplog.set_level(logging.WARNING)
+    clock = ManualClock()
+    async with another(there) as host, rivals_of(record(there, host.endpoint), clock=clock) as rivals:
+        watching = asyncio.create_task(rivals.watch())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            clock.advance(LOOK_SECONDS)
+        if there is ELDER:
+            with pytest.raises(Fatal, match="another process serves under this identity"):
+                await asyncio.wait_for(watching, 10.0)
+        else:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not watching.done()
+            watching.cancel()
+            assert f"another process has started under this identity, at {host.endpoint}" in caplog.text

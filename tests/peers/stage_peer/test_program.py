@@ -1,0 +1,87 @@
+"""swarm-peer's options: what they may not be."""
+
+from pathlib import Path
+
+import pytest
+
+from peers.shared import process
+from peers.stage_peer import program as stage_peer
+from peers.stage_peer.program import PeerOptions, open_checkpoints, require_allowed_class
+from swarm.config import ModelConfig, RunConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"checkpoint_every": 0}, "--checkpoint-every must be at least 1, not 0"),
+        ({"keep_checkpoints": 0}, "--keep-checkpoints must be at least 1, not 0"),
+        ({"rebalance_every": 60.0}, "--rebalance-every needs --stage auto"),
+        ({"stage": 1, "rebalance_every": 0.0}, "--rebalance-every needs --stage auto"),
+        ({"stage": "auto", "rebalance_every": -1.0}, "--rebalance-every must be 0 or positive, not -1.0"),
+        ({"stage": "auto", "rebalance_every": float("nan")}, "--rebalance-every must be 0 or positive, not nan"),
+        ({"stage": "auto", "rebalance_every": float("inf")}, "--rebalance-every must be 0 or positive, not inf"),
+        ({"resume_round": 10}, "--resume-round needs --resume DIR"),
+        ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
+        ({"keep_checkpoints": 5}, "--keep-checkpoints needs --checkpoint DIR"),
+        ({"announce": "203.0.113.7:5001"}, "--announce takes a host name or an IP address, without port"),
+        ({"name": "x" * 65}, "--name must have at most 64 characters, not 65"),
+        ({"name": "x\x1b[2J"}, r"--name must have no control characters: not 'x\\x1b\[2J'"),
+        ({"name": "x\n"}, "--name must have no control characters"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        PeerOptions(preset="tiny", **options)  # type: ignore[arg-type]  # any of them
+
+
+def test_how_often_a_peer_looks_is_for_those_that_may_move() -> None:
+    assert PeerOptions(preset="tiny").rebalance_every is None
+    for seconds in (None, 0.0, 5.0):
+        assert PeerOptions(preset="tiny", stage="auto", rebalance_every=seconds).rebalance_every == seconds
+
+
+def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
+    """A folder to resume from has to be there, unless it is the one that is made to be written to."""
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(ValueError, match="checkpoints: there is no such folder"):
+        open_checkpoints(PeerOptions(preset="tiny", resume=folder), owner="me")
+    writer = open_checkpoints(PeerOptions(preset="tiny", checkpoint=folder, resume=folder), owner="me")
+    assert writer is not None
+    assert not writer.had_any
+    (folder / "stage-0-of-3.round-10.safetensors").touch()
+    writer = open_checkpoints(PeerOptions(preset="tiny", checkpoint=folder), owner="me")
+    assert writer is not None
+    assert writer.had_any
+
+
+def test_whose_code_runs_here_is_for_the_user_to_say() -> None:
+    run = RunConfig(model=ModelConfig(custom_class="theirs:Model"))
+    require_allowed_class(RunConfig(), None, None)
+    require_allowed_class(RunConfig(), None, "theirs:Model")
+    require_allowed_class(run, run, None)
+    require_allowed_class(run, None, "theirs:Model")
+    for allowed in (None, "", "theirs", "ours:Model"):
+        with pytest.raises(ValueError, match=r"if you trust that code, add --allow-class theirs:Model$"):
+            require_allowed_class(run, None, allowed)
+
+
+def test_what_is_to_be_typed_is_one_word_to_a_shell() -> None:
+    run = RunConfig(model=ModelConfig(custom_class="a:B; rm -rf ~"))
+    with pytest.raises(ValueError, match=r"add --allow-class 'a:B; rm -rf ~'$"):
+        require_allowed_class(run, None, None)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("file/ready.json", "Not a directory"), ("folder", "Is a directory")])
+def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(process, "setup_logging", lambda *_: None)
+    with pytest.raises(ValueError, match=f"^--ready-file {tmp_path / name}: cannot be written: {reason}$"):
+        stage_peer.main(["--initial-peers", "no address", "--ready-file", str(tmp_path / name)])
+
+
+def test_to_check_a_ready_file_makes_its_folder_alone(tmp_path: Path) -> None:
+    stage_peer.require_ready_file(tmp_path / "new" / "ready.json")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]

@@ -1,0 +1,408 @@
+"""Peers that look, claim and move by themselves, all in one process and on virtual time; the moves are stand-ins."""
+
+import asyncio
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers.shared.network import KnownPeers
+from peers.stage_peer import rebalancer
+from peers.stage_peer.claim import Claim
+from peers.stage_peer.rebalancer import Rebalancer
+from swarm.checkpoint import file
+from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.credentials.identity import generate
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.errors import Fatal, PeerUnavailable
+from swarm.machine.clock import Clock
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
+from tests.support.virtual_time import LoopClock, run
+
+PERIOD_SECONDS = 60.0
+MOVE_SECONDS = 8.0
+CONFIG = RunConfig(model=ModelConfig(num_layers=3, custom_class="a.b:C"), stages=StagesConfig(num_stages=3))
+
+
+class SlowStore(MemoryStore):
+    """A DHT that takes its time, and can be gone."""
+
+    def __init__(self, clock: Clock, rng: random.Random) -> None:
+        super().__init__(clock)
+        self._clock, self._rng = clock, rng
+        self.is_gone = False
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        await self._answer()
+        return await super().store(key, subkey, value, expiration)
+
+    async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
+        await self._answer()
+        return await super().get(key)
+
+    async def _answer(self) -> None:
+        await self._clock.sleep(self._rng.uniform(0.0, 0.8))
+        if self.is_gone:
+            raise PeerUnavailable("gone")
+
+
+class Peer:
+    """Announces itself, and does what its rebalancer says."""
+
+    def __init__(self, world: "World", number: int) -> None:
+        self.world = world
+        identity = generate()
+        self.peer_id = PeerId(identity.peer_id)
+        clock, rng = world.clock, random.Random(number)
+        self.directory = Directory(world.store, identity, CONFIG.run_id, clock)
+        self.known = KnownPeers(Router(clock, rng), own_id=self.peer_id)
+        self.claim = Claim(directory=self.directory, clock=clock, peer_id=self.peer_id, name=str(number))
+        self.rebalancer = Rebalancer(
+            config=world.config, own_id=self.peer_id, claim=self.claim, directory=self.directory, known=self.known,
+            channels=ChannelPool(insecure=True), clock=clock, rng=rng, every_seconds=PERIOD_SECONDS,
+            checkpoints=world.checkpoints,
+        )  # fmt: skip
+        self.stage: int | None = None
+        self.state = PeerState.SERVING
+        self.round = world.round
+        self.lineage = "one"
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self, tasks: asyncio.TaskGroup, stage: int | None = None) -> None:
+        """Serve a stage, or the one that it chooses."""
+        self.tasks = [tasks.create_task(work) for work in (self._live(stage), self.claim.keep(), self._announce())]
+
+    def kill(self) -> None:
+        """It is announced for a while."""
+        self.stage = None
+        for task in self.tasks:
+            task.cancel()
+
+    async def _live(self, stage: int | None) -> None:
+        self.stage = stage if stage is not None else await self.rebalancer.choose_stage()
+        while True:
+            await self.announce()
+            await self.rebalancer.arrived(self.stage)
+            target = await self.rebalancer.next_move(self.stage, lambda: 10.0)
+            if not await self.rebalancer.can_spare(self.stage):
+                await self.rebalancer.gave_up(target)
+                continue
+            self.world.moves.append((self.world.clock.monotonic(), self.stage, target))
+            self.stage = None
+            await self.directory.withdraw()
+            await self.world.clock.sleep(MOVE_SECONDS)
+            self.stage = target
+
+    async def _announce(self) -> None:
+        while True:
+            await self.world.clock.sleep(5.0)
+            await self.announce()
+
+    async def announce(self) -> None:
+        if self.stage is not None:
+            record = PeerRecord(
+                peer_id=self.peer_id, announced_at=self.world.clock.time(), stage=self.stage, endpoint="192.0.2.1:1",
+                state=self.state, samples_per_second=10.0, movable=True, round=self.round,
+            )  # fmt: skip
+            with suppress(PeerUnavailable):
+                await self.directory.announce_peer(record, 20.0)
+
+
+class World:
+    """All peers, and what happened."""
+
+    def __init__(
+        self, *, seed: int = 0, round_number: int = 0, checkpoints: Path | None = None, config: RunConfig = CONFIG
+    ) -> None:
+        self.config = config
+        self.clock = LoopClock()
+        self.store = SlowStore(self.clock, random.Random(seed))
+        self.round = round_number
+        self.checkpoints = checkpoints
+        self.peers = [Peer(self, 1000 * seed + number) for number in range(12)]
+        self.moves: list[tuple[float, int, int]] = []
+        """When, from where, to where."""
+        self.least = 99
+
+    def counts(self) -> list[int]:
+        """Living peers by stage."""
+        counter = Counter(peer.stage for peer in self.peers)
+        return [counter[stage] for stage in range(3)]
+
+    async def watch(self) -> None:
+        """Note the smallest number of peers that any stage has at any time."""
+        while True:
+            self.least = min(self.least, *self.counts())
+            await self.clock.sleep(0.1)
+
+
+def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Peer], bool] = lambda _: False) -> None:
+    async def describe(config: Any, records: Sequence[PeerRecord], channels: Any) -> list[pb.DescribeReply]:
+        await world.clock.sleep(0.01)
+        living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
+        asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
+        return [
+            pb.DescribeReply(peer_id=peer.peer_id, state=peer.state, round=peer.round, lineage=peer.lineage)
+            for peer in asked
+        ]
+
+    monkeypatch.setattr(rebalancer, "describe", describe)
+
+
+async def _live(world: World, stages: Sequence[int | None], then: Callable[[], Any]) -> None:
+    """Start peers at these stages, let `then` go on, and end."""
+    async with asyncio.TaskGroup() as tasks:
+        for peer, stage in zip(world.peers, stages, strict=False):
+            peer.start(tasks, stage)
+        await world.clock.sleep(20.0)
+        watching = tasks.create_task(world.watch())
+        await then()
+        watching.cancel()
+        for peer in world.peers:
+            peer.kill()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_newcomers_that_start_together_spread(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    async def scene() -> None:
+        world = World(seed=seed)
+        _answers(monkeypatch, world)
+
+        async def then() -> None:
+            assert world.counts() == [3, 3, 3]
+
+        await _live(world, [0, *[None] * 8], then)
+        assert world.moves == []
+
+    run(scene())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gap_is_filled_by_as_many_as_are_needed_and_then_all_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    async def scene() -> None:
+        world = World(seed=seed)
+        _answers(monkeypatch, world)
+
+        async def then() -> None:
+            killed_at = world.clock.monotonic()
+            for peer in [p for p in world.peers if p.stage == 1][:3]:
+                peer.kill()
+            await world.clock.sleep(2 * PERIOD_SECONDS)
+            assert world.counts() == [3, 3, 3]
+            assert len(world.moves) == 2, "two moved, whoever else wanted to"
+            assert {target for _, _, target in world.moves} == {1}
+            assert {source for _, source, _ in world.moves} == {0, 2}
+            assert all(at - killed_at < 2 * PERIOD_SECONDS for at, _, _ in world.moves)
+            await world.clock.sleep(10 * PERIOD_SECONDS)
+            assert len(world.moves) == 2
+
+        await _live(world, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], then)
+        assert world.least >= 1
+
+    run(scene())
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_nobody_leaves_silent_peers_alone_nor_goes_to_them(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    """They are announced: dead, or cut off from here."""
+
+    async def scene() -> None:
+        world = World()
+        _answers(monkeypatch, world, silent=lambda peer: peer.stage == silent)
+
+        async def then() -> None:
+            await world.clock.sleep(5 * PERIOD_SECONDS)
+            assert world.moves == []
+
+        await _live(world, [0, 0, 0, 0, 1, 2, 2], then)
+
+    run(scene())
+
+
+def test_nobody_leaves_a_mate_alone_that_has_fallen_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still has to be given the state, and nobody else has it."""
+
+    async def scene() -> None:
+        world = World(round_number=7)
+        _answers(monkeypatch, world)
+        first, second = world.peers[:2]
+
+        async def then() -> None:
+            assert await first.rebalancer.can_spare(0, round_number=7)
+            second.round = 6
+            assert not await first.rebalancer.can_spare(0, round_number=7)
+
+        await _live(world, [0, 0, 1, 2], then)
+
+    run(scene())
+
+
+def test_nobody_leaves_its_stage_to_a_mate_that_has_learnt_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began the stage anew at the same round, when it saw nobody."""
+
+    async def scene() -> None:
+        world = World(round_number=7)
+        _answers(monkeypatch, world)
+        first, second = world.peers[:2]
+
+        async def then() -> None:
+            assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+            second.lineage = "another"
+            assert not await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+            second.round = 8
+            assert await first.rebalancer.can_spare(0, round_number=7, lineage="one")
+
+        await _live(world, [0, 0, 1, 2], then)
+
+    run(scene())
+
+
+def test_where_rounds_need_a_majority_nobody_leaves_too_few_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for ever for a peer that has gone elsewhere."""
+
+    async def scene() -> None:
+        world = World(config=dataclasses.replace(CONFIG, averaging=AveragingConfig(quorum="majority")))
+        _answers(monkeypatch, world)
+        first, second, third, fourth, *_ = world.peers
+        three = {peer.peer_id for peer in (first, second, third)}
+
+        async def then() -> None:
+            assert not await fourth.rebalancer.can_spare(1)
+            assert await first.rebalancer.can_spare(0)
+            assert await first.rebalancer.can_spare(0, last_members=three)
+            assert not await first.rebalancer.can_spare(0, last_members={first.peer_id, second.peer_id}), "third is new"
+            gone = {"d" * 40, "e" * 40}
+            assert not await first.rebalancer.can_spare(0, last_members={*three, *gone})
+            second.lineage = "another"
+            assert not await first.rebalancer.can_spare(0, lineage="one", last_members=three)
+            assert world.moves == []
+
+        await _live(world, [0, 0, 0, 1, 1, 2], then)
+
+    run(scene())
+
+
+def test_what_a_run_has_learnt_is_not_replaced_by_initial_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def moves(round_number: int, checkpoints: Path | None = None) -> set[int]:
+        world = World(round_number=round_number, checkpoints=checkpoints)
+        _answers(monkeypatch, world)
+        served: set[int] = set()
+
+        async def then() -> None:
+            await world.clock.sleep(3 * PERIOD_SECONDS)
+            served.update(stage for stage, count in enumerate(world.counts()) if count)
+
+        await _live(world, [0, 0, 0, 0, 2, None], then)
+        return served
+
+    assert run(moves(5)) == {0, 2}, "stage 1 is lost, until somebody has a checkpoint"
+    assert run(moves(0)) == {0, 1, 2}, "nothing was learnt yet"
+    (tmp_path / "stage-1-of-3.round-5.safetensors").touch()
+    assert run(moves(5, tmp_path)) == {0, 1, 2}
+
+    def broken(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(file, "names", broken)
+    assert run(moves(5, tmp_path)) == {0, 2}, "and it goes on all the same"
+
+
+def test_no_dht_no_moves_and_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        world = World()
+        _answers(monkeypatch, world)
+
+        async def then() -> None:
+            world.store.is_gone = True
+            await world.clock.sleep(3 * PERIOD_SECONDS)
+            assert world.moves == []
+            world.store.is_gone = False
+            await world.clock.sleep(2 * PERIOD_SECONDS)
+            assert [target for _, _, target in world.moves] == [1]
+
+        await _live(world, [0, 0, 0, 1, 2, 2], then)
+
+    run(scene())
+
+
+def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        world = World()
+        _answers(monkeypatch, world)
+        peer = world.peers[0]
+
+        async def fail() -> None:
+            while True:
+                target = await peer.rebalancer.next_move(0, lambda: 10.0)
+                world.moves.append((world.clock.monotonic(), 0, target))
+                await peer.rebalancer.gave_up(target)
+                assert [claim.state for claim in await peer.directory.claims()] == [ClaimState.WITHDRAWN]
+
+        async with asyncio.TaskGroup() as tasks:
+            for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
+                other.stage = stage
+                other.tasks = [tasks.create_task(other._announce())]
+            failing = tasks.create_task(fail())
+            await world.clock.sleep(3600)
+            failing.cancel()
+            for other in world.peers:
+                other.kill()
+        times = [at for at, _, _ in world.moves]
+        assert 4 <= len(times) <= 7
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        assert gaps[-1] > 4 * gaps[0]
+
+    run(scene())
+
+
+def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the peer would count at the other stage for ever, and never move."""
+
+    async def scene() -> None:
+        world = World()
+        _answers(monkeypatch, world)
+        peer = world.peers[0]
+        async with asyncio.TaskGroup() as tasks:
+            for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
+                other.stage = stage
+                other.tasks = [tasks.create_task(other._announce())]
+            peer.tasks.append(tasks.create_task(peer.claim.keep()))
+            moving = tasks.create_task(peer.rebalancer.next_move(0, lambda: 10.0))
+            async with asyncio.timeout(3600):
+                while peer.claim._record is None:
+                    await world.clock.sleep(0.1)
+                world.store.is_gone = True
+                while peer.claim._record is not None:
+                    await world.clock.sleep(0.1)
+                await world.clock.sleep(30.0)
+                world.store.is_gone = False
+                assert await moving == 1
+            for other in world.peers:
+                other.kill()
+
+    run(scene())
+
+
+def test_a_newcomer_that_can_enter_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        world = World(round_number=3)
+        leaving, newcomer = world.peers[:2]
+        leaving.stage, leaving.state = 0, PeerState.LEAVING
+        await leaving.announce()
+        with pytest.raises(Fatal, match="nobody holds any stage of this run any more"):
+            await newcomer.rebalancer.choose_stage()
+
+    run(scene())

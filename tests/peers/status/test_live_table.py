@@ -1,0 +1,104 @@
+"""What the table says on a terminal, and the lines it becomes elsewhere."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from peers.status.live_table import LiveTable, plain_lines, render
+from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
+
+PEER = PeerRow(
+    name="host-1", peer_id="ab", state="serving", samples_per_second=12.34, forwards=71, rerouted_backwards=9
+)
+VIEW = SwarmView(
+    run="demo",
+    stages=(StageRow(stage=0, peers=(PEER,)), StageRow(stage=1)),
+    trainers=(TrainerRow(name="trainer-1", step=3, loss=2.5, tokens_per_second=1234.5),),
+    events=("step 2: killed peer 1-0",),
+)
+
+
+def _draw(view: SwarmView) -> str:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(render(view))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
+    drawn = _draw(VIEW)
+    for text in ("run demo", "host-1", "serving", "12.3", "71", "9", "trainer-1", "2.500", "killed peer 1-0"):
+        assert text in drawn
+    assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
+
+
+def test_a_late_event_loop_is_shown_and_usual_ones_are_not() -> None:
+    for seconds, is_shown in ((0.19, False), (1.26, True)):
+        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, replace(PEER, loop_lag_seconds=seconds))),)))
+        assert ("lag" in drawn) == ("1.3 s" in drawn) == is_shown
+
+
+def test_whom_a_peer_does_not_follow_is_shown_and_elsewhere_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def view(round_number: int) -> SwarmView:
+        refused = replace(PEER, refusals=(f"1a2b says that it is at round {round_number} of another branch",))
+        return replace(VIEW, stages=(StageRow(stage=0, peers=(refused,)),))
+
+    assert "host-1: 1a2b says that it is at round 1000 of another branch" in _draw(view(1000))
+    with LiveTable(Console()) as table:
+        for round_number in (1000, 1001):
+            table.show(view(round_number))
+    assert capsys.readouterr().out.count("of another branch") == 1
+
+
+def test_devices_are_shown_unless_all_compute_on_the_cpu() -> None:
+    on_cpu = replace(PEER, device="cpu")
+    for peers, is_shown in ([on_cpu, PEER], False), ([on_cpu, replace(PEER, device="cuda:1")], True):
+        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=tuple(peers)),)))
+        assert ("device" in drawn, "cuda:1" in drawn, "cpu" in drawn) == (is_shown,) * 3
+
+
+def test_inner_steps_are_shown_with_diloco_and_lateness_where_there_is_any() -> None:
+    steps = replace(PEER, inner_steps=15, samples_per_inner_step=16.0, configured_samples_per_inner_step=16)
+    late = replace(steps, staleness=0.74, largest_staleness=3)
+    for peer, has_steps, has_late in ((PEER, False, False), (steps, True, False), (late, True, True)):
+        drawn = _draw(replace(VIEW, stages=(StageRow(stage=0, peers=(PEER, peer)),)))
+        assert ("steps" in drawn, "15 x 16" in drawn) == (has_steps,) * 2
+        assert ("late" in drawn, "0.7/3" in drawn) == (has_late,) * 2
+
+
+def test_names_from_strangers_are_no_markup() -> None:
+    assert "[red]x[/nope]" in _draw(
+        replace(VIEW, stages=(StageRow(stage=0, peers=(replace(PEER, name="[red]x[/nope]"),)),))
+    )
+
+
+def test_plain_lines_name_trainers_when_there_are_several() -> None:
+    assert list(plain_lines(VIEW).values())[-1] == "step 3: loss 2.500, 1,234 tokens/s"
+    two = replace(VIEW, trainers=(*VIEW.trainers, TrainerRow(name="b", step=4)))
+    assert list(plain_lines(two).values())[-2:] == [
+        "step 3: loss 2.500, 1,234 tokens/s (trainer-1)",
+        "step 4: loss -, 0 tokens/s (b)",
+    ]
+
+
+def test_without_a_terminal_only_news_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveTable(Console()) as table:
+        table.show(VIEW)
+        table.show(replace(VIEW, trainers=(replace(VIEW.trainers[0], tokens_per_second=99.0),)))
+        table.show(replace(VIEW, trainers=(TrainerRow(name="trainer-1", step=4, loss=2.25, tokens_per_second=10),)))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2: killed peer 1-0",
+        "stage 1 has no peer: start one with swarm-peer --stage 1",
+        "step 3: loss 2.500, 1,234 tokens/s",
+        "step 4: loss 2.250, 10 tokens/s",
+    ]
+
+
+def test_a_terminal_gets_the_table() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with LiveTable(console) as table:
+        table.show(VIEW)
+    assert isinstance(console.file, io.StringIO)
+    assert "host-1" in console.file.getvalue()

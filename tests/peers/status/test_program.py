@@ -1,0 +1,159 @@
+"""swarm-status through a peer: what it shows, what it refuses, and what it does without."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+
+from peers.status import program as status
+from peers.status.program import StatusOptions
+from peers.status.view import SwarmView
+from swarm import config as configs
+from swarm.credentials.identity import generate
+from swarm.dht import keys
+from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.lookup import DirectoryServicer
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock
+from swarm.rpc import tls
+from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.entry import Entry
+from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
+from swarm.types import PeerRecord, PeerState, TrainerRecord
+
+CONFIG = configs.load_preset("tiny")
+HEAVY = ("torch", "hivemind", "numpy", "scipy", "matplotlib")
+PROGRAM = f"""
+import sys
+from peers.status import program as status
+status.main(sys.argv[1:])
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+
+
+@pytest.fixture
+async def entry() -> AsyncIterator[Entry]:
+    """A peer that announces itself and a trainer, and shows both; it serves nothing else."""
+    own, clock = generate(), SystemClock()
+    dht = MemoryStore(clock)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    run_keys = keys.of_run(CONFIG.run_id, CONFIG.stages.num_stages)
+    add_DirectoryServiceServicer_to_server(DirectoryServicer(store=dht, keys=run_keys, clock=clock), server)
+    port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(own))
+    await server.start()
+    directory = Directory(dht, own, CONFIG.run_id, clock)
+    await directory.publish_config(configs.to_json(CONFIG), 100.0)
+    peer = PeerRecord(
+        peer_id=own.peer_id, name="first", announced_at=clock.time(), stage=0, endpoint=f"127.0.0.1:{port}",
+        certificate_pem=own.certificate_pem, state=PeerState.SERVING, round=7,
+    )  # fmt: skip
+    await directory.announce_peer(peer, 100.0)
+    trainer = TrainerRecord(peer_id=own.peer_id, name="reader", announced_at=clock.time(), step=5)
+    await directory.announce_trainer(trainer, 100.0)
+    yield Entry(own.peer_id, peer.endpoint)
+    await server.stop(None)
+
+
+async def test_it_imports_neither_torch_nor_hivemind(entry: Entry) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, "--peer", str(entry), "--json", stdout=asyncio.subprocess.PIPE
+    )
+    stdout, _ = await process.communicate()
+    shown, imported = stdout.decode().splitlines()
+    assert imported == "[]"
+    view: dict[str, Any] = json.loads(shown)
+    assert view["run"] == CONFIG.run_id
+    assert [len(row["peers"]) for row in view["stages"]] == [1, *[0] * (CONFIG.stages.num_stages - 1)]
+    peer = view["stages"][0]["peers"][0]
+    assert (peer["name"], peer["state"], peer["round"]) == ("first", "unreachable", 7)
+    assert [(trainer["name"], trainer["step"]) for trainer in view["trainers"]] == [("reader", 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "--peer needs the address of at least one peer"),
+        ({"peer": ("x",), "initial_peers": ("y",)}, "--peer and --initial-peers are two ways"),
+        ({"peer": ("x",), "audit": ("z",)}, "--audit reads files"),
+        ({"peer": ("x",), "interval": 0.0}, "--interval must be positive"),
+        ({"peer": ("x",), "interval": float("nan")}, "--interval must be positive, not nan"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        StatusOptions(**options)
+
+
+class _Silent:
+    """A directory that is read for ever."""
+
+    def __init__(self) -> None:
+        self.is_asked = asyncio.Event()
+
+    async def peers(self, stage: int) -> list[PeerRecord]:
+        self.is_asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    async def trainers(self) -> list[TrainerRecord]:
+        return []
+
+    claims = trainers
+
+
+@pytest.mark.parametrize("watch", [True, False])
+async def test_a_look_that_takes_long_can_be_ended(watch: bool) -> None:
+    """With --watch in order; without, nothing stands between the signals and Python's own answer to them."""
+    silent = _Silent()
+    options = StatusOptions(peer=("x",), watch=watch)
+    looking = asyncio.create_task(
+        status.look(options, CONFIG, cast(Directory, silent), cast(ChannelPool, None))
+    )  # fmt: skip
+    await silent.is_asked.wait()
+    loop = asyncio.get_running_loop()
+    try:
+        if watch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(looking, timeout=5.0)
+    finally:
+        is_caught = [loop.remove_signal_handler(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        looking.cancel()
+    assert is_caught == [watch, watch]
+
+
+async def test_watching_goes_on_after_a_look_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    seen, fault = SwarmView(run="x"), PeerUnavailable("nobody answers")
+    outcomes: list[SwarmView | PeerUnavailable] = [seen, fault, fault, seen, seen, fault, seen]
+    shown: list[SwarmView] = []
+    is_done = asyncio.Event()
+
+    async def view() -> SwarmView:
+        if not outcomes:
+            is_done.set()
+            await asyncio.Event().wait()
+        if isinstance(outcome := outcomes.pop(0), PeerUnavailable):
+            raise outcome
+        return outcome
+
+    watching = asyncio.create_task(status._watch(view, shown.append, 0.0))
+    await asyncio.wait([watching, asyncio.create_task(is_done.wait())], return_when=asyncio.FIRST_COMPLETED)
+    assert not watching.done()
+    watching.cancel()
+    assert shown == [seen] * 4
+    assert caplog.messages == ["the swarm cannot be seen, looking again: nobody answers"] * 2
+
+
+async def test_a_first_look_that_fails_is_the_last() -> None:
+    async def view() -> SwarmView:
+        raise PeerUnavailable("nobody answers")
+
+    with pytest.raises(PeerUnavailable, match="nobody answers"):
+        await status._watch(view, lambda _: None, 0.0)

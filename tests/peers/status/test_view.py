@@ -1,0 +1,27 @@
+"""The records people see, and their JSON."""
+
+import json
+
+from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
+
+
+def test_a_stage_is_empty_without_a_peer_that_serves_or_joins() -> None:
+    def stage(number: int, *states: str) -> StageRow:
+        return StageRow(stage=number, peers=tuple(PeerRow(name="p", peer_id="", state=state) for state in states))
+
+    view = SwarmView(
+        run="r", stages=(stage(0), stage(1, "joining"), stage(2, "leaving"), stage(3, "leaving", "serving"))
+    )
+    assert view.empty_stages == [0, 2]
+
+
+def test_json_has_every_field() -> None:
+    peer = PeerRow(name="p", peer_id="ab", state="serving", rerouted_backwards=3)
+    view = SwarmView(
+        run="r", stages=(StageRow(stage=0, peers=(peer,)),), trainers=(TrainerRow(name="t"),), events=("x",)
+    )
+    document = json.loads(view.to_json())
+    assert document["stages"][0]["peers"][0]["rerouted_backwards"] == 3
+    assert document["trainers"] == [{"name": "t", "step": 0, "loss": None, "tokens_per_second": 0.0}]
+    assert document["events"] == ["x"]
+    assert document["empty_stages"] == []
