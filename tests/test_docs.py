@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
+import runpy
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -206,3 +207,9 @@ def test_operations_explains_every_metric() -> None:
         dispatch_time=0.0, aggregate_time=None, successful_workers=0, compression_ratio=None,
     )  # fmt: skip
     assert {f"`{name}`" for name in metrics.named()} <= _rows((ROOT / "docs" / "operations.md").read_text()).keys()
+
+
+def test_the_page_about_the_configuration_is_current() -> None:
+    """docs/configuration.md tells of every field; scripts/generate_config_docs writes it."""
+    script: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "generate_config_docs"))
+    assert (ROOT / "docs" / "configuration.md").read_text() == script["page"](), "run scripts/generate_config_docs"

@@ -1,0 +1,35 @@
+"""What a run trains and how: a file for each section of the TOML file, run.py for the whole, reading.py to read it."""
+
+from swarm.config.averaging import AveragingConfig, Quorum
+from swarm.config.data import DataConfig
+from swarm.config.model import ModelConfig
+from swarm.config.optimizer import OptimizerConfig
+from swarm.config.outer import OuterConfig
+from swarm.config.reading import from_dict, from_json, from_toml, load, load_preset, preset_names
+from swarm.config.rounds import RoundsConfig, Setting
+from swarm.config.run import RunConfig, check_same, differences, to_json
+from swarm.config.stages import StagesConfig
+from swarm.config.wire import WireConfig
+
+__all__ = [
+    "AveragingConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OuterConfig",
+    "Quorum",
+    "RoundsConfig",
+    "RunConfig",
+    "Setting",
+    "StagesConfig",
+    "WireConfig",
+    "check_same",
+    "differences",
+    "from_dict",
+    "from_json",
+    "from_toml",
+    "load",
+    "load_preset",
+    "preset_names",
+    "to_json",
+]

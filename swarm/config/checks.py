@@ -1,0 +1,52 @@
+"""Checks that several sections share.
+
+Each raises ValueError with one line, which names the section and the field.
+"""
+
+import math
+from typing import Any
+
+from pydantic import ConfigDict
+
+from swarm.types import LARGEST_COUNT
+
+STRICT = ConfigDict(extra="forbid")
+"""Of every section: an unknown key is refused."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with that message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_usable_numbers(section: str, values: Any) -> None:
+    """Check that every number of a section is finite, and none is larger than messages may say."""
+    for name, value in vars(values).items():
+        if isinstance(value, float):
+            require(math.isfinite(value), f"{section}.{name} must be finite, not {value}")
+        elif isinstance(value, int) and name != "seed":
+            require(value <= LARGEST_COUNT, f"{section}.{name} must be at most {LARGEST_COUNT}, not {value}")
+
+
+def require_at_least_one(section: str, values: Any, *names: str) -> None:
+    """Check these fields of a section."""
+    for name in names:
+        require(getattr(values, name) >= 1, f"{section}.{name} must be at least 1, not {getattr(values, name)}")
+
+
+def require_positive(section: str, values: Any, *names: str) -> None:
+    """Check these fields of a section."""
+    for name in names:
+        require(getattr(values, name) > 0, f"{section}.{name} must be positive, not {getattr(values, name)}")
+
+
+def require_not_negative(section: str, values: Any, *names: str) -> None:
+    """Check these fields of a section."""
+    for name in names:
+        require(getattr(values, name) >= 0, f"{section}.{name} must not be negative, not {getattr(values, name)}")
+
+
+def is_sha256(text: str) -> bool:
+    """Whether it is a SHA-256 in hexadecimal."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")

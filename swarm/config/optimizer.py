@@ -1,0 +1,55 @@
+"""`[optimizer]`: AdamW and its learning rate."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swarm.config.checks import STRICT, require, require_not_negative, require_positive, require_usable_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW: the inner optimizer of DiLoCo, the only one of the synchronous setting."""
+
+    __pydantic_config__ = STRICT
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled decay, on matrices only."""
+    clip_norm: float = 1.0
+    """Largest norm of a gradient; 0 turns clipping off. Over the whole model in the synchronous setting, over
+    a peer's stage in DiLoCo's inner steps."""
+    schedule: Literal["constant", "linear", "cosine", "cosine-restarts"] = "constant"
+    """Shape after the warm-up; `cosine-restarts` begins again at the peak every `restart_samples`."""
+    warmup_samples: int = 0
+    """Samples over which the rate rises linearly."""
+    total_samples: int = 0
+    """Samples at which the rate reaches its floor; needed by `linear` and `cosine`."""
+    restart_samples: int = 0
+    """Samples between two restarts; needed by `cosine-restarts`."""
+    final_fraction: float = 0.1
+    """Floor, as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        require_usable_numbers("optimizer", self)
+        require_positive("optimizer", self, "learning_rate", "epsilon")
+        require_not_negative(
+            "optimizer", self, "weight_decay", "clip_norm", "warmup_samples", "total_samples", "restart_samples"
+        )
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name} must be in [0, 1), not {getattr(self, name)}")
+        require(
+            self.schedule not in ("linear", "cosine") or self.total_samples > self.warmup_samples,
+            f"optimizer.schedule = {self.schedule!r} needs optimizer.total_samples above optimizer.warmup_samples",
+        )
+        require(
+            self.schedule != "cosine-restarts" or self.restart_samples > 0,
+            "optimizer.schedule = 'cosine-restarts' needs optimizer.restart_samples",
+        )
+        require(0 <= self.final_fraction <= 1, f"optimizer.final_fraction must be in [0, 1], not {self.final_fraction}")

@@ -1,0 +1,83 @@
+"""TOML, JSON and presets to a RunConfig.
+
+Called by the programs, and by whatever fetches the configuration from another peer. A fault is a ValueError of one
+line.
+"""
+
+import json
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from swarm.config.run import RunConfig
+
+_ADAPTER = TypeAdapter(RunConfig)
+
+
+def from_dict(values: dict[str, Any], *, source: str) -> RunConfig:
+    """Build a RunConfig from nested dictionaries.
+
+    Raises:
+        ValueError: one line naming `source`, the field and the fault, for unknown keys too.
+    """
+    # TOML's dates are all that JSON lacks. No field takes one, and none takes an object.
+    return from_json(json.dumps(values, default=lambda date: {"date": str(date)}), source=source)
+
+
+def load(path: Path) -> RunConfig:
+    """Read a TOML file. Raises ValueError with one line if it is missing, unreadable or wrong."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"cannot read the configuration {path}: {reason}") from None
+    return from_toml(text, source=str(path))
+
+
+def from_toml(text: str, *, source: str) -> RunConfig:
+    """Parse TOML text. Raises ValueError with one line naming `source`."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source} is not valid TOML: {error}") from None
+    return from_dict(values, source=source)
+
+
+def preset_names() -> list[str]:
+    """The presets that come with the package."""
+    files = resources.files("swarm.presets").iterdir()
+    return sorted(entry.name.removesuffix(".toml") for entry in files if entry.name.endswith(".toml"))
+
+
+def load_preset(name: str) -> RunConfig:
+    """Read a preset. Raises ValueError naming the known ones."""
+    if name not in preset_names():
+        raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(preset_names())}")
+    text = resources.files("swarm.presets").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    return from_toml(text, source=f"preset {name}")
+
+
+def from_json(text: str, *, source: str) -> RunConfig:
+    """Read JSON, such as the canonical form that another peer published.
+
+    No value is made to fit: `true` does not pass for 1, nor "4" for 4.
+
+    Raises:
+        ValueError: one line naming `source`, the field and the fault, for unknown keys too.
+    """
+    try:
+        return _ADAPTER.validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "json_invalid":
+            raise ValueError(f"{source} is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
+        if first["type"] == "unexpected_keyword_argument":
+            raise ValueError(f"{source}: unknown key {where!r}") from None
+        message = first["msg"].removeprefix("Value error, ")
+        # Our own messages name the field already.
+        named = not where or message.startswith(where)
+        raise ValueError(f"{source}: {message}" if named else f"{source}: {where}: {message}") from None

@@ -1,0 +1,158 @@
+"""RunConfig: what a run trains and how, the one document that every peer of it shares.
+
+The first peer reads it from TOML (reading.py) and publishes it; joiners fetch it. It is identified by the digest of its
+canonical JSON. What concerns a single machine (device, port, memory) is no part of it: that is a command's option.
+Each section is a file beside this one. Here they are put together, and what must hold between them is checked.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.config.averaging import AveragingConfig
+from swarm.config.checks import STRICT, is_sha256, require
+from swarm.config.data import DataConfig
+from swarm.config.model import ModelConfig
+from swarm.config.optimizer import OptimizerConfig
+from swarm.config.outer import OuterConfig
+from swarm.config.rounds import RoundsConfig
+from swarm.config.stages import StagesConfig
+from swarm.config.wire import WireConfig
+from swarm.errors import ConfigMismatch
+
+MOST_MICROBATCHES = 1 << 18
+"""Of a synchronous round: peers name all that they have in one list, and take none that is longer (rpc/bounds)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run. Every field has a default, so a TOML file holds only what differs."""
+
+    __pydantic_config__ = STRICT
+
+    run: str = "swarm"
+    """Name of the run: letters, digits, `-` and `_`."""
+    owner: str = ""
+    """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty:
+    all who reach a peer may join."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    stages: StagesConfig = field(default_factory=StagesConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    averaging: AveragingConfig = field(default_factory=AveragingConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
+
+    def __post_init__(self) -> None:
+        require(
+            0 < len(self.run) <= 64 and all(c.isascii() and (c.isalnum() or c in "-_") for c in self.run),
+            f"run must be 1 to 64 letters, digits, '-' or '_', not {self.run!r}",
+        )
+        require(
+            not self.owner or is_sha256(self.owner),
+            f"owner must be the 64 hexadecimal digits that swarm-keys shows, not {self.owner[:80]!r}",
+        )
+        self._check_layers()
+        self._check_samples()
+
+    def _check_layers(self) -> None:
+        """Layers, stages and fragments fit together."""
+        model, num_stages, layers = self.model, self.stages.num_stages, self.stages.layers_per_stage
+        if layers:
+            require(
+                sum(layers) == model.num_layers,
+                f"stages.layers_per_stage adds up to {sum(layers)}, model.num_layers is {model.num_layers}",
+            )
+            require(
+                layers[-1] > 0 or not model.bottleneck_dim,
+                "stages.layers_per_stage must not end with 0 where there is a model.bottleneck_dim: what the last "
+                "layer writes does not fit through it",
+            )
+        else:
+            require(
+                num_stages <= model.num_layers,
+                f"stages.num_stages ({num_stages}) must not exceed model.num_layers ({model.num_layers})",
+            )
+        require(
+            not (model.tied_embeddings and model.custom_class and num_stages > 1),
+            "model.tied_embeddings is not for a model.custom_class of several stages: it has parameters of its own",
+        )
+        fewest = min(layers) if layers else model.num_layers // num_stages
+        num_fragments = self.averaging.num_fragments
+        require(
+            num_fragments <= max(1, fewest),
+            f"averaging.num_fragments ({num_fragments}) must not exceed the layers of a stage ({fewest})",
+        )
+        require(
+            not self.rounds.synchronous or num_fragments == 1,
+            "averaging.num_fragments is for rounds.setting = 'diloco' only",
+        )
+
+    def _check_samples(self) -> None:
+        """Rounds and inner batches are made of whole microbatches, and not of too many."""
+        rounds, size = self.rounds, self.data.microbatch_size
+        require(
+            rounds.round_samples % size == 0,
+            f"rounds.round_samples ({rounds.round_samples}) must be a multiple of data.microbatch_size ({size})",
+        )
+        if rounds.synchronous:
+            require(
+                self.microbatches_per_round <= MOST_MICROBATCHES,
+                f"rounds.round_samples ({rounds.round_samples}) makes {self.microbatches_per_round} microbatches of "
+                f"data.microbatch_size ({size}), and a synchronous round has at most {MOST_MICROBATCHES}",
+            )
+        else:
+            require(
+                rounds.inner_batch_samples % size == 0,
+                f"rounds.inner_batch_samples ({rounds.inner_batch_samples}) must be a multiple of "
+                f"data.microbatch_size ({size})",
+            )
+
+    @property
+    def microbatches_per_round(self) -> int:
+        """Microbatches of the whole swarm in one round."""
+        return self.rounds.round_samples // self.data.microbatch_size
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON, in hexadecimal: the configuration's content address."""
+        return hashlib.sha256(to_json(self).encode()).hexdigest()
+
+    @functools.cached_property
+    def run_id(self) -> str:
+        """What separates this run from every other one, in DHT keys and in requests."""
+        return f"{self.run}.{self.digest[:16]}"
+
+
+def to_json(config: RunConfig) -> str:
+    """The canonical form: keys sorted, no white space. Its digest identifies the configuration."""
+    return json.dumps(dataclasses.asdict(config), sort_keys=True, separators=(",", ":"))
+
+
+def check_same(ours: RunConfig, theirs: RunConfig) -> None:
+    """Raise ConfigMismatch naming the first field in which two configurations differ."""
+    for name, (here, there) in differences(ours, theirs).items():
+        raise ConfigMismatch(
+            f"{name} is {here!r} here and {there!r} in the run; "
+            "leave --config and --preset out to use the run's own configuration"
+        )
+
+
+def differences(one: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Both values of every field in which two configurations differ, by `section.field`, in the order of the fields."""
+    flat_one, flat_other = _flatten(dataclasses.asdict(one)), _flatten(dataclasses.asdict(other))
+    return {name: (value, flat_other[name]) for name, value in flat_one.items() if value != flat_other[name]}
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat

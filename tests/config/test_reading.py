@@ -1,0 +1,44 @@
+"""TOML, JSON and presets: a fault is one line."""
+
+from pathlib import Path
+
+import pytest
+
+from swarm import config
+from swarm.config import ModelConfig, RunConfig, StagesConfig
+
+
+def test_toml_overrides_the_defaults() -> None:
+    text = 'run = "r"\n[model]\nnum_layers = 5\n[stages]\nlayers_per_stage = [1, 2, 2]\n'
+    expected = RunConfig(
+        run="r", model=ModelConfig(num_layers=5), stages=StagesConfig(num_stages=3, layers_per_stage=(1, 2, 2))
+    )
+    assert config.from_toml(text, source="x.toml") == expected
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the configuration .*none.toml: No such file"):
+        config.load(tmp_path / "none.toml")
+
+
+def test_a_binary_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="it is not UTF-8 text"):
+        config.load(tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "llama-124m"])
+def test_presets_load(name: str) -> None:
+    assert config.load_preset(name).run == name
+
+
+def test_an_unknown_preset_names_the_known_ones() -> None:
+    known = "llama-124m, small, sparseloco, targon, tiny"
+    with pytest.raises(ValueError, match=f"unknown preset 'huge'; the presets are {known}"):
+        config.load_preset("huge")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"run": 3}', '{"x": 1}', "[" * 12000, "1" * 5000])
+def test_wrong_json_is_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^the run's configuration[^\n]*$"):
+        config.from_json(text, source="the run's configuration")

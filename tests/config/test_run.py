@@ -1,0 +1,54 @@
+"""The run's document: told apart by its digest, compared by field."""
+
+import dataclasses
+
+import pytest
+
+from swarm import config
+from swarm.config import DataConfig, ModelConfig, RunConfig
+from swarm.errors import ConfigMismatch
+from swarm.rpc.bounds import LONGEST_LIST
+
+
+def test_the_largest_synchronous_round_can_be_reported() -> None:
+    text = "[rounds]\nround_samples = 2097152\nsetting = "
+    run = config.from_toml(text + "'synchronous'", source="x")
+    assert run.microbatches_per_round == LONGEST_LIST, "what a list may have"
+    config.from_toml(text.replace("52", "60") + "'diloco'", source="x")
+
+
+def test_json_is_canonical() -> None:
+    run = config.load_preset("tiny")
+    again = config.from_json(config.to_json(run), source="DHT")
+    assert again == run
+    assert again.digest == run.digest
+
+
+def test_every_field_is_part_of_the_digest() -> None:
+    run = RunConfig()
+    assert dataclasses.replace(run, data=DataConfig(seed=1)).digest != run.digest
+    assert dataclasses.replace(run, data=DataConfig(seed=1)).run_id != run.run_id
+
+
+def test_a_mismatch_names_the_field_and_both_values() -> None:
+    with pytest.raises(ConfigMismatch, match=r"data.seed is 0 here and 1 in the run; leave --config and --preset out"):
+        config.check_same(RunConfig(), RunConfig(data=DataConfig(seed=1)))
+
+
+def test_another_tokenizer_is_named_before_the_text_that_it_makes() -> None:
+    ours = DataConfig(tokenizer="x.json", tokenizer_identity="ab" * 32, digest="cd" * 32)
+    theirs = dataclasses.replace(ours, tokenizer_identity="ef" * 32, digest="01" * 32)
+    with pytest.raises(ConfigMismatch, match=r"^data.tokenizer_identity is 'abab"):
+        config.check_same(RunConfig(data=ours), RunConfig(data=theirs))
+
+
+def test_equal_configurations_agree() -> None:
+    config.check_same(RunConfig(), RunConfig())
+
+
+def test_defaults_are_resolved() -> None:
+    model = ModelConfig(d_model=128, num_heads=4)
+    assert (model.kv_heads, model.feed_forward_width) == (4, 352)
+    assert ModelConfig(num_kv_heads=2, d_ff=10).kv_heads == 2
+    assert DataConfig(microbatch_size=4, sequence_length=16).tokens_per_microbatch == 64
+    assert RunConfig().microbatches_per_round == 32
