@@ -205,7 +205,6 @@ class History:
     def _close(self, event: Close) -> None:
         self._check_standing(event.round, None, "closed")
         if self._synchronous:
-            # All are of this round: the open one, and that of spare replays.
             buckets = self._buckets.values()
             counts, samples = _sum(+bucket.counts for bucket in buckets), sum(bucket.samples for bucket in buckets)
             round_samples, replays = samples, frozenset[int]().union(*(bucket.replays for bucket in buckets))

@@ -282,13 +282,12 @@ class Averager:
         number = max(self._attempts[standing.round], promised.attempt if promised else 0) + 1
         self._attempts = Counter({standing.round: number})
         self._num_attempts += 1
-        progress = self.view().progress
-        members = self._roster.records(progress)
+        members = self._roster.records(self.view().progress)
         if not self._roster.excludes_self:
             members[self._own_id] = self._own
         ballot = Ballot(number, self._own_id)
         try:
-            await self._leader.attempt(members, standing, number, progress)
+            await self._leader.attempt(members, standing, number)
             # A result may be decided and not be committed here: the next attempt finishes what is prepared.
             await self._participant.step_back("it was decided, and not committed here", only=ballot)
             if self._participant.standing != standing:

@@ -10,7 +10,7 @@ has prepared it; from then on it is never aborted, by no leader. Never touches t
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.broadcast import Broadcast, Members
 from swarm.averaging.completion import Completion
-from swarm.averaging.duplicates import duplicates, spare_doubles
+from swarm.averaging.duplicates import duplicates
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
 from swarm.averaging.shared import SharedBlocks
@@ -33,7 +33,6 @@ from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, Overloade
 from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.training.round_member import Progress
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -114,10 +113,8 @@ class Leader:
     def __post_init__(self) -> None:
         self.codec = contribution_codec(self.config.averaging)
 
-    async def attempt(
-        self, members: Members, standing: Standing, number: int, progress: Mapping[PeerId, Progress]
-    ) -> None:
-        """Try to commit the round among `members`, who have told their `progress`.
+    async def attempt(self, members: Members, standing: Standing, number: int) -> None:
+        """Try to commit the round among `members`.
 
         Returns when a result is decided and its commit was sent. Cancellation leaves the members in doubt.
 
@@ -126,7 +123,7 @@ class Leader:
         """
         self.active = Ballot(number, self.own_id)
         try:
-            begun = await self._begin(members, standing, self.active, spare_doubles(progress))
+            begun = await self._begin(members, standing, self.active)
             prepared = unfinished(begun)
             if prepared is None:
                 prepared = await self._average(members, begun, standing, self.active)
@@ -144,16 +141,14 @@ class Leader:
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
-    async def _begin(
-        self, members: Members, standing: Standing, ballot: Ballot, spare_doubles: Mapping[PeerId, Set[int]]
-    ) -> Begun:
+    async def _begin(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
         def request(drop: Collection[int] = ()) -> pb.BeginRequest:
             return pb.BeginRequest(
                 address=self.address, peer_id=self.own_id, ballot=messages.pack_ballot(ballot),
                 standing=messages.pack_standing(standing), drop_gaps=messages.pack_indices(drop),
             )  # fmt: skip
 
-        replies = await self._close(members, {peer: request(spare_doubles.get(peer, ())) for peer in members})
+        replies = await self._close(members, dict.fromkeys(members, request()))
         begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
         refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
         unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
@@ -437,7 +432,6 @@ def _checked(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
         return reply
     try:
         messages.unpack_indices(reply.committed_gaps)
-        messages.unpack_indices(reply.spare_gaps)
         messages.require_ballot(reply.since)
         if reply.HasField("prepared"):
             messages.require_ballot(reply.prepared.ballot)

@@ -155,7 +155,6 @@ class Participant:
                 prepared=self._result.prepared if self._result and self.group.prepared else None,
                 since=messages.pack_ballot(self.group.since), norm=closed.norm, num_elements=closed.vector_D.numel(),
                 bytes_per_second=self._exchanges.bytes_per_second,
-                spare_gaps=messages.pack_indices(contribution.spare),
             )  # fmt: skip
 
     def _join_closing(self, drop: frozenset[int]) -> Closing:

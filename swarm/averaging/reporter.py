@@ -187,7 +187,7 @@ class Reporter:
             num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
             highest_microbatch=progress.highest_microbatch,
             prepared=messages.pack_ballot(prepared.ballot if prepared else None),
-            spare_gaps=messages.pack_indices(progress.spare), unanswered=self._roster.is_suspected(peer_id),
+            unanswered=self._roster.is_suspected(peer_id),
         )  # fmt: skip
 
     async def _tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:

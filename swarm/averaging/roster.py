@@ -130,7 +130,7 @@ class Roster:
         progress = Progress(
             round=standing.round, lineage=standing.lineage, run_samples=standing.run_samples,
             num_samples=request.num_samples, committed=self.named(standing.round, request.committed_gaps),
-            highest_microbatch=request.highest_microbatch, spare=self.named(standing.round, request.spare_gaps),
+            highest_microbatch=request.highest_microbatch,
         )  # fmt: skip
         previous = self._reports.get(peer_id)
         report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())

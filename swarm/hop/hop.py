@@ -336,7 +336,7 @@ class Hop:
             accumulate_only_at=microbatch.accumulate_only_at,
             rerouted_backward=retries.forward_passed and is_new_to_it,
             # Who worked on it before may need nothing sent.
-            eager=is_new_to_it and self._credits.take(peer_id), spare=microbatch.spare,
+            eager=is_new_to_it and self._credits.take(peer_id),
             has_others=retries.has_others,
             way_seconds=microbatch.way_seconds,
         )  # fmt: skip

@@ -117,7 +117,7 @@ class LeaseServicer(LeaseServiceServicer):
             if grant.microbatches or request.count == 0 or self._clock.monotonic() >= deadline:
                 return pb.AcquireReply(
                     microbatches=grant.microbatches, round=lead.view.round, round_complete=lead.view.complete,
-                    accumulate_only_at=grant.accumulate_only_at, spare=grant.spare, round_granted=grant.all_granted,
+                    accumulate_only_at=grant.accumulate_only_at, round_granted=grant.all_granted,
                     counted=[microbatch for microbatch in request.holding if microbatch in lead.view.committed],
                 )  # fmt: skip
             await self._changed(LOOK_SECONDS)
@@ -155,8 +155,6 @@ class Leased:
     round: int
     microbatches: Sequence[int]
     accumulate_only_at: int | None
-    spare: bool = False
-    """See leases.Grant."""
     round_complete: bool
     """The stage itself lacks nothing of the round any more."""
     round_granted: bool = False
@@ -225,7 +223,7 @@ class LeaseClient:
                 only_at = reply.accumulate_only_at if reply.HasField("accumulate_only_at") else None
                 return Leased(
                     stage=stage, round=reply.round, microbatches=list(reply.microbatches),
-                    accumulate_only_at=only_at, spare=reply.spare, round_complete=reply.round_complete,
+                    accumulate_only_at=only_at, round_complete=reply.round_complete,
                     round_granted=reply.round_granted, counted=frozenset(reply.counted),
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)

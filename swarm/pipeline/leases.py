@@ -72,8 +72,6 @@ class Grant:
 
     microbatches: Sequence[int]
     accumulate_only_at: int | None = None
-    spare: bool = False
-    """A member that does not answer may have them, and come back."""
     all_granted: bool = False
     """At stage 0: nothing of the round is left to be granted but replays."""
 
@@ -205,14 +203,14 @@ class LeaseTable:
         if not all_granted:
             return Grant(microbatches=())
         # A member that does not answer is not waited for: whoever asks now has nothing better to do, and if it comes
-        # back, the replays cost nothing.
+        # back, two members count the same, and one of them gives it up.
         missing = [m for m in wanted if m in away and self._seconds_since(m) >= SHOWN_SECONDS]
         # A peer may serve that the leader reaches and that never reaches the leader.
         all_told = not view.awaits_reports or view.quiet_seconds >= LONGEST_QUIET_SECONDS
         if not missing and all_committed and all_told and view.quiet_seconds >= SETTLE_SECONDS:
             # Their trainers are done with them, yet no member counts them: the one that did must have dropped.
             missing = [m for m in wanted if self._seconds_since(m) >= SETTLE_SECONDS]
-        return self._lease_replays(trainer, missing, count, spare=may_come_back, all_granted=True)
+        return self._lease_replays(trainer, missing, count, all_granted=True)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
         """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.
@@ -234,27 +232,26 @@ class LeaseTable:
         return math.inf if finished is None else self._clock.monotonic() - finished.at
 
     def _lease_replays(
-        self, trainer: Trainer, microbatches: Sequence[int], count: int, *, spare: bool = False,
-        all_granted: bool = False,
-    ) -> Grant:  # fmt: skip
+        self, trainer: Trainer, microbatches: Sequence[int], count: int, *, all_granted: bool = False
+    ) -> Grant:
         allowed = self._round.allowed(trainer, microbatches)
-        return self._lease(
-            trainer, allowed[:count], accumulate_only_at=self._stage, spare=spare, all_granted=all_granted
-        )  # fmt: skip
+        return self._lease(trainer, allowed[:count], accumulate_only_at=self._stage, all_granted=all_granted)
 
     def _lease(
-        self, trainer: Trainer, microbatches: list[int], accumulate_only_at: int | None = None, *, spare: bool = False,
+        self,
+        trainer: Trainer,
+        microbatches: list[int],
+        *,
+        accumulate_only_at: int | None = None,
         all_granted: bool = False,
-    ) -> Grant:  # fmt: skip
+    ) -> Grant:
         if not microbatches:
             return Grant(microbatches=(), all_granted=all_granted)
         # A replay is done sooner than it is heard of.
         is_replay = accumulate_only_at is not None
         for microbatch in microbatches:
             self._round.give(trainer, microbatch, is_replay=is_replay, has_arrived=is_replay)
-        return Grant(
-            microbatches=microbatches, accumulate_only_at=accumulate_only_at, spare=spare, all_granted=all_granted
-        )  # fmt: skip
+        return Grant(microbatches=microbatches, accumulate_only_at=accumulate_only_at, all_granted=all_granted)
 
     def _grant_endless(self, view: RoundView, count: int, told: Collection[int]) -> Grant:
         """Each is granted once: what is given back, or expires here, another leader may have granted again.

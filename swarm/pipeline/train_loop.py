@@ -381,16 +381,15 @@ class TrainLoop(HopListener):
             _Work(
                 Microbatch(
                     index=index, round=leased.round, num_samples=self._config.data.microbatch_size,
-                    accumulate_only_at=leased.accumulate_only_at, spare=leased.spare,
+                    accumulate_only_at=leased.accumulate_only_at,
                 ),
                 leased.stage,
             )
             for index in leased.microbatches
             if index not in known
         ]  # fmt: skip
-        # What a stage has lost comes before the next round, which waits for it, and before the rest of this one; but
-        # not what somebody may come back with.
-        is_first = leased.accumulate_only_at is not None and not leased.spare
+        # What a stage has lost comes before the next round, which waits for it, and before the rest of this one.
+        is_first = leased.accumulate_only_at is not None
         self._queue = deque([*new, *self._queue] if is_first else [*self._queue, *new])
         self._arrived.set()
 

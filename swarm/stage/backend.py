@@ -163,8 +163,7 @@ class StageBackend:
         return forward
 
     def backward(
-        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None,
-        spare: bool = False,
+        self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         """The gradient of the stage's input (None at stage 0); if wanted, that of the weights into the open bucket.
 
@@ -172,7 +171,6 @@ class StageBackend:
 
         Args, here and below:
             only_at: for the record: for a replay, the stage that lacks the microbatch.
-            spare: the gradient goes into the bucket of spare replays instead.
 
         Raises:
             MalformedMessage: the gradient is none, or the weights would get one that is not finite.
@@ -185,7 +183,7 @@ class StageBackend:
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
             root = _scalar(forward._outputs, gradient_BTD)
-            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at, spare=spare)
+            return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at)
         finally:
             self.release(forward)
 
@@ -197,7 +195,6 @@ class StageBackend:
         *,
         accumulate: bool,
         only_at: int | None = None,
-        spare: bool = False,
     ) -> tuple[float, Download | None, Accumulated | None]:
         """The last stage: forward, loss and backward at once. Gives the mean loss in nats per token as well.
 
@@ -218,9 +215,7 @@ class StageBackend:
             # Waits for the device: nothing may come of a loss that is not finite. It is read once.
             loss_on_cpu = loss.detach().cpu()
             require_in_range("loss", loss_on_cpu)
-            gradient, accumulated = self._collect(
-                forward, loss, None, accumulate=accumulate, only_at=only_at, spare=spare
-            )
+            gradient, accumulated = self._collect(forward, loss, None, accumulate=accumulate, only_at=only_at)
             return float(loss_on_cpu), gradient, accumulated
         finally:
             self.release(forward)
@@ -334,7 +329,7 @@ class StageBackend:
 
     def _collect(
         self, forward: Forward, root: torch.Tensor, wire_gradient: torch.Tensor | None, *, accumulate: bool,
-        only_at: int | None, spare: bool,
+        only_at: int | None,
     ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
@@ -348,7 +343,7 @@ class StageBackend:
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
         num_samples = self.config.data.microbatch_size
-        bucket = self.weights.buckets.make_spare() if spare else self.weights.buckets.open()
+        bucket = self.weights.buckets.open()
         bucket.add(gradients[len(inputs) :], num_samples)
         bucket.num_tentative += 1
         bucket.versions[forward.version.number] += 1

@@ -86,12 +86,9 @@ class GradientBucket:
         """What the sums are to be multiplied by to be means."""
         return 1.0 / max(1, self.num_samples)
 
-    def mean(self, beside: "GradientBucket | None" = None) -> Tensors:
-        """The mean over the samples, those of another bucket too if there is one; zeros where there are none."""
-        if beside is None:
-            return {name: value * self.scale for name, value in self.sums.items()}
-        scale = 1.0 / max(1, self.num_samples + beside.num_samples)
-        return {name: (value + beside.sums[name]) * scale for name, value in self.sums.items()}
+    def mean(self) -> Tensors:
+        """The mean over the samples; zeros where there are none."""
+        return {name: value * self.scale for name, value in self.sums.items()}
 
 
 class Buckets:
@@ -107,7 +104,6 @@ class Buckets:
         self._batch_samples = batch_samples
         self._num_made = 0
         self._buckets: list[GradientBucket] = []
-        self._spare: GradientBucket | None = None
 
     def open(self) -> GradientBucket:
         """The one that a gradient goes into: the first that is not full, or a new one.
@@ -131,33 +127,12 @@ class Buckets:
 
     def clear(self) -> None:
         """Forget all gradients."""
-        self._buckets, self._spare = [], None
-
-    @property
-    def spare(self) -> GradientBucket | None:
-        """Synchronous: the one beside the open one, of replays that may turn out to be needless, if there is one.
-
-        To empty a bucket costs nothing; to take a part out of one, a forward and a backward for each microbatch of that
-        part, or of the rest.
-        """
-        return self._spare
-
-    def make_spare(self) -> GradientBucket:
-        """The spare bucket, which is made if there is none."""
-        if self._spare is None:
-            self._spare = self._make()
-        return self._spare
-
-    @property
-    def num_spare_samples(self) -> int:
-        """Samples in the spare bucket. May be asked from another thread."""
-        spare = self._spare
-        return spare.num_samples if spare is not None else 0
+        self._buckets = []
 
     @property
     def num_samples(self) -> int:
         """Samples that no step has used yet. May be asked from another thread."""
-        return sum(bucket.num_samples for bucket in tuple(self._buckets)) + self.num_spare_samples
+        return sum(bucket.num_samples for bucket in tuple(self._buckets))
 
     @property
     def num_samples_ahead(self) -> int:

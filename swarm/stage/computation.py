@@ -239,7 +239,7 @@ class Computation(HopListener):
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
                 self.microbatch.index, self.microbatch.round, self.wire_inputs, accumulate=self.accumulate,
-                only_at=self.microbatch.accumulate_only_at, spare=self.microbatch.spare,
+                only_at=self.microbatch.accumulate_only_at,
             )  # fmt: skip
             return loss, gradient
 
@@ -267,9 +267,8 @@ class Computation(HopListener):
             assert self._forward is not None
             pending, self._forward = self._forward, None
             gradient, self._accumulated = self._backend.backward(
-                pending, wire_gradient, accumulate=self.accumulate, only_at=self.microbatch.accumulate_only_at,
-                spare=self.microbatch.spare,
-            )  # fmt: skip
+                pending, wire_gradient, accumulate=self.accumulate, only_at=self.microbatch.accumulate_only_at
+            )
             return gradient
 
         assert self._hop is not None

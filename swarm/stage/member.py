@@ -63,7 +63,7 @@ class StageMember:
         return Progress(
             round=self._stage.round, lineage=self._weights.round.lineage, run_samples=self.run_samples,
             num_samples=self._weights.round_samples, committed=self._committed(),
-            highest_microbatch=self._stage.ledger.highest_microbatch, spare=self._stage.spare_replays(),
+            highest_microbatch=self._stage.ledger.highest_microbatch,
         )  # fmt: skip
 
     def _committed(self) -> frozenset[int]:
@@ -92,7 +92,7 @@ class StageMember:
         closing = await self._stage.runtime.control(lambda: self._close(committed))
         contribution = Contribution(
             tensors=closing.tensors, num_samples=closing.num_samples, round_samples=closing.round_samples,
-            committed=committed, fragment=closing.fragment, spare=self._stage.spare_replays() & committed,
+            committed=committed, fragment=closing.fragment,
         )  # fmt: skip
         self._closed = (dropped, contribution)
         return contribution

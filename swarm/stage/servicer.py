@@ -244,7 +244,6 @@ class StageServicer(StageServiceServicer):
             raise MalformedMessage(f"microbatch {opening.microbatch} belongs to round {round_of}, not {opening.round}")
         return Microbatch(
             index=opening.microbatch, round=opening.round, num_samples=size, accumulate_only_at=only_at,
-            spare=opening.spare and only_at is not None and self._config.rounds.synchronous,
             since=asyncio.get_running_loop().time() - opening.way_seconds,
         )  # fmt: skip
 

@@ -519,16 +519,6 @@ class Stage:
         doubles = [entry for entry in map(self.ledger.find, drop) if entry is not None]
         await self._discard_all([*self.ledger.uncommitted(round_number), *doubles])
 
-    def spare_replays(self) -> frozenset[int]:
-        """Those that are committed in this round."""
-        if not self.backend.weights.buckets.num_spare_samples:
-            return frozenset()  # Asked with every report, and there hardly ever are any.
-        return frozenset(
-            entry.microbatch
-            for entry in self.ledger.of_round(self.round)
-            if entry.state is EntryState.COMMITTED and entry.computation and entry.computation.microbatch.spare
-        )
-
     async def forget_all(self) -> None:
         """Before another state is installed: undo everything unfinished, forget everything else."""
         await self._discard_all(self.ledger.uncommitted())

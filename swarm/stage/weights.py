@@ -241,7 +241,7 @@ class StageWeights:
         self.round.closed, self._num_overlapped = True, 0
         fragment = self.round.number % len(self._fragments)
         if self._outer is None:
-            mean = self.buckets.open().mean(self.buckets.spare)
+            mean = self.buckets.open().mean()
             tensors = {name: self._staging.download(value).wait() for name, value in mean.items()}
             num_samples = self.num_unstepped_samples
         else:

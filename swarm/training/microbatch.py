@@ -18,8 +18,6 @@ class Microbatch:
     round: int
     num_samples: int
     accumulate_only_at: int | None = None
-    spare: bool = False
-    """A replay of what a peer that does not answer may still have: its gradient is kept apart."""
     since: float | None = None
     """When stage 0 was asked for it, by the event loop's clock; None at a trainer."""
 

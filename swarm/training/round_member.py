@@ -24,7 +24,6 @@ class Progress:
         num_samples: samples that count towards the round here.
         committed: microbatches committed here in this round; with DiLoCo none is named, for nobody asks which.
         highest_microbatch: highest index ever seen; -1 for none.
-        spare: of those that are committed, replays that can all be given up at no cost.
     """
 
     round: int
@@ -33,7 +32,6 @@ class Progress:
     num_samples: int
     committed: frozenset[int]
     highest_microbatch: int
-    spare: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,6 @@ class Contribution:
         round_samples: of these, the ones that count towards the round.
         committed: the microbatches in it, without the dropped ones; with DiLoCo none is named.
         fragment: which part of the member's parameters it is about.
-        spare: of those that are committed, replays that can all be given up at no cost.
     """
 
     tensors: Tensors
@@ -70,7 +67,6 @@ class Contribution:
     round_samples: int
     committed: frozenset[int]
     fragment: int = 0
-    spare: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,6 @@ class FakeStage:
         self.round, self.run_samples, self.lineage = 0, 0, lineage
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
-        self.spare: set[int] = set()
         self.surplus = 0
         """Microbatches that it contributes without saying which."""
         self.results: list[RoundResult] = []
@@ -97,10 +96,9 @@ class FakeStage:
         """As with DiLoCo: what no round has taken is kept where another state is installed, or replayed."""
         self.averager: Averager | None = None
 
-    def learn(self, *indices: int, spare: bool = False) -> None:
-        """Commit microbatches; spare replays, perhaps."""
+    def learn(self, *indices: int) -> None:
+        """Commit microbatches."""
         self.indices.update(indices)
-        self.spare.update(indices if spare else ())
         if self.averager is not None:
             self.averager.notify()
 
@@ -108,7 +106,7 @@ class FakeStage:
         return Progress(
             round=self.round, lineage=self.lineage, run_samples=self.run_samples,
             num_samples=MICROBATCH * len(self.indices), committed=frozenset(self.indices),
-            highest_microbatch=max(self.indices, default=-1), spare=frozenset(self.spare & self.indices),
+            highest_microbatch=max(self.indices, default=-1),
         )  # fmt: skip
 
     def activity(self) -> Activity:
@@ -128,7 +126,6 @@ class FakeStage:
         return Contribution(
             tensors={"b": mean[:5], "a": mean[5:].reshape(3, 4)}, num_samples=MICROBATCH * num_microbatches,
             round_samples=MICROBATCH * num_microbatches, committed=frozenset(kept),
-            spare=frozenset(self.spare & set(kept)),
         )  # fmt: skip
 
     async def reopen(self, round_number: int) -> None:

@@ -364,10 +364,9 @@ def test_what_is_named_of_another_round_is_left_out() -> None:
     elsewhere: dict[str, Any] = {"standing": pb.Standing(round=2, lineage="02")}
     group.report(3, 9, 10, 1 << 40)
     assert group.committed == {3, 9}
-    group.report(3, 19, 20, 29, 30, **elsewhere, spare_gaps=messages.pack_indices([7, 20]))
+    group.report(3, 19, 20, 29, 30, **elsewhere)
     (report,) = group.roster.members(Standing(run_samples=0, round=2, lineage="02")).values()
     assert report.progress.committed == {20, 29}
-    assert report.progress.spare == {20}
 
 
 def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:

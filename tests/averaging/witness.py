@@ -81,9 +81,9 @@ class WitnessStage(FakeStage):
         """Learnt while a result was in doubt that was committed in the end."""
         self.gate: Gate = _open
 
-    def learn(self, *indices: int, spare: bool = False) -> None:
+    def learn(self, *indices: int) -> None:
         self.fed.update(indices)
-        super().learn(*indices, spare=spare)
+        super().learn(*indices)
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         await self.gate("close", "before")

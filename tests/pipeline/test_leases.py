@@ -475,7 +475,7 @@ def test_stage_0_says_when_there_is_nothing_new_to_do() -> None:
     assert leader.give("a", 9, holding=[4, 5]) == [], "they were done with just now"
     leader.clock.advance(SHOWN_SECONDS)
     grant = leader.ask("a", 9, holding=[4, 5])
-    assert (list(grant.microbatches), grant.spare, grant.all_granted) == ([0, 1], True, True)
+    assert (list(grant.microbatches), grant.all_granted) == ([0, 1], True)
 
 
 def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> None:
@@ -486,23 +486,14 @@ def test_a_peer_that_never_tells_what_it_has_is_not_waited_for_for_ever() -> Non
     assert leader.give("a", 9, awaits_reports=True, quiet_seconds=LONGEST_QUIET_SECONDS) == [5]
 
 
-def test_what_a_member_may_come_back_with_is_granted_as_spare() -> None:
+def test_what_a_member_may_come_back_with_is_granted_all_the_same() -> None:
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed, leader.counted = {2, 3, 4}, {0, 1}
-    grant = leader.ask("a", 9, quiet_seconds=60.0)
-    assert (list(grant.microbatches), grant.spare) == ([0, 1], True)
-    grant = leader.ask("a", 9, holding=[0, 1], quiet_seconds=60.0)
-    assert (list(grant.microbatches), grant.spare) == ([5], True), "nobody has shown it: it may have that as well"
-    leader = _Leader(_SYNCHRONOUS, stage=1)
-    leader.committed, leader.lost = {2, 3, 4}, {0, 1}
-    grant = leader.ask("a", 9, quiet_seconds=60.0)
-    assert (list(grant.microbatches), grant.spare) == ([0, 1], False), "these have certainly died"
-    grant = leader.ask("a", 9, holding=[0, 1], quiet_seconds=60.0)
-    assert (list(grant.microbatches), grant.spare) == ([5], False)
+    assert leader.give("a", 9, quiet_seconds=60.0) == [0, 1]
+    assert leader.give("a", 9, holding=[0, 1], quiet_seconds=60.0) == [5], "nobody has shown it: it may have that too"
     leader = _Leader(_SYNCHRONOUS, stage=1)
     leader.committed = {0, 1, 2, 3, 4}
-    grant = leader.ask("a", 9, quiet_seconds=60.0, misses_member=True)
-    assert (list(grant.microbatches), grant.spare) == ([5], True), "a silent member has it, and could not tell"
+    assert leader.give("a", 9, quiet_seconds=60.0, misses_member=True) == [5], "a silent member has it, untold"
 
 
 def test_a_replay_that_gets_lost_is_granted_again() -> None:

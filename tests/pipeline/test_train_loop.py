@@ -65,8 +65,6 @@ class World:
         self.losing_stage = 1
         self.later_round = 0
         """Where stage 1 is."""
-        self.spare = True
-        """Whether somebody may come back with that."""
         self.counted: set[int] = set()
         """What another trainer ran meanwhile."""
         self.num_asked = 0
@@ -97,7 +95,6 @@ class World:
                 round=self.later_round,
                 microbatches=lost,
                 accumulate_only_at=stage,
-                spare=self.spare,
                 round_complete=False,
                 counted=self.counted,
             )
@@ -295,8 +292,8 @@ async def test_what_a_later_stage_has_lost_is_replayed_while_stage_0_still_has_s
     async with running(SYNCHRONOUS, max_in_flight=4) as world:
         world.lost = [5]
         await eventually(lambda: world.num_runs == 2, meanwhile=lambda: pass_time(world))
-        runs = [(m.index, m.accumulate_only_at, m.spare) for m in world.trained]
-        assert runs == [(0, None, False), (5, 1, True)]
+        runs = [(m.index, m.accumulate_only_at) for m in world.trained]
+        assert runs == [(0, None), (5, 1)]
 
 
 async def test_a_replay_goes_to_those_who_know_it_but_where_it_is_lost() -> None:
@@ -321,17 +318,16 @@ async def test_what_two_stages_have_lost_is_replayed_for_one_and_then_at_once_fo
         assert (world.trained[3].index, world.trained[3].accumulate_only_at, world.hints[3]) == (5, 2, {0: "a", 1: "b"})
 
 
-@pytest.mark.parametrize(("spare", "order"), [(True, [11, 12, 13]), (False, [13, 11, 12])])
-async def test_only_what_is_certainly_lost_comes_before_all_else(spare: bool, order: list[int]) -> None:
+async def test_what_is_lost_comes_before_all_else() -> None:
     async with running(SYNCHRONOUS) as world:
         world.lost = [5, 6, 7, 8, 9, 11, 12]
         await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
         await eventually(lambda: world.num_runs == 6, meanwhile=lambda: pass_time(world))
-        world.lost, world.spare = [13], spare
+        world.lost = [13]
         await eventually(lambda: not world.lost, meanwhile=lambda: pass_time(world))
         world.answer.set()
         await eventually(lambda: world.num_runs == 9, meanwhile=lambda: pass_time(world))
-        assert [m.index for m in world.trained[6:]] == order
+        assert [m.index for m in world.trained[6:]] == [13, 11, 12]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -13,9 +13,7 @@ from swarm.errors import PeerUnavailable, StaleMicrobatch
 from swarm.machine.clock import ManualClock
 from swarm.rpc.stream import Stream
 from swarm.stage import servicer
-from swarm.stage.backend import StageBackend
 from swarm.stage.ledger import EntryState
-from swarm.stage.member import StageMember
 from swarm.stage.stage import StageLimits
 from swarm.training.round_member import Contribution
 from tests.support.chain import (
@@ -442,24 +440,6 @@ async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() ->
         middle.stage._discard(entry.computation)
         await middle.stage.discard_uncommitted(0, frozenset())
         assert middle.weights.buckets.open().num_samples == 4
-
-
-async def test_spare_replays_count_and_are_given_up_without_computing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_chain(SYNCHRONOUS) as chain:
-        middle = chain.peers[1]
-        await chain.train_all([0, 1])
-        await chain.train_all([2, 3], accumulate_only_at=1, spare=True)
-        assert middle.stage.spare_replays() == {2, 3}
-        assert [peer.stage.spare_replays() for peer in (chain.peers[0], chain.peers[2])] == [set(), set()]
-        member = StageMember(middle.stage, num_alive=lambda: 1)
-        whole = await member.close(0, drop=())
-        assert whole.spare == {2, 3}
-        _assert_mean(whole, [0, 1, 2, 3])
-        monkeypatch.setattr(StageBackend, "_again", pytest.fail)
-        without = await member.close(0, drop={2, 3})
-        assert not without.spare
-        _assert_mean(without, [0, 1])
-        assert middle.weights.buckets.num_spare_samples == 0
 
 
 def _assert_mean(contribution: Contribution, microbatches: list[int]) -> None:

@@ -318,22 +318,6 @@ def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
         _assert_same(weights.version.parameters, anchor)
 
 
-def test_spare_replays_are_in_the_mean_and_in_a_bucket_of_their_own() -> None:
-    weights = _weights("synchronous")
-    _accumulate(weights, 0)
-    weights.buckets.make_spare().add(_gradients(1).values(), 6)
-    assert (weights.buckets.open().num_samples, weights.buckets.num_spare_samples, weights.round_samples) == (2, 6, 8)
-    closing = weights.close()
-    assert closing.num_samples == 8
-    mean = {name: (2 * value + 6 * _gradients(1)[name]) / 8 for name, value in _gradients(0).items()}
-    torch.testing.assert_close(dict(closing.tensors), mean)
-    weights.buckets.make_spare().clear()
-    torch.testing.assert_close(dict(weights.close().tensors), _gradients(0))
-    weights.buckets.make_spare().add(_gradients(1).values(), 6)
-    weights.commit(mean, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
-    assert (weights.buckets.num_spare_samples, weights.round_samples) == (0, 0)
-
-
 def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
     weights = _overlapping(0)
     for number in range(2):

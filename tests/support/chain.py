@@ -180,13 +180,13 @@ class Chain:
                 router.update(stage, [record for record in records if record.stage == stage])
 
     async def train(
-        self, index: int, *, round_number: int = 0, accumulate_only_at: int | None = None, spare: bool = False,
+        self, index: int, *, round_number: int = 0, accumulate_only_at: int | None = None,
         hop: Hop | None = None, hints: Mapping[int, PeerId] | None = None,
     ) -> HopReply:  # fmt: skip
         """One microbatch, as a trainer hands it over; not acknowledged yet."""
         microbatch = Microbatch(
             index=index, round=round_number, num_samples=self.config.data.microbatch_size,
-            accumulate_only_at=accumulate_only_at, spare=spare,
+            accumulate_only_at=accumulate_only_at,
         )  # fmt: skip
         async with asyncio.timeout(PATIENCE_SECONDS):
             inputs = {TOKENS: tokens(self.config, index)}
@@ -198,15 +198,12 @@ class Chain:
         await eventually(lambda: not any(peer.stage.num_settling for peer in self.peers))
 
     async def train_all(
-        self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None,
-        spare: bool = False,
-    ) -> list[float]:  # fmt: skip
+        self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None
+    ) -> list[float]:
         """Several at once, acknowledged; gives the losses."""
 
         async def one(index: int) -> float:
-            reply = await self.train(
-                index, round_number=round_number, accumulate_only_at=accumulate_only_at, spare=spare
-            )
+            reply = await self.train(index, round_number=round_number, accumulate_only_at=accumulate_only_at)
             await self.ack(reply)
             return reply.loss
 

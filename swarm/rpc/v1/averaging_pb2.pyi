@@ -246,7 +246,6 @@ class ReportRequest(_message.Message):
     COMMITTED_GAPS_FIELD_NUMBER: _builtins.int
     HIGHEST_MICROBATCH_FIELD_NUMBER: _builtins.int
     PREPARED_FIELD_NUMBER: _builtins.int
-    SPARE_GAPS_FIELD_NUMBER: _builtins.int
     UNANSWERED_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Samples that count towards the round at the sender."""
@@ -270,10 +269,6 @@ class ReportRequest(_message.Message):
     def prepared(self) -> Global___Ballot:
         """A result that it holds and has neither applied nor given up."""
 
-    @_builtins.property
-    def spare_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of those that are committed: spare replays, all of which it can give up at no cost."""
-
     def __init__(
         self,
         *,
@@ -284,12 +279,11 @@ class ReportRequest(_message.Message):
         committed_gaps: _abc.Iterable[_builtins.int] | None = ...,
         highest_microbatch: _builtins.int = ...,
         prepared: Global___Ballot | None = ...,
-        spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
         unanswered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "prepared", b"prepared", "sender", b"sender", "standing", b"standing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "spare_gaps", b"spare_gaps", "standing", b"standing", "unanswered", b"unanswered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "committed_gaps", b"committed_gaps", "highest_microbatch", b"highest_microbatch", "num_samples", b"num_samples", "prepared", b"prepared", "sender", b"sender", "standing", b"standing", "unanswered", b"unanswered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -415,7 +409,6 @@ class BeginReply(_message.Message):
     NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     ROUND_SAMPLES_FIELD_NUMBER: _builtins.int
-    SPARE_GAPS_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """Behind the contribution: its weight."""
@@ -440,10 +433,6 @@ class BeginReply(_message.Message):
         """The first attempt of this round that the member promised: it cannot speak for earlier ones."""
 
     @_builtins.property
-    def spare_gaps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in ReportRequest."""
-
-    @_builtins.property
     def closing(self) -> Global___Closing:
         """Instead of all of the above: the member is still at it."""
 
@@ -459,12 +448,11 @@ class BeginReply(_message.Message):
         num_elements: _builtins.int = ...,
         bytes_per_second: _builtins.float = ...,
         round_samples: _builtins.int = ...,
-        spare_gaps: _abc.Iterable[_builtins.int] | None = ...,
         closing: Global___Closing | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "prepared", b"prepared", "refusal", b"refusal", "since", b"since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since", "spare_gaps", b"spare_gaps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "closing", b"closing", "committed_gaps", b"committed_gaps", "norm", b"norm", "num_elements", b"num_elements", "num_samples", b"num_samples", "prepared", b"prepared", "refusal", b"refusal", "round_samples", b"round_samples", "since", b"since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

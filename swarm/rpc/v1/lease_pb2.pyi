@@ -93,7 +93,6 @@ class AcquireReply(_message.Message):
     ACCUMULATE_ONLY_AT_FIELD_NUMBER: _builtins.int
     ROUND_COMPLETE_FIELD_NUMBER: _builtins.int
     COUNTED_FIELD_NUMBER: _builtins.int
-    SPARE_FIELD_NUMBER: _builtins.int
     ROUND_GRANTED_FIELD_NUMBER: _builtins.int
     leader_peer_id: _builtins.str
     """Who decides: ask this peer from now on. Empty when this peer does."""
@@ -103,8 +102,6 @@ class AcquireReply(_message.Message):
     """Set where these are replays: only this stage lacks their gradients."""
     round_complete: _builtins.bool
     """The stage has all microbatches of the round: what is still missing is missing at another stage."""
-    spare: _builtins.bool
-    """Of replays: a member that does not answer may have these, and come back."""
     round_granted: _builtins.bool
     """Nothing of the round is left to be granted but replays."""
     @_builtins.property
@@ -122,12 +119,11 @@ class AcquireReply(_message.Message):
         accumulate_only_at: _builtins.int | None = ...,
         round_complete: _builtins.bool = ...,
         counted: _abc.Iterable[_builtins.int] | None = ...,
-        spare: _builtins.bool = ...,
         round_granted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "counted", b"counted", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete", "round_granted", b"round_granted", "spare", b"spare"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "counted", b"counted", "leader_peer_id", b"leader_peer_id", "microbatches", b"microbatches", "round", b"round", "round_complete", b"round_complete", "round_granted", b"round_granted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015

@@ -152,7 +152,6 @@ class Open(_message.Message):
     ACCUMULATE_ONLY_AT_FIELD_NUMBER: _builtins.int
     REROUTED_BACKWARD_FIELD_NUMBER: _builtins.int
     EAGER_FIELD_NUMBER: _builtins.int
-    SPARE_FIELD_NUMBER: _builtins.int
     HAS_OTHERS_FIELD_NUMBER: _builtins.int
     WAY_SECONDS_FIELD_NUMBER: _builtins.int
     microbatch: _builtins.int
@@ -168,8 +167,6 @@ class Open(_message.Message):
     """An earlier peer had already passed the forward on when it dropped: only the backward is still wanted."""
     eager: _builtins.bool
     """The tensors come at once, on a credit, and begin in this message: the peer must read them even if it refuses."""
-    spare: _builtins.bool
-    """A replay of what a peer that does not answer may still have: the stage that lacks it keeps its gradient apart."""
     has_others: _builtins.bool
     """The caller knows other peers that it has not asked: Busy is a better answer than a place behind others."""
     way_seconds: _builtins.float
@@ -195,13 +192,12 @@ class Open(_message.Message):
         accumulate_only_at: _builtins.int | None = ...,
         rerouted_backward: _builtins.bool = ...,
         eager: _builtins.bool = ...,
-        spare: _builtins.bool = ...,
         has_others: _builtins.bool = ...,
         way_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "spare", b"spare", "way_seconds", b"way_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at", "accumulate_only_at", b"accumulate_only_at", "address", b"address", "eager", b"eager", "has_others", b"has_others", "hints", b"hints", "microbatch", b"microbatch", "num_samples", b"num_samples", "rerouted_backward", b"rerouted_backward", "round", b"round", "way_seconds", b"way_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accumulate_only_at: _TypeAlias = _typing.Literal["accumulate_only_at"]  # noqa: Y015
     _WhichOneofArgType__accumulate_only_at: _TypeAlias = _typing.Literal["_accumulate_only_at", b"_accumulate_only_at"]  # noqa: Y015
