@@ -59,7 +59,9 @@ from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_serv
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
-from swarm.stage.backend import GraphBudget, StageBackend, reply_specs, request_specs
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import reply_specs, request_specs
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime

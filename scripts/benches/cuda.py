@@ -21,8 +21,9 @@ from scripts.benches.shared.common import OutputOptions, require_multiple, say
 from scripts.benches.shared.judged import MORE
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.model.stages import build_stage
-from swarm.stage.backend import HIDDEN, TOKENS, GraphBudget, StageBackend
-from swarm.stage.boundary import boundary_of
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN, TOKENS, boundary_of
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Convert, CudaStaging, Download, Staging
 from swarm.stage.task_queue import Priority

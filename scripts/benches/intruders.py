@@ -39,7 +39,7 @@ from swarm.hop.hop import Hop, HopListener
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
-from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
+from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
 from swarm.training.microbatch import Microbatch
 
 KINDS = ("malformed", "opens", "idle", "slow")

@@ -35,7 +35,9 @@ from scripts.benches.sides import memory_sizes as sizes
 from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
-from swarm.stage.backend import HIDDEN, GraphBudget, StageBackend
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import HIDDEN
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 

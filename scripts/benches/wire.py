@@ -24,8 +24,7 @@ from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.wire_chain import WireChain
 from swarm import config as configs
 from swarm.config import RunConfig
-from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS
-from swarm.stage.boundary import Boundary
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, Boundary
 from swarm.stage.staging import Staging
 
 NARROWER = 16

@@ -1,7 +1,7 @@
 """A simulated stage peer: slots, a queue and one thread that computes, in virtual time.
 
 Used by swarm/simulation/pipeline. Who gets a slot and what is computed next is decided by the very classes that a real
-peer has (swarm.stage.admission, .slots and .task_queue); only the computing is replaced by waiting. Knows nothing of
+peer has (swarm.stage.slots and .task_queue); only the computing is replaced by waiting. Knows nothing of
 other peers.
 """
 
@@ -12,8 +12,7 @@ from functools import partial
 
 from swarm.routing.throughput import MovingAverage
 from swarm.simulation.timeline import Timeline
-from swarm.stage.admission import Admission
-from swarm.stage.slots import Slots
+from swarm.stage.slots import SlotCount, Slots
 from swarm.stage.task_queue import Priority, TaskQueue
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -51,8 +50,8 @@ class SimulatedPeer:
         self._rng = rng
         self._num_samples = num_samples
         self._queue = TaskQueue(QUEUE_CAPACITY)
-        self._slots = Slots(max_in_flight, largest_in_flight, lambda: self.queue_length)
-        self._admission = Admission(self._slots, timeline)
+        self._slot_count = SlotCount(max_in_flight, largest_in_flight, lambda: self.queue_length)
+        self._slots = Slots(self._slot_count, timeline)
         self._seconds_per_sample = MovingAverage(0.1)
         self._is_running = False
         self._num_begun = 0
@@ -70,7 +69,7 @@ class SimulatedPeer:
 
     def grants(self, *, has_others: bool = False) -> int:
         """What a reply grants."""
-        return self._admission.grants(has_others=has_others)
+        return self._slots.grants(has_others=has_others)
 
     def record(self) -> PeerRecord:
         """What it announces now."""
@@ -86,13 +85,12 @@ class SimulatedPeer:
     def admit(self, caller: str, *, has_others: bool = False) -> None:
         """Take a slot. Raises Overloaded."""
         seconds = (self._seconds_per_sample.value or 0.0) * self._num_samples
-        idle = self._slots.lacks_work and not self.num_refused
-        self._admission.take(caller, busy_seconds=seconds, idle=idle, has_others=has_others)
+        idle = self._slot_count.lacks_work and not self.num_refused
+        self._slots.take(caller, busy_seconds=seconds, idle=idle, has_others=has_others)
 
     def give_back(self, caller: str) -> None:
         """Free a slot."""
-        self._slots.freed()
-        self._admission.give_back(caller)
+        self._slots.give_back(caller)
 
     # -- computing ---------------------------------------------------------------------------------------------------
 

@@ -10,53 +10,24 @@ too far ahead. Every other check is made on the CPU, of what came from there.
 Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that travel, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import token_loss, with_shared_casts
-from swarm.rpc.wire import TensorSpec, require_in_range
-from swarm.stage.boundary import Boundary, boundary_of
+from swarm.rpc.wire import require_in_range
+from swarm.stage.boundary import HIDDEN, TOKENS, Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
-
-TOKENS = "tokens"
-HIDDEN = "hidden"
-GRADIENT = "hidden_gradient"
-LOGITS = "logits"
-
-
-def request_specs(
-    config: RunConfig, stage: int, num_samples: int | None = None, sequence_length: int | None = None
-) -> dict[str, TensorSpec]:
-    """What a microbatch brings to a stage: the tokens with their targets, and from stage 1 on the hidden state."""
-    size = config.data.microbatch_size if num_samples is None else num_samples
-    length = config.data.sequence_length if sequence_length is None else sequence_length
-    specs = {TOKENS: TensorSpec(shape=(size, length + 1), encoding="int32")}
-    if stage > 0:
-        specs[HIDDEN] = boundary_of(config).spec(size, length)
-    return specs
-
-
-def logits_spec(config: RunConfig, num_samples: int) -> TensorSpec:
-    """What an evaluation answers when asked for logits: those of the last position (B, V)."""
-    return TensorSpec(shape=(num_samples, config.model.vocab_size), encoding="fp32")
-
-
-def reply_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:
-    """What a stage sends back: the gradient of its hidden input; stage 0 has none."""
-    if stage <= 0:
-        return {}
-    return {GRADIENT: request_specs(config, stage)[HIDDEN]}
 
 
 @dataclass(eq=False)
@@ -84,25 +55,6 @@ class Accumulated:
     source: Source
     bucket: GradientBucket
     settled: bool = False
-
-
-@dataclass
-class GraphBudget:
-    """Bytes of autograd graphs that may be kept between forward and backward."""
-
-    limit_bytes: int
-    graph_bytes: int = 0
-    """Of one microbatch, measured at the first forward."""
-    num_kept: int = 0
-    num_recomputed: int = 0
-
-    def has_room(self) -> bool:
-        """Whether one more graph fits."""
-        return (self.num_kept + 1) * self.graph_bytes <= self.limit_bytes
-
-    def halve(self) -> None:
-        """Allow half as many graphs as are kept now."""
-        self.limit_bytes = self.num_kept // 2 * self.graph_bytes
 
 
 @dataclass
@@ -158,7 +110,7 @@ class StageBackend:
         # Last: what fails before is not released.
         if keeps_graph:
             forward._outputs = outputs
-            self.budget.num_kept += 1
+            self.budget.keep()
         forward.version.users += has_backward
         return forward
 
@@ -177,9 +129,8 @@ class StageBackend:
         """
         try:
             if forward._outputs is None:
-                self.budget.num_recomputed += 1
                 forward._inputs, forward._outputs = self._graph(forward)
-                self.budget.num_kept += 1
+                self.budget.keep(recomputed=True)
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
             root = _scalar(forward._outputs, gradient_BTD)
@@ -211,7 +162,7 @@ class StageBackend:
             forward._inputs, outputs = self._graph(forward)
             loss = token_loss(outputs, self._targets(wire_inputs))
             forward._outputs = outputs
-            self.budget.num_kept += 1
+            self.budget.keep()
             # Waits for the device: nothing may come of a loss that is not finite. It is read once.
             loss_on_cpu = loss.detach().cpu()
             require_in_range("loss", loss_on_cpu)
@@ -223,7 +174,7 @@ class StageBackend:
     def release(self, forward: Forward) -> None:
         """Forget a forward's graph and version; for one whose gradient will never come, too."""
         if forward._outputs is not None:
-            self.budget.num_kept -= 1
+            self.budget.let_go()
         forward._inputs = forward._outputs = None
         forward.version.users -= 1
         self.weights.step_if_due()
@@ -312,10 +263,7 @@ class StageBackend:
         if not self._is_first:
             inputs.requires_grad_()
         with torch.enable_grad():
-            if self.budget.graph_bytes == 0:
-                outputs, self.budget.graph_bytes = _measure_graph(lambda: self._apply(forward, inputs), forward.version)
-            else:
-                outputs = self._apply(forward, inputs)
+            outputs = self.budget.build(lambda: self._apply(forward, inputs), forward.version)
         return inputs, outputs
 
     def _apply(self, forward: Forward, inputs: torch.Tensor) -> torch.Tensor:
@@ -411,20 +359,3 @@ def _scalar(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """
     scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
     return scalar
-
-
-def _measure_graph(compute: Callable[[], torch.Tensor], version: Version) -> tuple[torch.Tensor, int]:
-    """Run `compute`; gives its output and the bytes that autograd saved for the backward, weights left out."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = compute()
-    # Afterwards: `compute` may have made the casts.
-    for tensor in (*version.parameters.values(), *version.casts.values()):
-        storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return outputs, max(1, sum(storages.values()))

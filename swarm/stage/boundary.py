@@ -17,6 +17,11 @@ from swarm.config import RunConfig
 from swarm.rpc.wire import DTYPES, TensorSpec
 from swarm.stage.staging import Download, Staging
 
+TOKENS = "tokens"
+HIDDEN = "hidden"
+GRADIENT = "hidden_gradient"
+LOGITS = "logits"
+
 _FP16 = ScaledHalf()
 
 
@@ -64,3 +69,27 @@ class Boundary:
 def boundary_of(config: RunConfig) -> Boundary:
     """As the run's configuration has it."""
     return Boundary(encoding=config.wire.dtype, width=config.model.hidden_width)
+
+
+def request_specs(
+    config: RunConfig, stage: int, num_samples: int | None = None, sequence_length: int | None = None
+) -> dict[str, TensorSpec]:
+    """What a microbatch brings to a stage: the tokens with their targets, and from stage 1 on the hidden state."""
+    size = config.data.microbatch_size if num_samples is None else num_samples
+    length = config.data.sequence_length if sequence_length is None else sequence_length
+    specs = {TOKENS: TensorSpec(shape=(size, length + 1), encoding="int32")}
+    if stage > 0:
+        specs[HIDDEN] = boundary_of(config).spec(size, length)
+    return specs
+
+
+def logits_spec(config: RunConfig, num_samples: int) -> TensorSpec:
+    """What an evaluation answers when asked for logits: those of the last position (B, V)."""
+    return TensorSpec(shape=(num_samples, config.model.vocab_size), encoding="fp32")
+
+
+def reply_specs(config: RunConfig, stage: int) -> dict[str, TensorSpec]:
+    """What a stage sends back: the gradient of its hidden input; stage 0 has none."""
+    if stage <= 0:
+        return {}
+    return {GRADIENT: request_specs(config, stage)[HIDDEN]}

@@ -23,7 +23,8 @@ import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
 from swarm.hop.hop import Hop, HopListener, HopReply
-from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, StageBackend
+from swarm.stage.backend import Accumulated, Forward, StageBackend
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority

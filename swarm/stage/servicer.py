@@ -33,7 +33,7 @@ from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
 from swarm.rpc.wire import filled
-from swarm.stage.backend import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
+from swarm.stage.boundary import GRADIENT, HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.incoming import Incoming
 from swarm.stage.stage import Stage

@@ -13,7 +13,7 @@ import math
 
 from swarm.errors import Fatal
 from swarm.machine.out_of_memory import what_was_asked
-from swarm.stage.backend import GraphBudget
+from swarm.stage.graphs import GraphBudget
 
 logger = logging.getLogger(__name__)
 

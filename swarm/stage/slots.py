@@ -1,12 +1,24 @@
-"""How many slots a stage peer has: as many microbatches as keep it busy, wherever they wait.
+"""The slots of a stage peer: how many there are, and who gets one when there are not enough for all.
 
-Used by stage/stage, which fills them (stage/admission). On a fast network a few do. Over long or slow links most of
-them are on their way somewhere, and more are needed for the same work. So one more is there when somebody has to be
-refused while the peer has next to nothing to do, and they get fewer again while work piles up: for the moment no more
-than the few, so that nothing waits here that another peer could do. Pure.
+Used by stage/admission, and by the simulator. A peer takes as many microbatches as keep it busy, wherever they wait. On
+a fast network a few do. Over long or slow links most of them are on their way somewhere, and more are needed for the
+same work. So there is one more slot when a caller has to be refused while the peer has next to nothing to do, and there
+are fewer again while work piles up: for the moment no more than the few, so that nothing waits here that another peer
+could do.
+
+Each caller may take what nobody else wants, beyond the few no faster than the peer can make use of it. Once a caller
+was refused, a slot is kept for it from those that hold clearly more, until it has come again or its time is over. So a
+flood of one caller leaves the others their share. A caller that has other peers to ask gets none while something waits
+here already: among many that know nothing of each other, work finds idle peers by being sent on. Nothing here waits: a
+caller that was refused asks again.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable
+
+from swarm.errors import Overloaded
+from swarm.machine.clock import Clock
 
 LARGEST_NUM_SLOTS = 64
 """Of what is learnt. Each holds the tensors that came in and, as long as there is memory, a graph."""
@@ -14,10 +26,17 @@ FEW = 2
 """So many tasks at the compute thread, the running one included, do not keep it busy for long."""
 PILE = 4
 """So many are more than it takes."""
+PATIENCE_SECONDS = 0.5
+"""How long a slot is kept, beyond twice the seconds after which the refused caller was told to come again: lines are
+slow, and so are busy machines."""
+SHORTEST_RETRY_SECONDS = 0.02
+LONGEST_RETRY_SECONDS = 1.0
+CLEARLY_MORE = 2
+"""By so many slots. One more or less is how it falls out among equals."""
 
 
-class Slots:
-    """A number between bounds, which grows fast and shrinks slowly: an idle peer costs more than a short queue.
+class SlotCount:
+    """How many slots there are: it grows fast and shrinks slowly, for an idle peer costs more than a short queue.
 
     Args:
         queue_length: tells how many tasks are at the compute thread, the running one included.
@@ -26,19 +45,19 @@ class Slots:
     """
 
     def __init__(
-        self, least: int, largest: int, queue_length: Callable[[], int], room: Callable[[], int] | None = None
+        self, least: int, largest: int, queue_length: Callable[[], int], room: Callable[[], int | None] = lambda: None
     ) -> None:
-        self._size = float(least)
+        self._learnt = float(least)
         self.least = least
-        """So many there always are."""
+        """So many there always are, as far as there is room."""
         self._largest = max(least, largest)
         self._queue_length = queue_length
-        self._room = room or (lambda: self._largest)
+        self._room = room
 
     @property
     def size(self) -> int:
         """Microbatches that may be in flight here now."""
-        return max(0, min(self._room(), self.least if self._piles_up() else int(self._size)))
+        return max(0, min(self._most(), self.least if self._piles_up() else int(self._learnt)))
 
     @property
     def lacks_work(self) -> bool:
@@ -51,15 +70,101 @@ class Slots:
         return self._queue_length() >= FEW
 
     def refused(self, *, idle: bool) -> None:
-        """All are taken and somebody wanted one; `idle`: the peer has nothing to do, though it has all these."""
-        if idle and int(self._size) <= self._room():
-            self._size = min(float(self._largest), self._size + 1.0)
+        """All are taken and a caller wanted one; `idle`: the peer has nothing to do, though it has all these."""
+        if idle and int(self._learnt) <= self._most():
+            self._learnt = min(float(self._largest), self._learnt + 1.0)
 
     def freed(self) -> None:
         """One was given back."""
         if self._piles_up():
             # By about one in the time in which each of them is used once.
-            self._size = max(float(self.least), self._size - 1.0 / self._size)
+            self._learnt = max(float(self.least), self._learnt - 1.0 / self._learnt)
+
+    def _most(self) -> int:
+        room = self._room()
+        return self._largest if room is None else room
 
     def _piles_up(self) -> bool:
         return self._queue_length() >= PILE
+
+
+class Slots:
+    """Who has the slots, of which there are as many as `count` says."""
+
+    def __init__(self, count: SlotCount, clock: Clock) -> None:
+        self._count = count
+        self._clock = clock
+        self._held: Counter[str] = Counter()
+        self._refused: dict[str, float] = {}
+        """Callers that were refused, and until when a slot is kept for them."""
+        self._open_at = -math.inf
+        """From when on the next slot beyond the few is given out."""
+
+    @property
+    def num_held(self) -> int:
+        """Slots that are taken."""
+        return self._held.total()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that a caller would get now; less than none while there are fewer than there were."""
+        is_open = not self._is_beyond or self._clock.monotonic() >= self._open_at
+        return self._num_left if is_open else min(0, self._num_left)
+
+    @property
+    def _num_left(self) -> int:
+        return self._count.size - self.num_held
+
+    @property
+    def _is_beyond(self) -> bool:
+        """Whether the few are taken."""
+        return self.num_held >= self._count.least
+
+    def grants(self, *, has_others: bool) -> int:
+        """What a reply grants: of the free slots one at most, since all that get a reply are told of the same ones."""
+        return 0 if has_others and self._count.has_enough else max(0, min(1, self.num_free))
+
+    def take(self, caller: str, *, busy_seconds: float, idle: bool = False, has_others: bool = False) -> None:
+        """Take a slot; `give_back` frees it.
+
+        Args:
+            busy_seconds: how long a microbatch keeps the peer busy; 0 if that is not known yet. Of those beyond the few
+                it takes twice as many as it can do in that time, and no more: many at once, as where a peer fails that
+                had them, would wait here while another peer has nothing to do.
+            idle: whether the peer has nothing to do, in spite of those who have slots.
+            has_others: whether the caller knows peers that it has not asked.
+
+        Raises:
+            Overloaded: there is no slot for this caller now.
+        """
+        if has_others and self._count.has_enough:
+            # Nothing is kept for this caller, which goes elsewhere. By then about one task is done.
+            raise Overloaded("work waits here already", retry_after_seconds=_retry_seconds(busy_seconds / 2))
+        if self._num_left <= 0:
+            self._count.refused(idle=idle)
+        now = self._clock.monotonic()
+        self._refused = {other: until for other, until in self._refused.items() if until > now}
+        own = self._held[caller]
+        num_kept = sum(own - self._held[other] >= CLEARLY_MORE for other in self._refused if other != caller)
+        is_beyond, gap_seconds = self._is_beyond, busy_seconds / 2
+        is_burst = is_beyond and now < self._open_at + num_kept * gap_seconds
+        if self._num_left <= num_kept or is_burst:
+            retry_seconds = _retry_seconds(busy_seconds)
+            self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_seconds
+            reason = f"{self.num_held} microbatches are in flight"
+            raise Overloaded(reason, retry_after_seconds=retry_seconds)
+        self._refused.pop(caller, None)
+        self._held[caller] += 1
+        if is_beyond:
+            self._open_at = max(now, self._open_at + gap_seconds)
+
+    def give_back(self, caller: str) -> None:
+        """Free a slot that the caller took."""
+        self._count.freed()
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+
+
+def _retry_seconds(busy_seconds: float) -> float:
+    return min(max(busy_seconds, SHORTEST_RETRY_SECONDS), LONGEST_RETRY_SECONDS)

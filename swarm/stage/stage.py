@@ -21,13 +21,12 @@ from swarm.events.kinds import Ack, Events, NoEvents, Repeat
 from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock
 from swarm.routing.throughput import MovingAverage
-from swarm.stage.admission import Admission
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.runtime import Runtime
 from swarm.stage.shortage import Shortage
-from swarm.stage.slots import Slots
+from swarm.stage.slots import SlotCount, Slots
 from swarm.stage.turns import Turns
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
@@ -119,11 +118,11 @@ class Stage:
         self.num_unacknowledged = 0
         """Calls that have their answer, and whose acknowledgement is waited for."""
         self._turns = Turns(None if config.rounds.synchronous else self._most_ahead, self._num_unstepped, clock)
-        self._slots = Slots(
+        self._slot_count = SlotCount(
             limits.max_in_flight, limits.largest_in_flight, lambda: runtime.queue_length + self._turns.num_waiting,
-            None if config.rounds.synchronous else self._room,
+            (lambda: None) if config.rounds.synchronous else self._room,
         )  # fmt: skip
-        self._admissions: dict[int, Admission] = {}
+        self._slots: dict[int, Slots] = {}
         """By round: what waits for the next one takes no place from what this one, or the last one, still lacks."""
         self._shortage = Shortage(backend.stage, backend.budget)
         self._has_given_up = asyncio.Event()
@@ -152,7 +151,7 @@ class Stage:
     @property
     def num_admitted(self) -> int:
         """Microbatches admitted and not finished."""
-        return sum(admission.num_held for admission in self._admissions.values())
+        return sum(slots.num_held for slots in self._slots.values())
 
     @property
     def is_busy(self) -> bool:
@@ -160,19 +159,19 @@ class Stage:
         return self.num_admitted > 0 or self.num_unacknowledged > 0 or self.num_settling > 0
 
     def grants(self, *, has_others: bool) -> int:
-        """What a reply grants for the current round; see Admission."""
-        admission = self._admission(self._place(self.round))
-        return 0 if self._lacks_memory(admission) else admission.grants(has_others=has_others)
+        """What a reply grants for the current round; see Slots."""
+        slots = self._slots_of(self._place(self.round))
+        return 0 if self._lacks_memory(slots) else slots.grants(has_others=has_others)
 
-    def _lacks_memory(self, admission: Admission) -> bool:
+    def _lacks_memory(self, slots: Slots) -> bool:
         """Whether memory ran out with no more microbatches than there are now."""
-        return admission.num_held >= self._shortage.most_in_flight
+        return slots.num_held >= self._shortage.most_in_flight
 
     @property
     def _is_idle(self) -> bool:
         """Whether more microbatches would have the peer do more: they would wait for nothing here, and fit."""
         return not (
-            not self._slots.lacks_work
+            not self._slot_count.lacks_work
             or self._turns.num_waiting
             or self.num_answering
             or (self._hop is not None and self._hop.is_held_up)
@@ -202,19 +201,17 @@ class Stage:
             self._check_round(microbatch)
             self._check_replay(microbatch)
         place = self._place(microbatch.round)
-        self._admissions = {
-            p: admission for p, admission in self._admissions.items() if admission.num_held or p >= place
-        }
-        admission = self._admissions[place] = self._admission(place)
-        if self._lacks_memory(admission):
+        self._slots = {p: slots for p, slots in self._slots.items() if slots.num_held or p >= place}
+        slots = self._slots[place] = self._slots_of(place)
+        if self._lacks_memory(slots):
             raise Overloaded("there is no memory for more", retry_after_seconds=SHORTAGE_RETRY_SECONDS)
         # One of the next round waits for the end of this one, however little there is to do.
         idle = microbatch.round <= self.round and self._is_idle
-        admission.take(caller, busy_seconds=self._busy_seconds(), idle=idle, has_others=has_others)
+        slots.take(caller, busy_seconds=self._busy_seconds(), idle=idle, has_others=has_others)
         return Slot(place, caller, self._shortage.num_reductions)
 
-    def _admission(self, place: int) -> Admission:
-        return self._admissions.get(place) or Admission(self._slots, self._clock)
+    def _slots_of(self, place: int) -> Slots:
+        return self._slots.get(place) or Slots(self._slot_count, self._clock)
 
     def known_inputs(self, microbatch: Microbatch) -> Mapping[str, torch.Tensor] | None:
         """What a microbatch brings, if this peer has it already."""
@@ -233,12 +230,11 @@ class Stage:
 
     def leave(self, slot: Slot) -> None:
         """Give a slot back."""
-        self._slots.freed()
-        self._admissions[slot.place].give_back(slot.caller)
+        self._slots[slot.place].give_back(slot.caller)
 
     def ran_out_of_memory(self, error: Exception, slot: Slot) -> None:
         """A microbatch that has this slot failed for want of memory: less is taken, or the peer gives up."""
-        in_flight = self._admission(slot.place).num_held
+        in_flight = self._slots_of(slot.place).num_held
         self._shortage.failed(error, num_reductions=slot.num_reductions, in_flight=in_flight)
         if self._shortage.fault is not None:
             self._has_given_up.set()

@@ -18,7 +18,9 @@ from scripts.benches.sides import memory_sizes as sizes
 from scripts.benches.sides import memory_stage
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
-from swarm.stage.backend import GRADIENT, GraphBudget, StageBackend, reply_specs
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import GRADIENT, reply_specs
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 

@@ -10,7 +10,7 @@ from scripts.benches.shared.common import with_corpus
 from scripts.benches.sides.reference import Reference
 from scripts.benches.sides.wire_chain import WireChain
 from scripts.benches.wire import ARMS, Options, run_config, summary
-from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS, ChannelPool
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.stage.backend import HIDDEN, TOKENS, reply_specs
+from swarm.stage.boundary import HIDDEN, TOKENS, reply_specs
 from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked

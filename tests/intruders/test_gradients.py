@@ -9,7 +9,7 @@ import torch
 
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.stage.backend import HIDDEN, TOKENS
+from swarm.stage.boundary import HIDDEN, TOKENS
 from tests.intruders.host import Host, running
 from tests.support import locked
 from tests.support.chain import eventually

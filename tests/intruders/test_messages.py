@@ -20,7 +20,7 @@ from swarm.rpc import callers
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1 import lease_pb2, stage_pb2
 from swarm.rpc.v1.stage_pb2 import Address
-from swarm.stage.backend import HIDDEN, TOKENS
+from swarm.stage.boundary import HIDDEN, TOKENS
 from tests.intruders.host import Host, running
 from tests.intruders.mutations import mutant
 from tests.support import locked

@@ -21,7 +21,7 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import TensorSpec
 from swarm.stage import incoming, servicer
-from swarm.stage.backend import HIDDEN, TOKENS
+from swarm.stage.boundary import HIDDEN, TOKENS
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from tests.intruders.host import Host, running
 from tests.support import locked
@@ -133,7 +133,7 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
         async with asyncio.TaskGroup() as tasks:
             dripping = [tasks.create_task(drip(number)) for number in range(3)]
             stage = host.server._stage
-            await eventually(lambda: stage._admission(stage._place(stage.round)).num_free == 0)
+            await eventually(lambda: stage.grants(has_others=False) == 0)
             # Every slot is taken: honest work waits for one, and gets the first that is given up.
             assert await host.train() > 0
         cut_off = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL}

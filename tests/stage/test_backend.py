@@ -21,19 +21,10 @@ from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.rpc.wire import TensorSpec
-from swarm.stage.backend import (
-    GRADIENT,
-    HIDDEN,
-    TOKENS,
-    Accumulated,
-    Forward,
-    GraphBudget,
-    StageBackend,
-    logits_spec,
-    reply_specs,
-    request_specs,
-)  # fmt: skip
+from swarm.stage.backend import Accumulated, Forward, StageBackend
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, logits_spec, reply_specs, request_specs
 from swarm.stage.buckets import GradientBucket, Source
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import optim

@@ -23,7 +23,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
-from swarm.stage.backend import HIDDEN, TOKENS, logits_spec
+from swarm.stage.boundary import HIDDEN, TOKENS, logits_spec
 from swarm.stage.buckets import GradientBucket, Version
 from swarm.stage.incoming import Incoming
 from swarm.stage.slots import FEW

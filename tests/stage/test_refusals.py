@@ -29,7 +29,7 @@ from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 from swarm.rpc.wire import CHUNK_BYTES, TensorReader
 from swarm.stage import incoming
-from swarm.stage.backend import HIDDEN, TOKENS, request_specs
+from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 from swarm.types import PROTOCOL_VERSION
 from tests.support.chain import DILOCO, INT8, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 from tests.support.chunks import chunks

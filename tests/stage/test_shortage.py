@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from swarm.errors import NotReady, Overloaded
-from swarm.stage.backend import TOKENS, GraphBudget
+from swarm.stage.boundary import TOKENS
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.shortage import TRIES, Shortage
 from swarm.training.microbatch import Microbatch
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens

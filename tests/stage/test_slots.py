@@ -1,8 +1,9 @@
-"""Slots: as many as keep a peer busy."""
+"""Slots: as many as keep a peer busy, and who gets them."""
 
 import heapq
 import itertools
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,55 +11,54 @@ import pytest
 from swarm.errors import Overloaded
 from swarm.machine.clock import ManualClock
 from swarm.pipeline.window import Window
-from swarm.stage.admission import Admission
-from swarm.stage.slots import FEW, PILE, Slots
+from swarm.stage.slots import FEW, PATIENCE_SECONDS, PILE, SHORTEST_RETRY_SECONDS, SlotCount, Slots
 
 
 def test_slots_grow_for_who_is_refused_by_an_idle_peer_and_only_so_far() -> None:
-    slots = Slots(4, 6, lambda: 0)
-    slots.refused(idle=False)
-    assert slots.size == 4
+    count = SlotCount(4, 6, lambda: 0)
+    count.refused(idle=False)
+    assert count.size == 4
     for _ in range(10):
-        slots.refused(idle=True)
-    assert slots.size == 6
+        count.refused(idle=True)
+    assert count.size == 6
 
 
 def test_slots_shrink_slowly_while_work_piles_up_and_never_below_the_least() -> None:
     queue_length = PILE - 1
-    slots = Slots(4, 64, lambda: queue_length)
+    count = SlotCount(4, 64, lambda: queue_length)
     for _ in range(16):
-        slots.refused(idle=True)
+        count.refused(idle=True)
     for _ in range(20):
-        slots.freed()
-    assert slots.size == 20
+        count.freed()
+    assert count.size == 20
     queue_length = PILE
     for _ in range(20):
-        slots.freed()
+        count.freed()
     queue_length = 0
-    assert slots.size in (18, 19), "by about one, when each has been used once"
+    assert count.size in (18, 19), "by about one, when each has been used once"
     queue_length = PILE
     for _ in range(1000):
-        slots.freed()
+        count.freed()
     queue_length = 0
-    assert slots.size == 4
+    assert count.size == 4
 
 
 def test_while_work_piles_up_there_are_no_more_than_the_least() -> None:
     """Whoever is refused goes to another peer, and what is in flight here is not lost with this one."""
     queue_length = 0
-    slots = Slots(4, 64, lambda: queue_length)
+    count = SlotCount(4, 64, lambda: queue_length)
     for _ in range(16):
-        slots.refused(idle=True)
+        count.refused(idle=True)
     queue_length = PILE
-    assert slots.size == 4
+    assert count.size == 4
     queue_length = PILE - 1
-    assert slots.size == 20
+    assert count.size == 20
 
 
 def test_a_least_that_is_more_than_the_largest_stays() -> None:
-    slots = Slots(16, 0, lambda: 0)
-    slots.refused(idle=True)
-    assert slots.size == 16
+    count = SlotCount(16, 0, lambda: 0)
+    count.refused(idle=True)
+    assert count.size == 16
 
 
 @dataclass
@@ -74,7 +74,7 @@ class _Network:
     largest: int
     clock: ManualClock = field(default_factory=ManualClock)
     largest_queue: int = 0
-    slots: Slots = field(init=False)
+    count: SlotCount = field(init=False)
 
     def run(self, seconds: float) -> float:
         """The share of time in which the peer computed."""
@@ -83,8 +83,8 @@ class _Network:
         queue: deque[int] = deque()
         refused: dict[int, int] = {}
         computing, number, in_flight, busy_seconds = False, 0, 0, 0.0
-        self.slots = Slots(4, self.largest, lambda: len(queue) + computing)
-        window, admission = Window(start=4, largest=256), Admission(self.slots, self.clock)
+        self.count = SlotCount(4, self.largest, lambda: len(queue) + computing)
+        window, slots = Window(start=4, largest=256), Slots(self.count, self.clock)
 
         def later(seconds: float, kind: str, index: int) -> None:
             heapq.heappush(events, (self.clock.monotonic() + seconds, next(orders), kind, index))
@@ -100,7 +100,7 @@ class _Network:
             self.clock.advance(at - self.clock.monotonic())
             if kind == "ask":
                 try:
-                    admission.take("trainer", busy_seconds=0.02, idle=len(queue) + computing <= FEW)
+                    slots.take("trainer", busy_seconds=0.02, idle=len(queue) + computing <= FEW)
                     queue.append(index)
                     self.largest_queue = max(self.largest_queue, len(queue))
                 except Overloaded as busy:
@@ -111,8 +111,7 @@ class _Network:
                 busy_seconds += self.compute_seconds
                 later(self.away_seconds, "back", index)
             else:
-                self.slots.freed()
-                admission.give_back("trainer")
+                slots.give_back("trainer")
                 window.finished(num_busy=refused.pop(index, 0), in_flight=in_flight)
                 in_flight -= 1
         return busy_seconds / seconds
@@ -123,10 +122,184 @@ def test_a_peer_is_kept_busy_however_long_its_microbatches_are_away(away_seconds
     """20 ms of computing each: up to 26 microbatches are needed, and nobody says so."""
     network = _Network(compute_seconds=0.02, away_seconds=away_seconds, largest=64)
     assert network.run(seconds=40.0) > 0.85
-    assert network.slots.size <= 4 + 1.3 * away_seconds / 0.02
+    assert network.count.size <= 4 + 1.3 * away_seconds / 0.02
     assert network.largest_queue <= PILE
 
 
 def test_with_a_fixed_number_it_is_not() -> None:
     network = _Network(compute_seconds=0.02, away_seconds=0.5, largest=4)
     assert network.run(seconds=40.0) == pytest.approx(4 * 0.02 / 0.52, rel=0.1)
+
+
+# -- who gets one -----------------------------------------------------------------------------------------------------
+
+RETRY = 0.5
+
+
+def _count(number: int, largest: int = 0) -> SlotCount:
+    return SlotCount(number, largest, lambda: 0)
+
+
+def _grown(least: int, size: int) -> SlotCount:
+    count = _count(least, largest=size)
+    while count.size < size:
+        count.refused(idle=True)
+    return count
+
+
+def _taken(slots: Slots, caller: str, *, idle: bool = False) -> bool:
+    try:
+        slots.take(caller, busy_seconds=RETRY, idle=idle)
+    except Overloaded as busy:
+        return busy.retry_after_seconds != RETRY
+    return True
+
+
+def test_one_caller_alone_may_take_all() -> None:
+    slots = Slots(_count(3), ManualClock())
+    assert [_taken(slots, "a") for _ in range(4)] == [True, True, True, False]
+    slots.give_back("a")
+    assert (slots.num_held, slots.num_free) == (2, 1)
+    assert _taken(slots, "a")
+
+
+def test_a_flood_leaves_the_others_their_share() -> None:
+    """Somebody asks for more whenever anything changes; another one asks once in a while."""
+    clock = ManualClock()
+    slots = Slots(_count(4), clock)
+    while _taken(slots, "flood"):
+        pass
+    assert not _taken(slots, "quiet")
+    slots.give_back("flood")
+    assert not any(_taken(slots, "flood") for _ in range(100))
+    clock.advance(RETRY)
+    assert _taken(slots, "quiet")
+    # Three to one is clearly more, two to one is not: it falls to whoever comes first.
+    assert not _taken(slots, "quiet")
+    slots.give_back("flood")
+    assert _taken(slots, "quiet")
+    slots.give_back("flood")
+    assert _taken(slots, "flood")
+
+
+def test_many_at_once_are_taken_no_faster_than_twice_what_the_peer_can_do() -> None:
+    """Though it has learnt that it needs many slots: another peer may do them sooner."""
+    clock = ManualClock()
+    slots = Slots(_grown(2, 20), clock)
+    assert sum(_taken(slots, "a") for _ in range(20)) == 2 + 2
+    clock.advance(RETRY)
+    assert sum(_taken(slots, "a") for _ in range(20)) == 2
+    clock.advance(10 * RETRY)
+    assert sum(_taken(slots, "a") for _ in range(20)) == 2
+    for _ in range(8):
+        slots.give_back("a")
+    assert sum(_taken(slots, "a") for _ in range(20)) == 2, "the few, at any time"
+
+
+def test_a_flood_does_not_take_each_slot_beyond_the_few_as_it_is_due() -> None:
+    """It asks all the time, and the other one when it was told to."""
+    clock = ManualClock()
+    slots = Slots(_grown(2, 64), clock)
+    while _taken(slots, "flood"):
+        pass
+    assert not _taken(slots, "quiet")
+    for _ in range(50):
+        clock.advance(RETRY / 50)
+        _taken(slots, "flood")
+    assert _taken(slots, "quiet")
+
+
+def test_no_slot_is_free_to_be_credited_while_the_next_one_is_not_due() -> None:
+    clock = ManualClock()
+    slots = Slots(_grown(2, 8), clock)
+    while _taken(slots, "a"):
+        pass
+    assert (slots.num_held, slots.num_free) == (4, 0)
+    clock.advance(RETRY / 2)
+    assert slots.num_free == 4
+
+
+def test_a_peer_that_does_not_know_its_speed_yet_gives_out_all_it_has() -> None:
+    slots = Slots(_grown(2, 8), ManualClock())
+    for _ in range(8):
+        slots.take("a", busy_seconds=0.0)
+    with pytest.raises(Overloaded) as refused:
+        slots.take("a", busy_seconds=0.0)
+    assert refused.value.retry_after_seconds == SHORTEST_RETRY_SECONDS
+
+
+def test_a_slot_is_not_kept_for_somebody_who_went_elsewhere() -> None:
+    clock = ManualClock()
+    slots = Slots(_count(3), clock)
+    assert [_taken(slots, "a") for _ in range(3)] == [True] * 3
+    assert not _taken(slots, "b")
+    slots.give_back("a")
+    assert not _taken(slots, "a")
+    clock.advance(PATIENCE_SECONDS + 2 * RETRY)
+    assert _taken(slots, "a")
+
+
+def test_equals_do_not_wait_for_each_other() -> None:
+    slots = Slots(_count(3), ManualClock())
+    assert [_taken(slots, caller) for caller in "abab"] == [True, True, True, False]
+    slots.give_back("a")
+    assert _taken(slots, "a")
+
+
+def test_newcomers_are_never_kept_from_a_free_slot_by_each_other() -> None:
+    slots = Slots(_count(1), ManualClock())
+    assert _taken(slots, "a")
+    assert not _taken(slots, "b")
+    assert not _taken(slots, "c")
+    slots.give_back("a")
+    assert _taken(slots, "d")
+    with pytest.raises(Overloaded, match="1 microbatches are in flight"):
+        slots.take("b", busy_seconds=RETRY)
+
+
+def test_who_would_find_the_peer_idle_gets_one_more_slot() -> None:
+    slots = Slots(_count(2, largest=3), ManualClock())
+    assert [_taken(slots, "a") for _ in range(3)] == [True, True, False]
+    assert [_taken(slots, "a", idle=True) for _ in range(2)] == [True, False]
+
+
+def test_a_flood_that_leaves_the_peer_idle_gets_no_slot_that_is_kept_for_another() -> None:
+    count = _count(2, largest=64)
+    slots = Slots(count, ManualClock())
+    assert [_taken(slots, "flood") for _ in range(2)] == [True, True]
+    assert not _taken(slots, "quiet")
+    assert not any(_taken(slots, "flood", idle=True) for _ in range(100))
+    assert count.size == 3, "the one that is kept"
+    assert _taken(slots, "quiet")
+
+
+def test_a_reply_grants_one_free_slot_at_most() -> None:
+    slots = Slots(_count(2), ManualClock())
+    granted = [slots.grants(has_others=False)]
+    for _ in range(2):
+        slots.take("a", busy_seconds=0.0)
+        granted.append(slots.grants(has_others=False))
+    assert granted == [1, 1, 0]
+
+
+@pytest.mark.parametrize(("queue_length", "taken"), [(0, True), (1, True), (2, False), (9, False)])
+def test_who_has_other_peers_to_ask_is_left_to_them_while_something_waits_here(queue_length: int, taken: bool) -> None:
+    slots = Slots(SlotCount(9, 9, lambda: queue_length), ManualClock())
+    assert slots.grants(has_others=True) == taken
+    with nullcontext() if taken else pytest.raises(Overloaded, match="work waits here already"):
+        slots.take("a", busy_seconds=RETRY, has_others=True)
+    assert slots.num_held == taken
+    slots.take("a", busy_seconds=RETRY)
+    assert slots.grants(has_others=False) == 1
+
+
+def test_nothing_is_kept_for_who_was_left_to_others() -> None:
+    queue_length = 2
+    count = SlotCount(4, 64, lambda: queue_length)
+    slots = Slots(count, ManualClock())
+    for _ in range(9):
+        with pytest.raises(Overloaded):
+            slots.take("b", busy_seconds=RETRY, idle=True, has_others=True)
+    queue_length = 0
+    assert [_taken(slots, "a") for _ in range(4)] == [True] * 4, "nor do slots grow by it"
+    assert count.size == 4

@@ -24,7 +24,9 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
-from swarm.stage.backend import TOKENS, GraphBudget, StageBackend, reply_specs
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import TOKENS, reply_specs
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.stage import Stage, StageLimits

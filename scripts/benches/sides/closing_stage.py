@@ -35,7 +35,9 @@ from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.stage.backend import TOKENS, GraphBudget, StageBackend, request_specs
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import TOKENS, request_specs
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits

@@ -26,7 +26,7 @@ from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
-from swarm.stage.backend import HIDDEN
+from swarm.stage.boundary import HIDDEN
 from swarm.types import PROTOCOL_VERSION
 
 AT_ONCE = 64

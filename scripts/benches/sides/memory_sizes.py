@@ -8,7 +8,7 @@ measures anything.
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import RunConfig
 from swarm.model.stages import layer_ranges
-from swarm.stage.backend import HIDDEN, TOKENS, request_specs
+from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 
 FLOAT_BYTES = 4
 

@@ -41,7 +41,9 @@ from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
-from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, GraphBudget, StageBackend, request_specs
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits

@@ -13,7 +13,9 @@ from swarm.data.microbatches import Microbatches
 from swarm.model.stages import build_stage
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.wire import TensorReader, TensorSpec, filled
-from swarm.stage.backend import GRADIENT, HIDDEN, TOKENS, Accumulated, Forward, GraphBudget, StageBackend, request_specs
+from swarm.stage.backend import Accumulated, Forward, StageBackend
+from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.staging import Staging
 from swarm.stage.weights import StageWeights
 from swarm.training import optim

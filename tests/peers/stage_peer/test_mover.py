@@ -28,7 +28,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.backend import TOKENS
+from swarm.stage.boundary import TOKENS
 from swarm.stage.shortage import TRIES
 from swarm.training.microbatch import Microbatch
 from swarm.types import ClaimState, PeerRecord, PeerState

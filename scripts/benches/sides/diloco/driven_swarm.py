@@ -21,7 +21,9 @@ from swarm.errors import DeadlineExceeded, IntegrityError
 from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.stage.backend import TOKENS, GraphBudget, StageBackend
+from swarm.stage.backend import StageBackend
+from swarm.stage.boundary import TOKENS
+from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.stage import Stage, StageLimits

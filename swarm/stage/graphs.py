@@ -1,0 +1,64 @@
+"""The autograd graphs that a stage keeps between forward and backward: how large one is, and how many may be kept.
+
+Used by stage/backend on the compute thread, and by stage/shortage, which halves what may be kept. Never keeps a graph
+itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from swarm.stage.buckets import Version
+
+
+@dataclass
+class GraphBudget:
+    """Bytes of autograd graphs that may be kept between forward and backward."""
+
+    limit_bytes: int
+    graph_bytes: int = 0
+    """Of one microbatch, measured at the first forward."""
+    num_kept: int = 0
+    num_recomputed: int = 0
+    """Forwards that were computed again, because there was no room for their graphs."""
+
+    def has_room(self) -> bool:
+        """Whether one more graph fits."""
+        return (self.num_kept + 1) * self.graph_bytes <= self.limit_bytes
+
+    def keep(self, *, recomputed: bool = False) -> None:
+        """One more graph is kept, be there room or not."""
+        self.num_kept += 1
+        self.num_recomputed += recomputed
+
+    def let_go(self) -> None:
+        """A graph is kept no longer."""
+        self.num_kept -= 1
+
+    def halve(self) -> None:
+        """Allow half as many graphs as are kept now."""
+        self.limit_bytes = self.num_kept // 2 * self.graph_bytes
+
+    def build(self, compute: Callable[[], torch.Tensor], version: Version) -> torch.Tensor:
+        """What `compute` gives with these weights; the first time it is measured what autograd saves for the backward.
+
+        The weights are left out of that.
+        """
+        if self.graph_bytes:
+            return compute()
+        storages: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = compute()
+        # Afterwards: `compute` may have made the casts.
+        for tensor in (*version.parameters.values(), *version.casts.values()):
+            storages.pop(tensor.untyped_storage().data_ptr(), None)
+        self.graph_bytes = max(1, sum(storages.values()))
+        return outputs
