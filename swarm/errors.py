@@ -1,26 +1,29 @@
-"""Every exception the library raises on purpose.
+"""Every exception the library raises on purpose, by what its caller does about it.
 
     SwarmError
-    |-- Retryable                    the same request may succeed elsewhere, or later
+    |-- TryAnotherPeer               this peer does not do it now; another peer of its stage may
     |   |-- PeerUnavailable          unreachable, died, frozen, or hung up in mid-call
-    |   |-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
     |   |-- DeadlineExceeded         slow, not dead: never a reason for a ban
     |   |-- RoundMismatch            the peer is at another round; `peer_round` says which
-    |   `-- NotReady                 the peer is joining, leaving or behind
-    `-- Fatal                        repeating the request changes nothing
+    |   |-- NotReady                 the peer is joining, leaving or behind
+    |   `-- NotServed                the peer does not serve this caller, or not what it asks for
+    |       |-- WrongStage           it serves another stage
+    |       |-- WrongRun             it belongs to another run
+    |       |-- IncompatibleVersion  it speaks another protocol version
+    |       `-- NotAllowed           its run is locked, and the caller has no token that gives the right
+    |-- TryLater                     the same peer may do it in a moment; nothing is wrong
+    |   `-- Overloaded               answered Busy; `retry_after_seconds` says when to ask again
+    `-- Fatal                        give up: repeating the request changes nothing
         |-- MalformedMessage         wrong shape, dtype, size, NaN, or a field that makes no sense
-        |-- WrongStage               the peer serves another stage
-        |-- WrongRun                 the peer belongs to another run
-        |-- IncompatibleVersion      the peer speaks another protocol version
         |-- ConfigMismatch           two configurations of one run differ; the message names the field
         |-- CorpusMismatch           two machines hold different text under one dataset name
         |-- StaleMicrobatch          its round has committed: the microbatch is not wanted any more
         |-- IntegrityError           bytes do not match their digest or their signature
-        |-- NotAllowed               a locked run, and no token, or one that does not give the right
         `-- RetriesExhausted         every allowed attempt failed; the message names the last cause
 
-Faults in what a user typed are ValueErrors raised by the config dataclasses, or Fatal errors; the programs
-print either as one line. Internal invariants are asserts.
+One peer that calls a request malformed may itself be at fault: the hop asks a second one before it gives up. Faults in
+what a user typed are ValueErrors raised by the config dataclasses, or SwarmErrors; the programs print either as one
+line. Internal invariants are asserts.
 """
 
 
@@ -28,11 +31,11 @@ class SwarmError(Exception):
     """Root of the tree. The message is one line that says what is wrong and, where known, what to do."""
 
 
-class Retryable(SwarmError):
-    """The same request may succeed at another peer, or at this one later."""
+class TryAnotherPeer(SwarmError):
+    """This peer does not do what it is asked; another peer of its stage may, or this one much later."""
 
 
-class PeerUnavailable(Retryable):
+class PeerUnavailable(TryAnotherPeer):
     """The peer is unreachable, frozen, or ended the call before its answer was complete.
 
     Attributes:
@@ -46,19 +49,11 @@ class PeerUnavailable(Retryable):
         self.is_unreachable = is_unreachable or is_gone
 
 
-class Overloaded(Retryable):
-    """The peer has no room now. Not a failure: it bans nobody."""
-
-    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
-
-
-class DeadlineExceeded(Retryable):
+class DeadlineExceeded(TryAnotherPeer):
     """The peer took longer than its deadline, while its connection stayed alive."""
 
 
-class RoundMismatch(Retryable):
+class RoundMismatch(TryAnotherPeer):
     """The peer is at another round than the request."""
 
     def __init__(self, message: str, *, peer_round: int) -> None:
@@ -66,8 +61,40 @@ class RoundMismatch(Retryable):
         self.peer_round = peer_round
 
 
-class NotReady(Retryable):
+class NotReady(TryAnotherPeer):
     """The peer is joining, leaving or behind, or has not the weights that are asked for."""
+
+
+class NotServed(TryAnotherPeer):
+    """The peer does not serve this caller, or not what it asks for; it may have moved since it was announced."""
+
+
+class WrongStage(NotServed):
+    """The peer serves another stage."""
+
+
+class WrongRun(NotServed):
+    """The peer belongs to another run."""
+
+
+class IncompatibleVersion(NotServed):
+    """The peer speaks another version of the protocol."""
+
+
+class NotAllowed(NotServed):
+    """The run is locked, and the caller or signer has no certificate that gives it the right."""
+
+
+class TryLater(SwarmError):
+    """The same request may succeed in a moment. Not a failure: it bans nobody."""
+
+
+class Overloaded(TryLater):
+    """The peer has no room now."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class Fatal(SwarmError):
@@ -76,18 +103,6 @@ class Fatal(SwarmError):
 
 class MalformedMessage(Fatal):
     """A message breaks the protocol: shape, dtype, size, non-finite numbers, or impossible fields."""
-
-
-class WrongStage(Fatal):
-    """The peer serves another stage."""
-
-
-class WrongRun(Fatal):
-    """The peer belongs to another run."""
-
-
-class IncompatibleVersion(Fatal):
-    """The peer speaks another version of the protocol."""
 
 
 class ConfigMismatch(Fatal):
@@ -104,10 +119,6 @@ class StaleMicrobatch(Fatal):
 
 class IntegrityError(Fatal):
     """Bytes do not match the digest or the signature that came with them."""
-
-
-class NotAllowed(Fatal):
-    """The run is locked, and the caller or signer has no certificate that gives it the right."""
 
 
 class RetriesExhausted(Fatal):

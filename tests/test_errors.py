@@ -42,10 +42,12 @@ def test_the_drawing_is_the_code() -> None:
         errors.PeerUnavailable("gone"),
     ],
 )
-def test_retryable_errors_keep_their_message(error: errors.Retryable) -> None:
-    assert isinstance(error, errors.Retryable)
-    assert not isinstance(error, errors.Fatal)
+def test_errors_with_facts_keep_their_message(error: errors.SwarmError) -> None:
     assert str(error) in ("full", "behind", "gone")
+
+
+def test_a_caller_does_one_of_three_things() -> None:
+    assert errors.SwarmError.__subclasses__() == [errors.TryAnotherPeer, errors.TryLater, errors.Fatal]
 
 
 def test_extra_facts_are_kept() -> None:

@@ -52,7 +52,7 @@ from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.evaluate import generate as generate_text
 from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.lease_service import LeaseClient
-from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.routing.router import Router

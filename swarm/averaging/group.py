@@ -11,7 +11,7 @@ results, by a commit or by a download.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swarm.errors import Retryable
+from swarm.errors import TryLater
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +39,7 @@ class Phase(StrEnum):
     PREPARED = "prepared"
 
 
-class Refused(Retryable):
+class Refused(TryLater):
     """A leader's request is not obeyed; the member's promise and round stand in the answer."""
 
 

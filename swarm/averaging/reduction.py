@@ -17,7 +17,7 @@ import torch
 from swarm.averaging.shares import Shares
 from swarm.compression.buffers import slices
 from swarm.compression.codec import Buffer, Codec
-from swarm.errors import MalformedMessage, Retryable
+from swarm.errors import MalformedMessage, TryLater
 
 CACHED_ELEMENTS = 1 << 17
 """Summed at once, so that the sum stays in the processor's cache."""
@@ -25,7 +25,7 @@ LARGEST_CONTRIBUTION = 1e15
 """Largest magnitude of what another member sends: its square, and the sum of many, is far from overflowing."""
 
 
-class MemberFailed(Retryable):
+class MemberFailed(TryLater):
     """The exchange cannot be completed, and one member seems to be the cause.
 
     Attributes:

@@ -24,7 +24,7 @@ from swarm.averaging.transport import (
     Request,
     pieces_of,
 )
-from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError
+from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError
 from swarm.rpc.channels import MESSAGE_SECONDS, abort
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer
@@ -66,14 +66,14 @@ class AveragingServicer(AveragingServiceServicer):
             if first is None or first.WhichOneof("message") != "open":
                 raise MalformedMessage("an exchange begins with its open message")
             reduced = await self._averager.exchange(first.open, _pieces(request_iterator))
-        except Retryable as error:
+        except (Fatal, NotServed) as error:
+            await abort(context, error)
+        except SwarmError as error:
             # Whose fault it is must reach the caller, so it travels as an answer.
             if not isinstance(error, MemberFailed):
                 error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
             yield pb.ExchangeReply(failure=messages.pack_failure(error))
             return
-        except SwarmError as error:
-            await abort(context, error)
         yield pb.ExchangeReply(reduced=pb.Reduced(squared_norm=reduced.squared_norm))
         for piece in pieces_of(reduced.encoded):
             yield pb.ExchangeReply(data=piece)

@@ -15,7 +15,7 @@ import grpc
 
 from swarm.credentials.identity import Identity
 from swarm.dht.directory import NoOtherNode, RecordStore
-from swarm.errors import DeadlineExceeded, MalformedMessage, PeerUnavailable, Retryable, SwarmError, WrongRun
+from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.channels import ChannelPool, abort, translate
@@ -133,9 +133,9 @@ class PeerStore:
         Raises:
             PeerUnavailable: no peer answers; the message is about the first.
             ValueError: the run is locked, and there is no token.
-            Fatal: what the peer that was asked said, such as WrongRun or NotAllowed.
+            NotServed, Fatal: what the peer that was asked said, such as WrongRun or NotAllowed.
         """
-        faults: list[Retryable] = []
+        faults: list[SwarmError] = []
         lonely: pb.ReadReply | None = None
         for source in dict.fromkeys([*self._last, *self._entries, *self._others]):
             try:
@@ -143,7 +143,9 @@ class PeerStore:
                     reply = await self._ask(source, key)
             except TimeoutError:
                 faults.append(DeadlineExceeded(f"no answer within {ANSWER_SECONDS:.0f} s"))
-            except Retryable as error:
+            except (Fatal, NotServed):
+                raise
+            except SwarmError as error:
                 logger.debug("%s does not answer: %s", source, error)
                 faults.append(error)
             else:

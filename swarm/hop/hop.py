@@ -24,10 +24,11 @@ from swarm.errors import (
     Overloaded,
     PeerUnavailable,
     RetriesExhausted,
-    Retryable,
     RoundMismatch,
     StaleMicrobatch,
     SwarmError,
+    TryAnotherPeer,
+    TryLater,
     WrongRun,
     WrongStage,
 )
@@ -238,30 +239,10 @@ class Hop:
                 if record is None:
                     await self._wait_for_somebody(listener, retries)
                     continue
-                peer_id = PeerId(record.peer_id)
                 try:
                     return await once(record)
-                except Overloaded as busy:
-                    if retries.has_others:
-                        retries.num_sent_on += 1
-                    else:
-                        retries.num_busy += 1
-                        self._set_refused(retries, True)
-                    self._router.busy(peer_id, busy.retry_after_seconds)
-                    retries.excluded[peer_id] = self._clock.monotonic() + busy.retry_after_seconds
-                except (Retryable, WrongStage, WrongRun) as error:
-                    # Of the wrong stage is a peer that has moved since it was announced; another run may have its port.
-                    self._failed(peer_id, record.name, error, retries)
-                except MalformedMessage as error:
-                    # One peer's word: it may be its own weights that are broken. Another one is to say so as well.
-                    retries.num_refusals += 1
-                    if retries.num_refusals > 1 or not self._router.others(peer_id):
-                        raise
-                    self._failed(peer_id, record.name, PeerUnavailable(f"it alone refuses: {error}"), retries)
-                except (NotAllowed, IncompatibleVersion) as error:
-                    # Its clock may be wrong, so that it takes a token for an expired one; another release, of another
-                    # run, may have its port.
-                    self._failed(peer_id, record.name, PeerUnavailable(str(error)), retries)
+                except (TryAnotherPeer, TryLater, MalformedMessage) as error:
+                    self._note(record, error, retries)
         finally:
             self._set_refused(retries, False)
 
@@ -287,10 +268,40 @@ class Hop:
         prefer = [] if hinted is None else [hinted]
         return self._router.choose(self.stage, num_samples, exclude=retries.excluded.keys(), prefer=prefer)
 
+    def _note(self, record: PeerRecord, error: SwarmError, retries: _Retries) -> None:
+        """What follows from an attempt that came to nothing.
+
+        Raises:
+            MalformedMessage: a second peer says so as well, or there is no other to ask.
+            RetriesExhausted: too many peers have failed.
+        """
+        peer_id = PeerId(record.peer_id)
+        if isinstance(error, Overloaded):
+            self._busy(peer_id, error.retry_after_seconds, retries)
+            return
+        if isinstance(error, MalformedMessage):
+            # One peer's word: it may be its own weights that are broken. Another one is to say so as well.
+            retries.num_refusals += 1
+            if retries.num_refusals > 1 or not self._router.others(peer_id):
+                raise error
+        self._failed(peer_id, record.name, error, retries)
+
+    def _busy(self, peer_id: PeerId, retry_after_seconds: float, retries: _Retries) -> None:
+        if retries.has_others:
+            retries.num_sent_on += 1
+        else:
+            retries.num_busy += 1
+            self._set_refused(retries, True)
+        self._router.busy(peer_id, retry_after_seconds)
+        retries.excluded[peer_id] = self._clock.monotonic() + retry_after_seconds
+
     def _failed(self, peer_id: PeerId, name: str, error: SwarmError, retries: _Retries) -> None:
         logger.info("stage %d: %s failed: %s", self.stage, name or peer_id[:8], error)
         if isinstance(error, PeerUnavailable):
             self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
+        elif isinstance(error, NotAllowed | IncompatibleVersion | MalformedMessage):
+            # Its clock may be wrong, so that it takes a token for an expired one; another release may have its port.
+            self._router.failed(peer_id)
         self._credits.drop(peer_id)
         # Slow, leaving or between rounds: not dead, so not banned, but somebody else comes first.
         now = self._clock.monotonic()

@@ -16,13 +16,14 @@ import grpc
 
 from swarm.config import RunConfig
 from swarm.errors import (
+    DeadlineExceeded,
     IncompatibleVersion,
     MalformedMessage,
     NotAllowed,
-    Retryable,
+    PeerUnavailable,
     SwarmError,
-    WrongRun,
-    WrongStage,
+    TryAnotherPeer,
+    TryLater,
 )
 from swarm.events.kinds import Events, NoEvents
 from swarm.events.kinds import Grant as GrantEvent
@@ -202,20 +203,16 @@ class LeaseClient:
             request.newest_is_granted, request.newest_is_complete = newest.round_granted, newest.round_complete
         asked: set[str] = set()
         has_answer = False
-        refusals = list[SwarmError]()
+        faults = list[SwarmError]()
         while (record := self._next_to_ask(stage, asked)) is not None:
             if has_answer and self._has_failed(record):
                 return None
             asked.add(record.peer_id)
             try:
                 reply = await self._ask(record, request, wait_seconds + ANSWER_SECONDS)
-            except (Retryable, WrongStage, WrongRun):  # It has moved, or joined another run, since it was announced.
+            except (TryAnotherPeer, TryLater) as error:
                 self._note_failed(stage, record)
-                continue
-            except (NotAllowed, IncompatibleVersion) as refusal:
-                # Its clock may be wrong, or another release have its port: the others know better.
-                self._note_failed(stage, record)
-                refusals.append(refusal)
+                faults.append(error)
                 continue
             self._failed_at.pop(PeerId(record.peer_id), None)
             if not reply.leader_peer_id:
@@ -228,6 +225,8 @@ class LeaseClient:
                 )  # fmt: skip
             self._leaders[stage] = PeerId(reply.leader_peer_id)
             has_answer = True
+        # One peer's clock may be wrong, or another release have its port: that all of them refuse is an answer.
+        refusals = [fault for fault in faults if isinstance(fault, NotAllowed | IncompatibleVersion)]
         if refusals and len(refusals) == len(asked):
             raise refusals[-1]
         return None
@@ -262,8 +261,8 @@ class LeaseClient:
         except grpc.aio.AioRpcError as error:
             raise translate(error) from None
         except TimeoutError:
-            raise Retryable("no answer to a request for leases") from None
+            raise DeadlineExceeded("no answer to a request for leases") from None
         except MalformedMessage as error:
             logger.debug("%s: a malformed reply: %s", record.peer_id, error)
-            raise Retryable(f"a malformed reply: {error}") from None
+            raise PeerUnavailable(f"a malformed reply: {error}") from None
         return reply

@@ -24,7 +24,7 @@ from swarm.hop.hop import Hop, HopListener, HopReply
 from swarm.machine.clock import Clock
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
-from swarm.pipeline.rounds import RoundWatcher, StepReport
+from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.pipeline.window import Window
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId

@@ -14,7 +14,7 @@ from swarm.hop.hop import Hop, HopListener
 from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS
-from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import HOLD_SECONDS, Step, TrainLoop
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId

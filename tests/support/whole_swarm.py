@@ -26,7 +26,7 @@ from swarm.events.log import EventLog
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import LeaseClient
-from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool

@@ -29,7 +29,7 @@ from swarm.machine.clock import SystemClock
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
-from swarm.pipeline.rounds import RoundWatcher
+from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.stage import servicer
 from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens

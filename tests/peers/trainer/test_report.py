@@ -11,7 +11,7 @@ from rich.console import Console
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.metrics.log import MetricsLog, StepMetrics
-from swarm.pipeline.rounds import StepReport
+from swarm.pipeline.round_watcher import StepReport
 from swarm.pipeline.train_loop import Step, StepTotals
 from swarm.training.inner_steps import InnerSteps
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from swarm.pipeline.rounds import RoundWatcher, StepReport
+from swarm.pipeline.round_watcher import RoundWatcher, StepReport
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.training.inner_steps import InnerSteps
