@@ -591,7 +591,7 @@ async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
 async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(4, 1, 1)) as chain:
         busy, *others = chain.at(0)
-        monkeypatch.setattr(busy.stage._slots, "_queue_length", lambda: FEW)
+        monkeypatch.setattr(busy.stage._slot_count, "_queue_length", lambda: FEW)
         for index in range(6):
             reply = await chain.train(index)
             assert reply.num_busy == 0, "the window is not to shrink for it"
@@ -611,7 +611,7 @@ async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
     """Of a few peers every sender knows enough: the first one does."""
     async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
         for peer in chain.at(0):
-            monkeypatch.setattr(peer.stage._slots, "_queue_length", lambda: FEW)
+            monkeypatch.setattr(peer.stage._slot_count, "_queue_length", lambda: FEW)
         await chain.ack(await chain.train(0))
         assert sum(peer.stage.counters.busy_replies for peer in chain.at(0)) == num_sent_on
         chain.assert_accumulated([0])
