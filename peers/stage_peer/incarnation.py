@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from peers.shared.network import KnownPeers, agree_on_config
-from peers.stage_peer.resume import describe
+from peers.stage_peer.others import answers
 from swarm.config import RunConfig
 from swarm.credentials.identity import Identity, verify
 from swarm.dht.directory import Directory
@@ -141,7 +141,7 @@ class Rivals:
     async def _ask(self, records: Sequence[PeerRecord], caller: pb.Incarnation) -> pb.Incarnation | None:
         """What one of them says of the caller's rival. The caller alone checks that, for it has the key."""
         with suppress(PeerUnavailable):
-            for reply in await describe(self._config, records, self._channels, caller=caller):
+            for reply in await answers(self._config, records, self._channels, caller=caller):
                 is_own = caller.peer_id == self._identity.peer_id
                 if reply.HasField("rival") and (not is_own or self._is_signed(reply.rival)):
                     rival: pb.Incarnation = reply.rival

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peers.shared.network import KnownPeers
 from peers.stage_peer.claim import Claim
-from peers.stage_peer.resume import describe
+from peers.stage_peer.others import answers
 from swarm.averaging.quorum import has_quorum
 from swarm.checkpoint import file
 from swarm.config import RunConfig
@@ -174,7 +174,7 @@ class Rebalancer:
     async def _ask(self, records: Sequence[PeerRecord], *, num_asked: int = ASKED) -> list[pb.DescribeReply]:
         """What those say that serve, and are not about to leave, of so many of these."""
         asked = self._rng.sample(records, min(num_asked, len(records)))
-        replies = await describe(self._config, asked, self._channels)
+        replies = await answers(self._config, asked, self._channels)
         return [reply for reply in replies if reply.state == PeerState.SERVING]
 
     # -- claims ------------------------------------------------------------------------------------------------------

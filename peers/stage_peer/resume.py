@@ -1,42 +1,27 @@
 """With which state a stage peer begins: a checkpoint's, the initial one, or that of the peers who hold the stage.
 
-Called once by server.py, before anything is served. What living peers hold is downloaded afterwards, by the
-averager. Nothing here takes another peer's round back: where that is needed, it says so and ends the program.
+Called once by server.py, before anything is served, with what others.py has found out. What living peers hold is
+downloaded afterwards, by the averager. Nothing here takes another peer's round back: where that is needed, it says so
+and ends the program. What may differ between a checkpoint's configuration and the run's, swarm/checkpoint/changes.py
+decides; it is told here.
 """
 
-import asyncio
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 import torch
 
-from peers.shared.network import LOOK_SECONDS, KnownPeers
+from peers.stage_peer.others import Others, partners
+from swarm.checkpoint import changes
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.config import RunConfig
-from swarm.dht.directory import Directory
-from swarm.errors import Fatal, MalformedMessage, PeerUnavailable
-from swarm.machine.clock import Clock
-from swarm.model.stages import shared_parameters
-from swarm.rpc.bounds import require_bounds
-from swarm.rpc.channels import ChannelPool
-from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
-from swarm.types import PeerRecord
+from swarm.errors import Fatal, PeerUnavailable
+from swarm.training.optim import learning_rate
 
 logger = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 3.0
-"""Longest wait for a sign of life from a peer that is announced."""
-ASKED_PER_STAGE = 8
-"""Peers of another stage that are asked where it is."""
-SETTLE_SECONDS = 30.0
-"""How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +44,6 @@ class ResumeOptions:
     joins: bool = False
     moves: bool = False
     starts_over: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Others:
-    """Where the peers are that answer.
-
-    Attributes:
-        held_at: newest round of a peer that holds our stage.
-        rounds: by other stage, its newest round.
-        samples: of the run, at the newest of these.
-        repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
-        has_begun: one of those that were asked has been given microbatches.
-    """
-
-    held_at: int | None = None
-    rounds: Mapping[int, int] = field(default_factory=dict)
-    samples: int = 0
-    repeating: frozenset[int] = frozenset()
-    has_begun: bool = False
-
-    @property
-    def latest(self) -> int:
-        """The newest round of the run; 0 where nobody answers."""
-        return max(self.rounds.values(), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,10 +96,10 @@ def choose(
         if folder is not None and others.latest == 0:
             logger.info("%s has no checkpoint: the run begins at round 0", folder.path)
         return _start_over(config, stage, others, options)
-    partners = {number for number in _partners(config, stage) if number in others.rounds}
-    if partners:
-        rounds = {others.rounds[partner] for partner in partners}
-        ahead = {partner for partner in partners if others.rounds[partner] == max(rounds)}
+    bound = {number for number in partners(config, stage) if number in others.rounds}
+    if bound:
+        rounds = {others.rounds[partner] for partner in bound}
+        ahead = {partner for partner in bound if others.rounds[partner] == max(rounds)}
         can_repeat = config.rounds.synchronous and ahead <= others.repeating
         return _begin_with(_at_their_round(stage, shapes, rounds, folder, options, can_repeat=can_repeat))
     if others.rounds and others.latest == 0:
@@ -156,125 +117,22 @@ def choose(
     return _begin_with(restored)
 
 
-async def find_others(
-    config: RunConfig, stage: int, *, known: KnownPeers, directory: Directory, channels: ChannelPool, clock: Clock,
-    patient: bool, gives_up: bool = False,
-) -> Others:  # fmt: skip
-    """Ask the announced peers where they are.
-
-    While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
-    frozen, or cut off from here, and a stage must not begin anew beside them. Likewise while one of them leaves: it may
-    stay after all, where nobody else has the state, or write its last checkpoint. And while peers of other stages are
-    announced in a run that has gone on, and none of them answers: silence does not mean round 0. What died is announced
-    no longer after some seconds.
+def say_changes(checkpoint: RunConfig, run: RunConfig, *, round_number: int, run_samples: int) -> None:
+    """Name every field that differs, with the old value and the new one, and what that makes of the learning rate.
 
     Args:
-        patient: wait, for a while, until somebody serves and the stages that commit together have done so.
-        gives_up: do not wait for silent peers, or those that leave, for longer than that.
-
-    Raises:
-        PeerUnavailable: they stayed silent, or did not leave, and this gave up.
+        checkpoint: the configuration that was written with the state.
+        run: the one under which the state goes on, from `round_number`, which is after `run_samples` samples.
     """
-    began_at = clock.monotonic()
-    deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
-    stages, warned = range(config.stages.num_stages), set[str]()
-    while True:
-        if holders := await describe(config, known.others(stage), channels):
-            return Others(held_at=max(reply.round for reply in holders), has_begun=_has_begun(holders))
-        what, fault, awaited = f"stage {stage} is held by", "those who hold it do not answer", known.others(stage)
-        why = "announced but silent: waiting for an answer, or until it is announced no longer"
-        if not awaited and await describe(config, leaving := known.leaving(stage), channels):
-            what, fault, awaited = f"stage {stage} is being left by", "those who hold it are leaving it", leaving
-            why = "which still holds it: waiting until it is gone, or stays"
-        elif not awaited:
-            foremost = {
-                number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
-                for number in stages
-                if number != stage
-            }
-            rows = await asyncio.gather(*(describe(config, records, channels) for records in foremost.values()))
-            replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
-            rounds = {number: max(reply.round for reply in row) for number, row in replies.items()}
-            if not rounds:
-                what, fault = "the run has gone on with", "those who serve the other stages do not answer"
-                awaited = [record for records in foremost.values() for record in records if record.round > 0]
-            together = {rounds[number] for number in _partners(config, stage) if number in rounds}
-            if not awaited and ((rounds and len(together) <= 1) or clock.monotonic() >= deadline):
-                _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
-                repeating = frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row))))
-                has_begun = any(map(_has_begun, rows))
-                return Others(rounds=rounds, samples=samples, repeating=repeating, has_begun=has_begun)
-        if awaited:
-            if what not in warned:
-                names = ", ".join(record.name or record.peer_id[:8] for record in awaited[:3])
-                logger.warning("%s %s, %s", what, names, why)
-                warned.add(what)
-            if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
-                raise PeerUnavailable(fault)
-        await _look_again(known, directory, stages, clock)
-
-
-def _has_begun(row: Sequence[pb.DescribeReply]) -> bool:
-    return any(reply.counters.forwards > 0 for reply in row)
-
-
-def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:
-    return [reply for reply in row if reply.round == max(reply.round for reply in row)]
-
-
-def _can_repeat(reply: pb.DescribeReply) -> bool:
-    """Whether the peer has the weights of the round before: only if it was there when that was committed."""
-    return any(report.round == reply.round - 1 for report in reply.rounds)
-
-
-async def _look_again(known: KnownPeers, directory: Directory, stages: Sequence[int], clock: Clock) -> None:
-    await clock.sleep(LOOK_SECONDS)
-    with suppress(PeerUnavailable):
-        await known.look(directory, stages)
-
-
-async def describe(
-    config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool, *, caller: pb.Incarnation | None = None
-) -> list[pb.DescribeReply]:  # fmt: skip
-    """What peers say of themselves, of those that answer and serve the stage that they are announced at.
-
-    Args:
-        caller: who asks; they tell then whether another process serves under its identity.
-
-    Raises:
-        PeerUnavailable: none of them could even be asked, for one has TLS and the other has not, say.
-    """
-    faults: list[PeerUnavailable] = []
-
-    async def ask(record: PeerRecord) -> pb.DescribeReply | None:
-        try:
-            call: Any = StageServiceStub(channels.channel(record)).Describe
-            async with asyncio.timeout(ANSWER_SECONDS):
-                reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id, caller=caller))
-            require_bounds(reply, finite=True)
-        except PeerUnavailable as error:
-            faults.append(error)
-            return None
-        except MalformedMessage as error:
-            logger.debug("%s: a malformed reply: %s", record.peer_id, error)
-            return None
-        except (grpc.aio.AioRpcError, TimeoutError):
-            return None
-        # One that was started again elsewhere may have the old port, in another run as well.
-        return reply if (reply.run_id, reply.stage) == (config.run_id, record.stage) else None
-
-    replies = [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
-    if faults and len(faults) == len(records):
-        raise faults[0]
-    return replies
-
-
-def _partners(config: RunConfig, stage: int) -> Collection[int]:
-    """The stages that have to be at the same round as this one."""
-    if config.rounds.synchronous:
-        return set(range(config.stages.num_stages)) - {stage}
-    sharing = [set(shared.stages) for shared in shared_parameters(config) if stage in shared.stages]
-    return set[int]().union(*sharing) - {stage}
+    differing = changes.allowed(checkpoint, run)
+    if not differing:
+        return
+    logger.warning("goes on at round %d with another configuration than the checkpoint's:", round_number)
+    for name, (before, now) in differing.items():
+        logger.warning("  %s: %r before, %r now", name, before, now)
+    if any(name.startswith("optimizer.") for name in differing):
+        rates = [learning_rate(config.optimizer, run_samples) for config in (checkpoint, run)]
+        logger.warning("  the learning rate at %d samples: %.4g before, %.4g now", run_samples, *rates)
 
 
 def _at_their_round(

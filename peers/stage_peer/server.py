@@ -26,8 +26,8 @@ from peers.shared.network import KnownPeers
 from peers.stage_peer import resume
 from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.news import StageNews
+from peers.stage_peer.others import find_others
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.resume_news import say_changes
 from swarm.averaging.averager import Averager
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
@@ -390,7 +390,7 @@ class StageServer:
         """Take the state of a checkpoint, if there is one and nobody holds this stage."""
         config, stage, options = self._config, self._number, self._options.resume
         resumes = options.folder is not None and not CheckpointFolder(options.folder, config).is_empty
-        others = await resume.find_others(
+        others = await find_others(
             config, stage, known=self._known, directory=self._directory, channels=self._channels, clock=self._clock,
             patient=options.joins and resumes, gives_up=options.moves,
         )  # fmt: skip
@@ -415,7 +415,7 @@ class StageServer:
         )  # fmt: skip
         if restored is not None:
             logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
-            say_changes(
+            resume.say_changes(
                 restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples
             )  # fmt: skip
             if self._checkpoints is not None:

@@ -8,16 +8,12 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
-
-import grpc
 
 from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
-from swarm.errors import MalformedMessage, PeerUnavailable
-from swarm.rpc.bounds import require_bounds
+from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 
@@ -85,20 +81,26 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> PeerRow:
+async def _answer(run_id: str, record: PeerRecord, channels: ChannelPool) -> pb.DescribeReply | None:
     try:
-        call: Any = StageServiceStub(channels.channel(record)).Describe
-        async with asyncio.timeout(ANSWER_SECONDS):
-            reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id))
-        # JSON knows neither NaN nor infinity.
-        require_bounds(reply, finite=True)
+        channel = channels.channel(record)
+    except PeerUnavailable as error:
+        # It cannot even be asked: one side has TLS and the other has not, or its certificate is broken.
+        _warn_once(str(error))
+        return None
+    try:
+        reply = await describe(channel, pb.DescribeRequest(run_id=run_id), seconds=ANSWER_SECONDS)
         if reply.state not in list(PeerState):
             raise MalformedMessage(f"state is {reply.state!r}")
-    except (grpc.aio.AioRpcError, TimeoutError, PeerUnavailable, MalformedMessage) as error:
-        if isinstance(error, PeerUnavailable):  # It could not even be asked: TLS or none, or a certificate.
-            _warn_once(str(error))
-        elif isinstance(error, MalformedMessage):
-            logger.debug("%s: a malformed reply: %s", record.peer_id, error)
+    except SwarmError as error:
+        logger.debug("%s does not tell what it does: %s", record.peer_id, error)
+        return None
+    return reply
+
+
+async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> PeerRow:
+    reply = await _answer(run_id, record, channels)
+    if reply is None:
         return PeerRow(
             name=record.name, peer_id=record.peer_id, state="unreachable", device=record.device, round=record.round,
             moves=record.moves,

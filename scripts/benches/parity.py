@@ -29,8 +29,8 @@ from swarm.credentials import identity
 from swarm.data.microbatches import Microbatches
 from swarm.errors import PeerUnavailable
 from swarm.rpc.channels import ChannelPool
+from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 
 BOUND = 1e-4
@@ -159,8 +159,8 @@ async def _inspect(
     channels = ChannelPool()
     for record in records:
         weights.append(await download_weights(config, record, steps, channels))
-        call: Any = StageServiceStub(channels.channel(record)).Describe
-        reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=config.run_id), timeout=ANSWER_SECONDS)
+        request = pb.DescribeRequest(run_id=config.run_id)
+        reply = await describe(channels.channel(record), request, seconds=ANSWER_SECONDS)
         committed[record.stage] += reply.counters.committed
     await channels.close()
     return weights, committed

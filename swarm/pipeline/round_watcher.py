@@ -9,15 +9,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
-
-from swarm.errors import SwarmError, WrongRun
-from swarm.rpc.bounds import require_bounds
-from swarm.rpc.channels import ChannelPool, translate
+from swarm.errors import SwarmError
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 from swarm.training.inner_steps import InnerSteps
 from swarm.types import PeerRecord, PeerState
 
@@ -164,19 +160,10 @@ class RoundWatcher:
         # The one that announced last is the likeliest to be alive.
         for record in sorted(serving, key=lambda record: -record.announced_at)[:3]:
             try:
-                call: Any = StageServiceStub(self._channels.channel(record)).Describe
-                async with asyncio.timeout(wait_seconds + _ANSWER_SECONDS):
-                    reply: pb.DescribeReply = await call(request)
-                if reply.run_id != self._run_id:
-                    raise WrongRun("it is of another run by now")
-                # Its figures are added up and written down.
-                require_bounds(reply, finite=True)
-            except (grpc.aio.AioRpcError, TimeoutError, SwarmError) as error:
-                cause = translate(error) if isinstance(error, grpc.aio.AioRpcError) else error
-                logger.debug("stage %d: %s does not tell where it is: %s", stage, record.peer_id, cause)
-                silent = (
-                    silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({str(cause) or 'no answer'})"
-                )
+                reply = await describe(self._channels.channel(record), request, seconds=wait_seconds + _ANSWER_SECONDS)
+            except SwarmError as error:
+                logger.debug("stage %d: %s does not tell where it is: %s", stage, record.peer_id, error)
+                silent = silent or f"{record.name or record.peer_id[:8]} at {record.endpoint} ({error})"
                 continue
             self._silent.pop(stage, None)
             return reply

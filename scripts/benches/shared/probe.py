@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import grpc
 
@@ -19,11 +18,11 @@ from scripts.benches.shared.common import START_SECONDS, ServingPeer, SwarmProce
 from scripts.benches.shared.lines import Lines
 from scripts.benches.shared.throttle import Link
 from swarm.averaging.timing import Timing
-from swarm.errors import DeadlineExceeded
+from swarm.errors import DeadlineExceeded, SwarmError
 from swarm.rpc import tls
 from swarm.rpc.channels import CLIENT_OPTIONS
+from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
 
 POLL_SECONDS = 0.2
 LEAST_SECONDS = 2.0
@@ -141,11 +140,12 @@ async def watch(
 
 async def _poll(run_id: str, channel: grpc.aio.Channel, stage: int, link: Link | None, seconds: float) -> Watched:
     watched, began_at = Watched(stage=stage), time.monotonic()
+    request = pb.DescribeRequest(run_id=run_id)
     up, down = _num_bytes(link)
     while (asked_at := time.monotonic()) < began_at + seconds:
         try:
-            watched.heard(await _describe(run_id, channel), time.monotonic())
-        except grpc.aio.AioRpcError:
+            watched.heard(await describe(channel, request, seconds=ANSWER_SECONDS), time.monotonic())
+        except SwarmError:
             watched.num_missed += 1
         watched.delays.append(time.monotonic() - asked_at)
         await asyncio.sleep(POLL_SECONDS)
@@ -162,14 +162,16 @@ def _num_bytes(link: Link | None) -> tuple[int, int]:
 async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], check: Callable[[], object]) -> None:
     """Until one more microbatch was committed."""
 
+    request = pb.DescribeRequest(run_id=run_id)
+
     async def committed() -> int:
-        replies = [await _describe(run_id, channel, START_SECONDS) for channel in channels]
+        replies = [await describe(channel, request, seconds=START_SECONDS) for channel in channels]
         return sum(reply.counters.committed for reply in replies)
 
     deadline, before = time.monotonic() + START_SECONDS, None
     while True:
         check()
-        with suppress(grpc.aio.AioRpcError):  # A line that is full, or a machine that is busy, may miss a ping.
+        with suppress(SwarmError):  # A line that is full, or a machine that is busy, may miss a ping.
             now = await committed()
             before = now if before is None else before
             if now > before:
@@ -177,14 +179,6 @@ async def _until_trained(run_id: str, channels: Sequence[grpc.aio.Channel], chec
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"no microbatch in {START_SECONDS:.0f} s: is the machine busy with other work?")
         await asyncio.sleep(POLL_SECONDS)
-
-
-async def _describe(
-    run_id: str, channel: grpc.aio.Channel, timeout_seconds: float = ANSWER_SECONDS
-) -> pb.DescribeReply:
-    call: Any = StageServiceStub(channel).Describe
-    reply: pb.DescribeReply = await call(pb.DescribeRequest(run_id=run_id), timeout=timeout_seconds)
-    return reply
 
 
 def _channel(peer: ServingPeer, own: Link | None) -> grpc.aio.Channel:

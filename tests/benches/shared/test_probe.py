@@ -67,13 +67,13 @@ def _answers(monkeypatch: pytest.MonkeyPatch, *committed: int) -> None:
     """Of the peer, one a poll; the last one for ever, and none if there is none."""
     left = list(committed)
 
-    async def describe(run_id: str, channel: object, timeout_seconds: float = 0.0) -> pb.DescribeReply:
+    async def describe(channel: object, request: pb.DescribeRequest, *, seconds: float) -> pb.DescribeReply:
         if len(left) > 1:
             return pb.DescribeReply(counters=pb.StageCounters(committed=left.pop(0)))
         await asyncio.sleep(0.2)
         return pb.DescribeReply(counters=pb.StageCounters(committed=left[0]))
 
-    monkeypatch.setattr(probe, "_describe", describe)
+    monkeypatch.setattr(probe, "describe", describe)
 
 
 async def test_what_was_committed_while_it_was_watched(swarm: SwarmProcesses, monkeypatch: pytest.MonkeyPatch) -> None:

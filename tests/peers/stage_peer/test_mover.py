@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from peers.shared import process
-from peers.stage_peer import mover, rebalancer, resume
+from peers.stage_peer import mover, others, rebalancer
 from peers.stage_peer import server as stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
@@ -61,8 +61,8 @@ def trained(tmp_path: Path, config: RunConfig) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(resume, "SETTLE_SECONDS", 1.0)
-    monkeypatch.setattr(resume, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(others, "SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(others, "ANSWER_SECONDS", 1.0)
 
 
 def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -357,13 +357,13 @@ async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
     async def began_anew(
         config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool
     ) -> list[pb.DescribeReply]:  # fmt: skip
-        replies = await resume.describe(config, records, channels)
+        replies = await others.answers(config, records, channels)
         for reply in replies:
             reply.lineage = "anew"
         return replies
 
     monkeypatch.setattr(mover, "COMMIT_SECONDS", 0.5)
-    monkeypatch.setattr(rebalancer, "describe", began_anew)
+    monkeypatch.setattr(rebalancer, "answers", began_anew)
     async with (
         LocalPeer(config, store, resume=trained).running(0),
         LocalPeer(config, store, resume=trained).running(1),

@@ -146,7 +146,7 @@ class World:
 
 
 def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Peer], bool] = lambda _: False) -> None:
-    async def describe(config: Any, records: Sequence[PeerRecord], channels: Any) -> list[pb.DescribeReply]:
+    async def answers(config: Any, records: Sequence[PeerRecord], channels: Any) -> list[pb.DescribeReply]:
         await world.clock.sleep(0.01)
         living = {p.peer_id: p for p in world.peers if p.stage is not None and not silent(p)}
         asked = [living[PeerId(r.peer_id)] for r in records if r.peer_id in living]
@@ -155,7 +155,7 @@ def _answers(monkeypatch: pytest.MonkeyPatch, world: World, silent: Callable[[Pe
             for peer in asked
         ]
 
-    monkeypatch.setattr(rebalancer, "describe", describe)
+    monkeypatch.setattr(rebalancer, "answers", answers)
 
 
 async def _live(world: World, stages: Sequence[int | None], then: Callable[[], Any]) -> None:

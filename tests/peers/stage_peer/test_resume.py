@@ -1,31 +1,22 @@
-"""With what a stage peer begins, given where the others are and what is in its folder."""
+"""With what a stage peer begins, given where the others are and what is in its folder, and what it says of that."""
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
-from peers.shared.network import KnownPeers
-from peers.stage_peer import resume
-from peers.stage_peer.resume import Beginning, Others, ResumeOptions, choose, describe, find_others, genesis
+from peers.stage_peer.others import Others
+from peers.stage_peer.resume import Beginning, ResumeOptions, choose, genesis, say_changes
 from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
-from swarm.dht.directory import Directory
-from swarm.errors import Fatal, NotReady, PeerUnavailable
-from swarm.machine.clock import SystemClock
-from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.types import PeerRecord, PeerState
-from tests.support.chain import DILOCO as CHAIN_DILOCO
-from tests.support.chain import SYNCHRONOUS as CHAIN_SYNCHRONOUS
-from tests.support.chain import Chain, running_chain
+from swarm.config import AveragingConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.errors import Fatal
+from swarm.training.optim import learning_rate
+from tests.checkpoint.states import CONFIG, cut, write_cut
+from tests.support.whole_swarm import whole_swarm
 
 SYNCHRONOUS = RunConfig(
     model=ModelConfig(num_layers=3, d_model=8, num_heads=2),
@@ -34,6 +25,14 @@ SYNCHRONOUS = RunConfig(
 )
 DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=80))
 TIED = dataclasses.replace(DILOCO, model=dataclasses.replace(DILOCO.model, tied_embeddings=True))
+BEFORE = RunConfig(optimizer=OptimizerConfig(learning_rate=1e-3, warmup_samples=1000))
+NOW = dataclasses.replace(
+    BEFORE,
+    optimizer=OptimizerConfig(
+        learning_rate=3e-3, warmup_samples=100, schedule="cosine", total_samples=10_000, final_fraction=0.1
+    ),
+    averaging=AveragingConfig(codec="int8"),
+)
 SHAPES = {"some.weight": torch.Size([2])}
 STAGE = 1
 
@@ -203,171 +202,53 @@ def test_stages_that_share_a_block_stay_together_with_diloco_too(tmp_path: Path)
     assert late.round == 43
 
 
-# -- where the others are ----------------------------------------------------------------------------------------------
+# -- another configuration ---------------------------------------------------------------------------------------------
 
 
-class _Directory:
-    """Has some stages of a chain, and at each of them a peer that is dead and was far ahead."""
-
-    def __init__(self, chain: Chain, stages: Collection[int]) -> None:
-        self.num_looks = 0
-        self.silent: dict[int, int] = {}
-        """For how many looks a stage's dead peer is still announced."""
-        self.leaving: Collection[int] = ()
-        """Stages whose living peer leaves."""
-        self._chain = chain
-        self._stages = stages
-
-    async def peers(self, stage: int) -> list[PeerRecord]:
-        self.num_looks += 1
-        here = [peer.record for peer in self._chain.at(stage)]
-        if stage in self.leaving:
-            return [record.model_copy(update={"state": PeerState.LEAVING}) for record in here]
-        gone = {"peer_id": "f" * 40, "endpoint": "127.0.0.1:1", "round": 99}
-        dead = [record.model_copy(update=gone) for record in here]
-        if stage in self._stages:
-            return [*here, *dead]
-        self.silent[stage] = self.silent.get(stage, 0) - 1
-        return dead if self.silent[stage] >= 0 else []
+def test_every_field_that_differs_is_named_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    say_changes(BEFORE, NOW, round_number=7, run_samples=500)
+    before, now = learning_rate(BEFORE.optimizer, 500), learning_rate(NOW.optimizer, 500)
+    assert 3 * before < now
+    assert caplog.messages == [
+        "goes on at round 7 with another configuration than the checkpoint's:",
+        "  optimizer.learning_rate: 0.001 before, 0.003 now",
+        "  optimizer.schedule: 'constant' before, 'cosine' now",
+        "  optimizer.warmup_samples: 1000 before, 100 now",
+        "  optimizer.total_samples: 0 before, 10000 now",
+        "  averaging.codec: 'fp32' before, 'int8' now",
+        f"  the learning rate at 500 samples: {before:.4g} before, {now:.4g} now",
+    ]
 
 
-def _describe(
-    config: RunConfig, stage: int, turns: Iterator[int | None], committed: int, num_forwards: int = 0
-) -> pb.DescribeReply:
-    number = next(turns)
-    if number is None:
-        raise NotReady("it says nothing")
-    rounds = [pb.RoundReport(round=number - 1 - back) for back in reversed(range(committed))]
-    return pb.DescribeReply(
-        run_id=config.run_id, stage=stage, round=number, run_samples=16 * number, rounds=rounds,
-        counters=pb.StageCounters(forwards=num_forwards),
-    )  # fmt: skip
+def test_the_same_configuration_needs_no_word(caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = dataclasses.replace(BEFORE, data=dataclasses.replace(BEFORE.data, dataset="elsewhere"))
+    say_changes(BEFORE, elsewhere, round_number=7, run_samples=500)
+    assert not caplog.messages
 
 
-async def _find(
-    rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = CHAIN_SYNCHRONOUS, stage: int = STAGE,
-    patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
-    committed: Mapping[int, int] | None = None, num_forwards: int = 0, leaving: Collection[int] = (),
-) -> tuple[Others, int]:  # fmt: skip
-    """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
-
-    `silent_looks`: of stages that never answer, for how many looks they have a dead peer that is announced.
-    `committed`: how many rounds each has committed itself. `leaving`: stages whose peer is about to be gone.
-    """
-    async with running_chain(config) as chain:
-        directory = _Directory(chain, rounds)
-        directory.leaving = leaving
-        known = KnownPeers(chain.router)
-        for number, answers in rounds.items():
-            (peer,) = chain.at(number)
-            # The last one again and again.
-            turns = itertools.chain(answers, itertools.repeat(answers[-1]))
-            peer.servicer._describe = partial(
-                _describe, config, number, turns, (committed or {}).get(number, 0), num_forwards
-            )  # fmt: skip
-            known.update(number, await directory.peers(number))
-        directory.silent.update(silent_looks or {})
-        for number in {stage, *directory.silent}:
-            known.update(number, await directory.peers(number))
-        directory.num_looks = 0
-        others = await find_others(
-            config, stage, known=known, directory=cast(Directory, directory), channels=chain.peers[0].channels,
-            clock=SystemClock(), patient=patient, gives_up=gives_up,
-        )  # fmt: skip
-        return others, directory.num_looks
+def test_without_another_optimizer_the_learning_rate_stays(caplog: pytest.LogCaptureFixture) -> None:
+    say_changes(BEFORE, dataclasses.replace(BEFORE, averaging=NOW.averaging), round_number=7, run_samples=500)
+    assert caplog.messages[1:] == ["  averaging.codec: 'fp32' before, 'int8' now"]
 
 
-async def test_whoever_holds_the_stage_is_all_that_matters() -> None:
-    others, _ = await _find({0: [7], 1: [6], 2: [7]}, patient=True)
-    assert others == Others(held_at=6)
-
-
-@pytest.mark.parametrize("number", [0, STAGE])
-async def test_a_joiner_learns_whether_anybody_was_given_a_microbatch_yet(number: int) -> None:
-    for num_forwards in (0, 1):
-        others, _ = await _find({number: [0]}, num_forwards=num_forwards)
-        assert others.has_begun == bool(num_forwards)
-
-
-async def test_a_peer_that_serves_another_stage_by_now_holds_nothing_of_this_one() -> None:
-    async with running_chain(CHAIN_SYNCHRONOUS) as chain:
-        (peer,) = chain.at(STAGE)
-        records, channels = await _Directory(chain, {STAGE: []}).peers(STAGE), chain.peers[0].channels
-        for stage in (STAGE, STAGE + 1):
-            peer.servicer._describe = partial(_describe, CHAIN_SYNCHRONOUS, stage, itertools.repeat(6), 0)
-            replies = await describe(CHAIN_SYNCHRONOUS, [records[0]], channels)
-            assert [reply.round for reply in replies] == ([6] if stage == STAGE else [])
-
-
-async def test_a_peer_of_another_run_by_now_does_not_answer() -> None:
-    async with running_chain(CHAIN_SYNCHRONOUS) as chain:
-        (peer,) = chain.at(STAGE)
-        other = dataclasses.replace(CHAIN_SYNCHRONOUS, run="other")
-        peer.servicer._describe = partial(_describe, other, STAGE, itertools.repeat(6), 0)
-        assert await describe(CHAIN_SYNCHRONOUS, [peer.record], chain.peers[0].channels) == []
-
-
-async def test_who_tells_of_a_round_that_nobody_counts_to_does_not_answer() -> None:
-    async with running_chain(CHAIN_SYNCHRONOUS) as chain:
-        (peer,) = chain.at(STAGE)
-        peer.servicer._describe = partial(_describe, CHAIN_SYNCHRONOUS, STAGE, iter([1 << 58, 6]), 0)
-        for expected in ([], [6]):
-            replies = await describe(CHAIN_SYNCHRONOUS, [peer.record], chain.peers[0].channels)
-            assert [reply.round for reply in replies] == expected
-
-
-async def test_only_peers_that_answer_count() -> None:
-    others, num_looks = await _find({0: [7], 2: [8]})
-    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
-    assert (others.latest, num_looks) == (8, 0)
-    assert (await _find({})) == (Others(), 0)
-
-
-async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
-    others, _ = await _find({0: [7], 2: [7]}, committed={0: 1})
-    assert others.repeating == {0}
-    others, _ = await _find({0: [7], 2: [7]}, committed={0: 3, 2: 2})
-    assert others.repeating == {0, 2}
-
-
-async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
-    others, num_looks = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 3})
-    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
-    assert num_looks == 3 * 3, "three looks at three stages"
-
-
-async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
-    """It may stay, or write its last checkpoint."""
-    others, num_looks = await _find({0: [7], STAGE: [8, 8, None], 2: [8]}, leaving={STAGE})
-    assert others == Others(rounds={0: 7, 2: 8}, samples=128), "it is gone"
-    assert num_looks == 2 * 3
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "peers.stage_peer.resume"]
-    assert said.startswith("stage 1 is being left by ")
-
-
-async def test_a_run_whose_peers_are_announced_and_silent_is_not_at_round_0(caplog: pytest.LogCaptureFixture) -> None:
-    others, num_looks = await _find({0: [None, None, 7]})
-    assert others == Others(rounds={0: 7}, samples=112)
-    assert num_looks == 2 * 3
-    others, num_looks = await _find({}, silent_looks={0: 3, 2: 2})
-    assert (others, num_looks) == (Others(), 3 * 3), "announced no longer"
-    said = [record.getMessage() for record in caplog.records if record.name == "peers.stage_peer.resume"]
-    assert [line.split(" with ")[0] for line in said] == ["the run has gone on"] * 2, "once each time"
-
-
-async def test_who_moves_does_not_wait_for_silent_peers_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "SETTLE_SECONDS", 0.2)
-    with pytest.raises(PeerUnavailable, match="those who hold it do not answer"):
-        await _find({0: [7]}, silent_looks={STAGE: 1000}, gives_up=True)
-    with pytest.raises(PeerUnavailable, match="those who hold it are leaving it"):
-        await _find({0: [7], STAGE: [8]}, leaving={STAGE}, gives_up=True)
-    with pytest.raises(PeerUnavailable, match="those who serve the other stages do not answer"):
-        await _find({}, silent_looks={0: 1000}, gives_up=True)
-
-
-async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_the_same_round() -> None:
-    others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True)
-    assert others == Others(rounds={0: 8, 2: 8}, samples=128)
-    assert num_looks > 0
-    others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True, config=CHAIN_DILOCO)
-    assert (others.rounds, num_looks) == ({0: 8, 2: 7}, 0)
+@pytest.mark.parametrize("is_changed", [True, False])
+async def test_a_peer_says_so_when_it_resumes(
+    tmp_path: Path, is_changed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = cut(2)
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", before, 3)
+    now = dataclasses.replace(before, optimizer=OptimizerConfig(learning_rate=0.02, weight_decay=0.1))
+    resume = ResumeOptions(folder=tmp_path / "checkpoints")
+    async with whole_swarm(now if is_changed else before, tmp_path / "logs", num_peers=(), resume=resume) as swarm:
+        peer = await swarm.start(0)
+    assert peer.server is not None
+    said = [line for line in caplog.messages if " now" in line]
+    assert (
+        said
+        == [
+            f"  optimizer.learning_rate: {CONFIG.optimizer.learning_rate} before, 0.02 now",
+            "  the learning rate at 48 samples: 0.01 before, 0.02 now",
+        ]
+        * is_changed
+    )

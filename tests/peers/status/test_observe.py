@@ -2,20 +2,23 @@
 
 import json
 import math
-from functools import partial
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from peers.status.observe import LONGEST_REFUSAL, MOST_REFUSALS, observe, with_moves
 from peers.status.view import PeerRow, StageRow, SwarmView
+from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState
-from tests.support.chain import SYNCHRONOUS, running_chain
+from tests.support.describing import describing
 
+RUN = "run"
 MOVER, OTHER = "a" * 40, "b" * 40
 
 
 def _record(peer_id: str, stage: int, state: PeerState) -> PeerRecord:
-    return PeerRecord(peer_id=peer_id, announced_at=1.0, stage=stage, endpoint="192.0.2.1:1", state=state)
+    return PeerRecord(peer_id=peer_id, announced_at=1.0, stage=stage, endpoint="127.0.0.1:1", state=state)
 
 
 def _claim(stage: int, from_stage: int | None, state: ClaimState = ClaimState.CONFIRMED) -> ClaimRecord:
@@ -79,58 +82,47 @@ def test_a_stage_that_everybody_leaves_is_empty_and_one_that_somebody_goes_to_is
     assert SwarmView(run="r", stages=rows).empty_stages == [0]
 
 
+async def _ask(replies: Sequence[pb.DescribeReply], *others: PeerRecord) -> list[dict[str, Any]]:
+    """What JSON says of peers of stages 0, 1, ... that answer this, and of others that are announced at stage 9."""
+    async with AsyncExitStack() as stack:
+        channels = ChannelPool(insecure=True)
+        stack.push_async_callback(channels.close)
+        records: dict[int, list[PeerRecord]] = {9: list(others)}
+        for stage, reply in enumerate(replies):
+            reply.run_id = RUN
+            records[stage] = [await stack.enter_async_context(describing(stage, lambda _, reply=reply: reply))]  # type: ignore[misc]
+        seen = await observe(RUN, records, (), channels)
+    return [peer for row in json.loads(seen.to_json())["stages"] for peer in row["peers"]]
+
+
 async def test_an_answer_that_makes_no_sense_is_none() -> None:
     """One peer's figures are not to keep those of all others from being shown."""
-    async with running_chain(SYNCHRONOUS) as chain:
-        answers = (("serving", 1.0), ("serving", math.nan), ("\x1b[2J", 1.0))
-        for peer, (state, rate) in zip(chain.peers, answers, strict=True):
-            answer = partial(pb.DescribeReply, peer_id=peer.peer_id, state=state, samples_per_second=rate)
-            peer.servicer._describe = answer
-        records = {stage: [peer.record] for stage, peer in enumerate(chain.peers)}
-        seen = await observe(SYNCHRONOUS.run_id, records, (), chain.peers[0].channels)
-    stages = json.loads(seen.to_json())["stages"]
-    assert [row["peers"][0]["state"] for row in stages] == ["serving", "unreachable", "unreachable"]
+    answers = (("serving", 1.0), ("serving", math.nan), ("\x1b[2J", 1.0))
+    shown = await _ask([pb.DescribeReply(state=state, samples_per_second=rate) for state, rate in answers])
+    assert [peer["state"] for peer in shown] == ["serving", "unreachable", "unreachable"]
 
 
 async def test_a_peer_is_shown_under_the_name_and_id_that_it_announces() -> None:
     """An announcement is signed and checked; an answer may say anything."""
-    async with running_chain(SYNCHRONOUS) as chain:
-        peer = chain.peers[0]
-        peer.servicer._describe = partial(pb.DescribeReply, peer_id="\x1b[2J", name="\x1b[31m", state="serving")
-        seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
-    shown = seen.stages[0].peers[0]
-    assert (shown.peer_id, shown.name, shown.state) == (peer.peer_id, peer.record.name, "serving")
+    (shown,) = await _ask([pb.DescribeReply(peer_id="\x1b[2J", name="\x1b[31m", state="serving")])
+    assert (shown["peer_id"], shown["name"], shown["state"]) == (f"{0:040x}", "peer of stage 0", "serving")
 
 
 async def test_whom_a_peer_does_not_follow_is_shown_without_control_characters() -> None:
     """The line quotes what another peer says of itself."""
-    async with running_chain(SYNCHRONOUS) as chain:
-        peer = chain.peers[0]
-        lines = ["1a2b says \x1b[2J", "x" * 10_000, *("more" for _ in range(100))]
-        counters = pb.AveragingCounters(refusals=lines)
-        peer.servicer._describe = partial(pb.DescribeReply, state="serving", averaging=counters)
-        seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
-    shown = json.loads(seen.to_json())["stages"][0]["peers"][0]["refusals"]
-    assert shown[0] == "1a2b says ?[2J"
-    assert (len(shown[1]), len(shown)) == (LONGEST_REFUSAL, MOST_REFUSALS)
+    lines = ["1a2b says \x1b[2J", "x" * 10_000, *("more" for _ in range(100))]
+    (shown,) = await _ask([pb.DescribeReply(state="serving", averaging=pb.AveragingCounters(refusals=lines))])
+    assert shown["refusals"][0] == "1a2b says ?[2J"
+    assert (len(shown["refusals"][1]), len(shown["refusals"])) == (LONGEST_REFUSAL, MOST_REFUSALS)
 
 
 async def test_how_late_a_peer_s_event_loop_was_is_shown() -> None:
-    async with running_chain(SYNCHRONOUS) as chain:
-        peer = chain.peers[0]
-        peer.servicer._describe = partial(pb.DescribeReply, state="serving", loop_lag_seconds=0.75)
-        seen = await observe(SYNCHRONOUS.run_id, {0: [peer.record]}, (), peer.channels)
-    assert json.loads(seen.to_json())["stages"][0]["peers"][0]["loop_lag_seconds"] == 0.75
+    (shown,) = await _ask([pb.DescribeReply(state="serving", loop_lag_seconds=0.75)])
+    assert shown["loop_lag_seconds"] == 0.75
 
 
-async def test_what_a_peer_computes_on_is_shown_whether_it_answers_or_not() -> None:
+async def test_what_a_peer_computes_on_is_shown_though_it_does_not_answer() -> None:
     """Older releases do not announce it."""
-    async with running_chain(SYNCHRONOUS) as chain:
-        for peer in chain.peers[:2]:
-            peer.servicer._describe = partial(pb.DescribeReply, peer_id=peer.peer_id, state="serving")
-        announced, older = chain.peers[0].record.model_copy(update={"device": "cuda:1"}), chain.peers[1].record
-        silent = _record(OTHER, 2, PeerState.SERVING).model_copy(update={"device": "cpu"})
-        records = {0: [announced], 1: [older], 2: [silent]}
-        seen = await observe(SYNCHRONOUS.run_id, records, (), chain.peers[0].channels)
-    shown = [(row["peers"][0]["state"], row["peers"][0]["device"]) for row in json.loads(seen.to_json())["stages"]]
-    assert shown == [("serving", "cuda:1"), ("serving", ""), ("unreachable", "cpu")]
+    silent = [_record(OTHER, 9, PeerState.SERVING).model_copy(update={"device": name}) for name in ("cuda:1", "")]
+    shown = await _ask([], *silent)
+    assert [(peer["state"], peer["device"]) for peer in shown] == [("unreachable", "cuda:1"), ("unreachable", "")]

@@ -1,0 +1,205 @@
+"""Where the other peers of a run are: a peer that begins asks them before it decides with which state.
+
+Used by resume.py's caller, by rebalancer.py and by incarnation.py. It reads what peers say and decides nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from peers.shared.network import LOOK_SECONDS, KnownPeers
+from swarm.config import RunConfig
+from swarm.dht.directory import Directory
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.machine.clock import Clock
+from swarm.model.stages import shared_parameters
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.describe import describe
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 3.0
+"""Longest wait for a sign of life from a peer that is announced."""
+ASKED_PER_STAGE = 8
+"""Peers of another stage that are asked where it is."""
+SETTLE_SECONDS = 30.0
+"""How long a peer with a checkpoint waits for others to start serving, or to commit the same round."""
+
+_SILENT = "announced but silent: waiting for an answer, or until it is announced no longer"
+_LEAVING = "which still holds it: waiting until it is gone, or stays"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Others:
+    """Where the peers are that answer.
+
+    Attributes:
+        held_at: newest round of a peer that holds our stage.
+        rounds: by other stage, its newest round.
+        samples: of the run, at the newest of these.
+        repeating: stages of which a peer at that round has committed the one before itself, so that it has its weights.
+        has_begun: one of those that were asked has been given microbatches.
+    """
+
+    held_at: int | None = None
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    samples: int = 0
+    repeating: frozenset[int] = frozenset()
+    has_begun: bool = False
+
+    @property
+    def latest(self) -> int:
+        """The newest round of the run; 0 where nobody answers."""
+        return max(self.rounds.values(), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Awaited:
+    """Peers without whose word nothing can be decided.
+
+    Attributes:
+        what: the beginning of a line that names them.
+        why: its end.
+        fault: why a peer that gives up waiting for them cannot begin.
+    """
+
+    peers: Sequence[PeerRecord]
+    what: str
+    why: str
+    fault: str
+
+
+async def find_others(
+    config: RunConfig, stage: int, *, known: KnownPeers, directory: Directory, channels: ChannelPool, clock: Clock,
+    patient: bool, gives_up: bool = False,
+) -> Others:  # fmt: skip
+    """Ask the announced peers where they are.
+
+    While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
+    frozen, or cut off from here, and a stage must not begin anew beside them. It waits likewise while one of them
+    leaves, which may stay after all, where nobody else has the state, or may write its last checkpoint. And it waits
+    while peers of other stages are announced in a run that has gone on, and none of them answers: silence does not mean
+    round 0. What died is announced no longer after some seconds.
+
+    Args:
+        patient: wait, for a while, until a peer serves and the stages that commit together have done so.
+        gives_up: do not wait for silent peers, or those that leave, for longer than that.
+
+    Raises:
+        PeerUnavailable: they stayed silent, or did not leave, and this gave up.
+    """
+    began_at = clock.monotonic()
+    deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
+    stages, warned = range(config.stages.num_stages), set[str]()
+    while True:
+        found = await _ask_all(config, stage, known, channels)
+        if isinstance(found, Others):
+            together = {found.rounds[number] for number in partners(config, stage) if number in found.rounds}
+            is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
+            if is_settled or clock.monotonic() >= deadline:
+                return found
+        else:
+            if found.what not in warned:
+                names = ", ".join(record.name or record.peer_id[:8] for record in found.peers[:3])
+                logger.warning("%s %s, %s", found.what, names, found.why)
+                warned.add(found.what)
+            if gives_up and clock.monotonic() >= began_at + SETTLE_SECONDS:
+                raise PeerUnavailable(found.fault)
+        await clock.sleep(LOOK_SECONDS)
+        with suppress(PeerUnavailable):
+            await known.look(directory, stages)
+
+
+async def answers(
+    config: RunConfig, records: Sequence[PeerRecord], channels: ChannelPool, *, caller: pb.Incarnation | None = None
+) -> list[pb.DescribeReply]:  # fmt: skip
+    """What peers say of themselves, of those that answer and serve the stage that they are announced at.
+
+    Args:
+        caller: the peer that asks; they tell then whether another process serves under its identity.
+
+    Raises:
+        PeerUnavailable: none of them could even be asked, because one side has TLS and the other has not, say.
+    """
+    request = pb.DescribeRequest(run_id=config.run_id, caller=caller)
+    faults: list[PeerUnavailable] = []
+
+    async def ask(record: PeerRecord) -> pb.DescribeReply | None:
+        try:
+            channel = channels.channel(record)
+        except PeerUnavailable as error:
+            faults.append(error)
+            return None
+        try:
+            reply = await describe(channel, request, seconds=ANSWER_SECONDS)
+        except SwarmError as error:
+            logger.debug("%s does not tell where it is: %s", record.peer_id, error)
+            return None
+        return reply if reply.stage == record.stage else None
+
+    replies = [reply for reply in await asyncio.gather(*map(ask, records)) if reply is not None]
+    if faults and len(faults) == len(records):
+        raise faults[0]
+    return replies
+
+
+def partners(config: RunConfig, stage: int) -> Collection[int]:
+    """The stages that have to be at the same round as this one."""
+    if config.rounds.synchronous:
+        return set(range(config.stages.num_stages)) - {stage}
+    sharing = [set(shared.stages) for shared in shared_parameters(config) if stage in shared.stages]
+    return set[int]().union(*sharing) - {stage}
+
+
+async def _ask_all(config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool) -> Others | _Awaited:
+    announced = known.others(stage)
+    if holders := await answers(config, announced, channels):
+        return Others(held_at=max(reply.round for reply in holders), has_begun=_has_begun(holders))
+    if announced:
+        fault = "those who hold it do not answer"
+        return _Awaited(peers=announced, what=f"stage {stage} is held by", why=_SILENT, fault=fault)
+    leaving = known.leaving(stage)
+    if await answers(config, leaving, channels):
+        fault = "those who hold it are leaving it"
+        return _Awaited(peers=leaving, what=f"stage {stage} is being left by", why=_LEAVING, fault=fault)
+    return await _ask_other_stages(config, stage, known, channels)
+
+
+async def _ask_other_stages(
+    config: RunConfig, stage: int, known: KnownPeers, channels: ChannelPool
+) -> Others | _Awaited:  # fmt: skip
+    foremost = {
+        number: sorted(known.others(number), key=lambda record: -record.round)[:ASKED_PER_STAGE]
+        for number in range(config.stages.num_stages)
+        if number != stage
+    }
+    rows = await asyncio.gather(*(answers(config, records, channels) for records in foremost.values()))
+    replies = {number: row for number, row in zip(foremost, rows, strict=True) if row}
+    gone_on = [record for records in foremost.values() for record in records if record.round > 0]
+    if not replies and gone_on:
+        fault = "those who serve the other stages do not answer"
+        return _Awaited(peers=gone_on, what="the run has gone on with", why=_SILENT, fault=fault)
+    _, samples = max(((reply.round, reply.run_samples) for row in rows for reply in row), default=(0, 0))
+    return Others(
+        rounds={number: max(reply.round for reply in row) for number, row in replies.items()},
+        samples=samples,
+        repeating=frozenset(number for number, row in replies.items() if any(map(_can_repeat, _newest(row)))),
+        has_begun=any(map(_has_begun, rows)),
+    )
+
+
+def _has_begun(row: Sequence[pb.DescribeReply]) -> bool:
+    return any(reply.counters.forwards > 0 for reply in row)
+
+
+def _newest(row: Sequence[pb.DescribeReply]) -> list[pb.DescribeReply]:
+    return [reply for reply in row if reply.round == max(reply.round for reply in row)]
+
+
+def _can_repeat(reply: pb.DescribeReply) -> bool:
+    """Whether the peer has the weights of the round before: only if it was there when that was committed."""
+    return any(report.round == reply.round - 1 for report in reply.rounds)

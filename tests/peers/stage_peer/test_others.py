@@ -1,0 +1,186 @@
+"""Where the others are: of peers that are announced, which answer, which are silent, and which leave."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import cast
+
+import pytest
+
+from peers.shared.network import KnownPeers
+from peers.stage_peer import others as others_module
+from peers.stage_peer.others import Others, answers, find_others
+from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.dht.directory import Directory
+from swarm.errors import PeerUnavailable
+from swarm.machine.clock import SystemClock
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import PeerRecord, PeerState
+from tests.support.describing import describing
+
+SYNCHRONOUS = RunConfig(
+    model=ModelConfig(num_layers=3, d_model=8, num_heads=2),
+    stages=StagesConfig(num_stages=3),
+    rounds=RoundsConfig(setting="synchronous", round_samples=16),
+)
+DILOCO = dataclasses.replace(SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=16))
+STAGE = 1
+
+
+class _Directory:
+    """Has living peers of some stages, and at every stage a peer that is dead and was far ahead."""
+
+    def __init__(self, living: Sequence[PeerRecord], silent: Mapping[int, int], leaving: Collection[int]) -> None:
+        self.num_looks = 0
+        self._living = {record.stage: record for record in living}
+        self._silent = dict(silent)
+        self._leaving = leaving
+
+    async def peers(self, stage: int) -> list[PeerRecord]:
+        self.num_looks += 1
+        here = self._living.get(stage)
+        if here is not None and stage in self._leaving:
+            return [here.model_copy(update={"state": PeerState.LEAVING})]
+        dead = PeerRecord(
+            peer_id="f" * 40, announced_at=0.0, stage=stage, endpoint="127.0.0.1:1", certificate_pem="",
+            state=PeerState.SERVING, round=99,
+        )  # fmt: skip
+        if here is not None:
+            return [here, dead]
+        self._silent[stage] = self._silent.get(stage, 0) - 1
+        return [dead] if self._silent[stage] >= 0 else []
+
+
+def _reply(
+    config: RunConfig, stage: int, number: int, *, committed: int = 0, num_forwards: int = 0
+) -> pb.DescribeReply:
+    rounds = [pb.RoundReport(round=number - 1 - back) for back in reversed(range(committed))]
+    return pb.DescribeReply(
+        run_id=config.run_id, stage=stage, round=number, run_samples=16 * number, rounds=rounds,
+        counters=pb.StageCounters(forwards=num_forwards),
+    )  # fmt: skip
+
+
+async def _find(
+    rounds: Mapping[int, Sequence[int | None]], *, config: RunConfig = SYNCHRONOUS, stage: int = STAGE,
+    patient: bool = False, gives_up: bool = False, silent_looks: Mapping[int, int] | None = None,
+    committed: Mapping[int, int] | None = None, num_forwards: int = 0, leaving: Collection[int] = (),
+) -> tuple[Others, int]:  # fmt: skip
+    """What a joiner learns, and how often it looked again; `rounds` has what each stage answers, time after time.
+
+    `silent_looks`: of stages that never answer, for how many looks they have a dead peer that is announced.
+    `committed`: how many rounds each has committed itself. `leaving`: stages whose peer is about to be gone.
+    """
+
+    def say(number: int, turns: Iterator[int | None]) -> pb.DescribeReply:
+        if (turn := next(turns)) is None:
+            raise PeerUnavailable("it says nothing")
+        return _reply(config, number, turn, committed=(committed or {}).get(number, 0), num_forwards=num_forwards)
+
+    async with AsyncExitStack() as stack:
+        living = []
+        for number, turns in rounds.items():
+            # The last one again and again.
+            saying = itertools.chain(turns, itertools.repeat(turns[-1]))
+            peer = describing(number, lambda _, number=number, saying=saying: say(number, saying))  # type: ignore[misc]
+            living.append(await stack.enter_async_context(peer))
+        directory = _Directory(living, silent_looks or {}, leaving)
+        known, channels = KnownPeers(Router(SystemClock(), random.Random(0))), ChannelPool(insecure=True)
+        stack.push_async_callback(channels.close)
+        for number in {stage, *rounds, *(silent_looks or {})}:
+            known.update(number, await directory.peers(number))
+        directory.num_looks = 0
+        found = await find_others(
+            config, stage, known=known, directory=cast(Directory, directory), channels=channels, clock=SystemClock(),
+            patient=patient, gives_up=gives_up,
+        )  # fmt: skip
+        return found, directory.num_looks
+
+
+async def test_those_who_hold_the_stage_are_all_that_matters() -> None:
+    others, _ = await _find({0: [7], 1: [6], 2: [7]}, patient=True)
+    assert others == Others(held_at=6)
+
+
+@pytest.mark.parametrize("number", [0, STAGE])
+async def test_a_joiner_learns_whether_anybody_was_given_a_microbatch_yet(number: int) -> None:
+    for num_forwards in (0, 1):
+        others, _ = await _find({number: [0]}, num_forwards=num_forwards)
+        assert others.has_begun == bool(num_forwards)
+
+
+@pytest.mark.parametrize(
+    ("said", "counts"),
+    [
+        (_reply(SYNCHRONOUS, STAGE, 6), True),
+        (_reply(SYNCHRONOUS, STAGE + 1, 6), False),
+        (_reply(dataclasses.replace(SYNCHRONOUS, run="other"), STAGE, 6), False),
+        (_reply(SYNCHRONOUS, STAGE, 1 << 58), False),
+    ],
+    ids=["it is there", "another stage by now", "another run by now", "a round that nobody counts to"],
+)
+async def test_only_a_peer_of_this_stage_that_makes_sense_answers(said: pb.DescribeReply, counts: bool) -> None:
+    async with describing(STAGE, lambda _: said) as record:
+        replies = await answers(SYNCHRONOUS, [record], ChannelPool(insecure=True))
+    assert [reply.round for reply in replies] == [6] * counts
+
+
+async def test_only_peers_that_answer_count() -> None:
+    others, num_looks = await _find({0: [7], 2: [8]})
+    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
+    assert (others.latest, num_looks) == (8, 0)
+    assert (await _find({})) == (Others(), 0)
+
+
+async def test_who_has_committed_a_round_itself_can_repeat_it() -> None:
+    others, _ = await _find({0: [7], 2: [7]}, committed={0: 1})
+    assert others.repeating == {0}
+    others, _ = await _find({0: [7], 2: [7]}, committed={0: 3, 2: 2})
+    assert others.repeating == {0, 2}
+
+
+async def test_a_stage_whose_holders_are_announced_and_silent_does_not_begin_anew() -> None:
+    others, num_looks = await _find({0: [7], 2: [8]}, silent_looks={STAGE: 3})
+    assert others == Others(rounds={0: 7, 2: 8}, samples=128)
+    assert num_looks == 3 * 3, "three looks at three stages"
+
+
+async def test_a_stage_whose_holder_is_leaving_does_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """It may stay, or write its last checkpoint."""
+    others, num_looks = await _find({0: [7], STAGE: [8, 8, None], 2: [8]}, leaving={STAGE})
+    assert others == Others(rounds={0: 7, 2: 8}, samples=128), "it is gone"
+    assert num_looks == 2 * 3
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "peers.stage_peer.others"]
+    assert said.startswith("stage 1 is being left by ")
+
+
+async def test_a_run_whose_peers_are_announced_and_silent_is_not_at_round_0(caplog: pytest.LogCaptureFixture) -> None:
+    others, num_looks = await _find({0: [None, None, 7]})
+    assert others == Others(rounds={0: 7}, samples=112)
+    assert num_looks == 2 * 3
+    others, num_looks = await _find({}, silent_looks={0: 3, 2: 2})
+    assert (others, num_looks) == (Others(), 3 * 3), "announced no longer"
+    said = [record.getMessage() for record in caplog.records if record.name == "peers.stage_peer.others"]
+    assert [line.split(" with ")[0] for line in said] == ["the run has gone on"] * 2, "once each time"
+
+
+async def test_who_moves_does_not_wait_for_silent_peers_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others_module, "SETTLE_SECONDS", 0.2)
+    with pytest.raises(PeerUnavailable, match="those who hold it do not answer"):
+        await _find({0: [7]}, silent_looks={STAGE: 1000}, gives_up=True)
+    with pytest.raises(PeerUnavailable, match="those who hold it are leaving it"):
+        await _find({0: [7], STAGE: [8]}, leaving={STAGE}, gives_up=True)
+    with pytest.raises(PeerUnavailable, match="those who serve the other stages do not answer"):
+        await _find({}, silent_looks={0: 1000}, gives_up=True)
+
+
+async def test_a_peer_with_a_checkpoint_waits_until_the_others_have_committed_the_same_round() -> None:
+    others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True)
+    assert others == Others(rounds={0: 8, 2: 8}, samples=128)
+    assert num_looks > 0
+    others, num_looks = await _find({0: [8], 2: [7, 8]}, patient=True, config=DILOCO)
+    assert (others.rounds, num_looks) == ({0: 8, 2: 7}, 0)
