@@ -8,15 +8,14 @@ answers carry squared norms, because clipping goes by the norm of the whole mode
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 
-from swarm.averaging.timing import Timing
+from swarm.averaging.context import Context
+from swarm.averaging.place import Place
 from swarm.averaging.transport import BARRIER, Caller, record_of
 from swarm.errors import MalformedMessage, SwarmError
-from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +26,11 @@ RELAYED = 3
 class Barrier:
     """One stage's side of it."""
 
-    def __init__(
-        self, *, own_id: PeerId, address: Address, call: Caller, peers: Callable[[int], Sequence[PeerRecord]],
-        current_round: Callable[[], int], clock: Clock, timing: Timing,
-    ) -> None:  # fmt: skip
-        """
-        Args:
-            peers: the directory's last known view of a stage.
-            current_round: this peer's round.
-        """
-        self._own_id = own_id
-        self._address = address
+    def __init__(self, context: Context, place: Place, *, call: Caller) -> None:
+        self._context = context
+        self._place = place
         self._call = call
-        self._peers = peers
-        self._current_round = current_round
-        self._clock = clock
-        self._timing = timing
+        self._timing = context.timing
 
     async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
         """Wait until every one of these stages has decided the round; gives their answers, in the order of stages.
@@ -64,23 +52,23 @@ class Barrier:
         return ready if len(ready) == len(replies) else None
 
     async def _until_ready(self, stage: int, round_number: int) -> pb.BarrierReply | None:
-        address = Address(
-            run_id=self._address.run_id, protocol_version=self._address.protocol_version, stage=stage
-        )  # fmt: skip
         hint: PeerRecord | None = None
         unreachable: set[str] = set()
         failed: set[str] = set()
         num_relayed = 0
-        while self._current_round() == round_number:
+        while self._place.standing.round == round_number:
             target, hint = hint or self._next_to_ask(stage, unreachable), None
             if target is not None:
                 # While one that failed before is tried again, another one may be ready.
                 is_trial = target.peer_id in failed
                 wait_seconds = 0.0 if is_trial else self._timing.barrier_seconds
                 request = pb.BarrierRequest(
-                    address=address, peer_id=self._own_id, round=round_number, wait_seconds=wait_seconds,
+                    address=self._context.address_of(stage),
+                    peer_id=self._context.own_id,
+                    round=round_number,
+                    wait_seconds=wait_seconds,
                     relay=bool(unreachable),
-                )  # fmt: skip
+                )
                 # One that relays waits for another's answer.
                 patience_seconds = wait_seconds + self._timing.report_seconds * (1 + request.relay)
                 timeout_seconds = self._timing.call_seconds if is_trial else patience_seconds
@@ -101,12 +89,12 @@ class Barrier:
                     logger.debug("stage %d: %s", stage, error)
                     unreachable.add(target.peer_id)
                     failed.add(target.peer_id)
-            await self._clock.sleep(self._timing.retry_seconds)
+            await self._context.clock.sleep(self._timing.retry_seconds)
         return None
 
     def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
         """The lowest id leads: of those that can be reached as far as one knows, or else of all again."""
-        serving = [record for record in self._peers(stage) if record.state is PeerState.SERVING]
+        serving = [record for record in self._context.peers(stage) if record.state is PeerState.SERVING]
         reachable = [record for record in serving if record.peer_id not in unreachable]
         if not reachable:
             unreachable.clear()

@@ -8,18 +8,20 @@ was decided.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from swarm.averaging import messages
-from swarm.averaging.branches import Branches
+from swarm.averaging.context import Context
 from swarm.averaging.messages import Standing
 from swarm.averaging.pace import Pace, Position
 from swarm.averaging.participant import Participant
+from swarm.averaging.place import Place
+from swarm.averaging.roster import Roster
 from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.survey import Survey
 from swarm.errors import IntegrityError, SwarmError
-from swarm.machine.clock import Clock
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,23 +36,17 @@ class CatchUp:
     """One peer's way forward."""
 
     def __init__(
-        self, *, participant: Participant, transfer: StateTransfer, branches: Branches,
-        record: Callable[[PeerId], PeerRecord | None], choose: Callable[[], Awaitable[Standing | None]], clock: Clock,
-        retry_seconds: float,
+        self, context: Context, place: Place, *, participant: Participant, transfer: StateTransfer, roster: Roster,
+        survey: Survey,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            record: how a peer is reached.
-            choose: asks all holders where they stand, and gives where this peer should go.
-            retry_seconds: wait between two tries where there is no going back.
-        """
+        self._place = place
         self._participant = participant
         self._transfer = transfer
-        self._branches = branches
-        self._record = record
-        self._choose = choose
-        self._clock = clock
-        self._retry_seconds = retry_seconds
+        self._roster = roster
+        self._survey = survey
+        self._clock = context.clock
+        self._retry_seconds = context.timing.max_retry_seconds
+        """Between two tries where there is no going back."""
         self._ended = asyncio.Event()
         self._sources: list[PeerRecord] = []
         """Who sent the last snapshot and has not failed since: they keep the results."""
@@ -65,42 +61,41 @@ class CatchUp:
 
         Cancelled, it leaves this peer where it is; segments that have come are kept.
         """
-        if self._participant.is_catching_up:
+        if self._place.is_catching_up:
             await self._ended.wait()
             return
-        self._participant.is_catching_up = True
         self._ended.clear()
         try:
-            await self._participant.step_back("this peer is behind its group")
-            while not await self._try(target):
-                await self._clock.sleep(self._retry_seconds)
-                target = await self._choose() or target
+            with self._place.catching_up():
+                await self._participant.step_back("this peer is behind its group")
+                while not await self._try(target):
+                    await self._clock.sleep(self._retry_seconds)
+                    target = await self._survey.choose() or target
         finally:
-            self._participant.is_catching_up = False
             self._ended.set()
 
     async def _try(self, target: Standing) -> bool:
         """Whether this is over, if only because there is nothing to be had now."""
-        holders = [record for peer in sorted(self._branches.behind(target)) if (record := self._record(peer))]
+        holders = list(self._roster.records(sorted(self._place.branches.behind(target))).values())
         is_there = False
         try:
             while True:
-                before = self._participant.standing
+                before = self._place.standing
                 if await self._replay():
                     # The holders are elsewhere by now: where, has to be asked again.
                     self._sources.clear()
                     return False
-                is_there = is_there or self._branches.is_known(target)
-                if self._participant.is_sound and is_there:
+                is_there = is_there or self._place.branches.is_known(target)
+                if self._place.is_sound and is_there:
                     break
-                if self._participant.standing == before:
+                if self._place.standing == before:
                     await self._download(holders, target.round)
                     # They may have gone on for so long that what they tell of the past does not reach back to it.
                     is_there = True
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
             # A state that is nobody's must not stay.
-            return self._participant.is_sound
+            return self._place.is_sound
         self._transfer.forget()
         return True
 
@@ -110,11 +105,11 @@ class CatchUp:
         Returns:
             Whether it was given up, because rounds are committed faster and a new snapshot is less to fetch.
         """
-        before, pace, is_losing = self._participant.standing, None, False
+        before, pace, is_losing = self._place.standing, None, False
         for source in list(self._sources):
-            if not self._participant.is_sound:
+            if not self._place.is_sound:
                 break
-            standing = self._participant.standing
+            standing = self._place.standing
             try:
                 limit = await self._size_limit()
                 async with aclosing(self._transfer.results(source, standing, max_bytes=limit)) as results:
@@ -136,8 +131,8 @@ class CatchUp:
                     self._transfer.distrust(source)
             if is_losing:
                 break
-        if self._participant.standing != before:
-            logger.info("applied the rounds from %d to %d", before.round, self._participant.standing.round - 1)
+        if self._place.standing != before:
+            logger.info("applied the rounds from %d to %d", before.round, self._place.standing.round - 1)
         return is_losing
 
     def _say(self, pace: Pace, num_bytes: int, *, is_losing: bool) -> None:

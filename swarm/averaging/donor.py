@@ -9,17 +9,19 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from swarm.averaging import messages, results
+from swarm.averaging.group import Phase
 from swarm.averaging.messages import Standing
+from swarm.averaging.place import Place
 from swarm.averaging.results import Committed
 from swarm.averaging.tensor_bytes import TensorBytes, describe
 from swarm.errors import MalformedMessage, NotReady
 from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import Snapshot
+from swarm.training.round_member import RoundMember, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -59,27 +61,12 @@ class Donor:
     """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
 
     def __init__(
-        self, *, snapshot: Callable[[], Awaitable[Snapshot]], standing: Callable[[], Standing],
-        outcomes: Callable[[], Iterable[pb.Outcome]], past: Callable[[], Iterable[str]], clock: Clock,
-        is_exchanging: Callable[[], bool] = lambda: False, pin_seconds: float = PIN_SECONDS,
-        num_pins: int = NUM_PINS, segment_bytes: int = SEGMENT_BYTES, results_bytes: int = RESULTS_BYTES,
+        self, place: Place, member: RoundMember, clock: Clock, *, segment_bytes: int = SEGMENT_BYTES,
+        results_bytes: int = RESULTS_BYTES,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            snapshot: copies the state at the last committed round; no round is committed while it runs.
-            standing: where this peer is.
-            outcomes: how the last rounds were committed, oldest first.
-            past: the lineages of the last rounds before this one, oldest first.
-            is_exchanging: whether this peer's line is needed for an exchange.
-        """
-        self._snapshot = snapshot
-        self._standing = standing
-        self._outcomes = outcomes
-        self._past = past
+        self._place = place
+        self._member = member
         self._clock = clock
-        self._is_exchanging = is_exchanging
-        self._pin_seconds = pin_seconds
-        self._num_pins = num_pins
         self._segment_bytes = segment_bytes
         self._results_bytes = results_bytes
         self._lock = asyncio.Lock()
@@ -170,13 +157,15 @@ class Donor:
     async def _results(self, standing: Standing) -> AsyncIterator[pb.DownloadReply]:
         self.expire()
         begins_at = standing.round
-        while standing != self._standing():
+        while standing != self._place.standing:
             kept = self._log.get(standing.round)
             if kept is None or kept.committed.before != standing:
                 raise NotReady(f"the results from round {standing.round} on are not kept here")
             content = kept.content
             sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
-            yield pb.DownloadReply(result=await results.pack(kept.committed, sha256, lambda: self._standing().round))
+            yield pb.DownloadReply(
+                result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)
+            )
             for piece in content.pieces(0, content.num_bytes):
                 for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
                     pin.is_fetched = True
@@ -187,7 +176,7 @@ class Donor:
 
     async def _yield_to_exchange(self) -> None:
         until = self._clock.monotonic() + YIELD_SECONDS
-        while self._is_exchanging() and self._clock.monotonic() < until:
+        while self._place.group.phase is Phase.EXCHANGING and self._clock.monotonic() < until:
             await self._clock.sleep(YIELD_LOOK_SECONDS)
 
     # -- pins ----------------------------------------------------------------------------------------------------------
@@ -197,9 +186,9 @@ class Donor:
 
     def _reusable(self) -> _Pin | None:
         """The snapshot of the present, or, where no more can be kept, the newest that others fetch."""
-        if self._pins and messages.standing_of(self._pins[-1].snapshot) == self._standing():
+        if self._pins and messages.standing_of(self._pins[-1].snapshot) == self._place.standing:
             return self._pins[-1]
-        if len(self._pins) < self._num_pins:
+        if len(self._pins) < NUM_PINS:
             return None
         unwanted = next((pin for pin in self._pins if not pin.is_fetched), None)
         if unwanted is None:
@@ -209,14 +198,15 @@ class Donor:
         return None
 
     async def _pin(self) -> _Pin:
-        snapshot = await self._snapshot()
+        async with self._place.lock:
+            snapshot = await self._member.snapshot()
         # Not interrupted between the copy and its registration, so that no result in between is missed.
-        if messages.standing_of(snapshot) != self._standing():
+        if messages.standing_of(snapshot) != self._place.standing:
             raise NotReady("this peer is about to move")
         pin = _Pin(
             snapshot=snapshot, content=TensorBytes(tensor for _, tensor in sorted(snapshot.tensors.items())),
-            outcomes=[outcome for outcome in self._outcomes() if outcome.round < snapshot.round],
-            past=list(self._past()), expires_at=0.0,
+            outcomes=[outcome for outcome in self._place.outcomes.values() if outcome.round < snapshot.round],
+            past=self._place.branches.told, expires_at=0.0,
         )  # fmt: skip
         self._pins.append(pin)
         return pin
@@ -233,7 +223,7 @@ class Donor:
         )  # fmt: skip
 
     def _renew(self, pin: _Pin) -> None:
-        pin.expires_at = self._clock.monotonic() + self._pin_seconds
+        pin.expires_at = self._clock.monotonic() + PIN_SECONDS
 
     # -- the log -------------------------------------------------------------------------------------------------------
 

@@ -8,43 +8,36 @@ import asyncio
 import dataclasses
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from swarm.averaging import messages, results
 from swarm.averaging.allreduce import AllReduceTransport, Average
 from swarm.averaging.attempt import Attempt
-from swarm.averaging.branches import Branches
+from swarm.averaging.changes import Changes
 from swarm.averaging.closing import Closing
+from swarm.averaging.context import Context
 from swarm.averaging.donor import Donor
 from swarm.averaging.exchange import Exchanges
 from swarm.averaging.feedback import Residual
-from swarm.averaging.group import Ballot, Group, Refused
-from swarm.averaging.messages import Standing
+from swarm.averaging.group import Ballot, Refused
+from swarm.averaging.place import Place
 from swarm.averaging.reduction import MemberFailed, Payload
 from swarm.averaging.results import Committed
+from swarm.averaging.roster import Roster
 from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.shares import Shares
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Transport, record_of
 from swarm.compression.codec import Buffer
-from swarm.config import AveragingConfig
 from swarm.errors import IntegrityError, MalformedMessage, PeerUnavailable, SwarmError
-from swarm.events.kinds import Abort, Begin, Events, Prepare
+from swarm.events.kinds import Abort, Begin, Prepare
 from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import RoundMember, RoundResult, Snapshot
-from swarm.types import PeerId, PeerRecord
+from swarm.types import PeerRecord
 
 logger = logging.getLogger(__name__)
-
-KEPT_OUTCOMES = 4
-"""Committed rounds that a peer can still answer for; as many as there are fragments, if that is more: stages that share
-a block wait for each other only where it is due, and so may be that far apart."""
-
-Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,48 +55,30 @@ class Participant:
     """One member of one stage's group."""
 
     def __init__(
-        self, *, own_id: PeerId, address: Address, member: RoundMember, config: AveragingConfig,
-        shared: SharedBlocks, transport: Transport, clock: Clock, timing: Timing, donor: Donor, branches: Branches,
-        spawn: Spawn, moved: Callable[[], None], events: Events,
+        self, context: Context, place: Place, member: RoundMember, *, shared: SharedBlocks, donor: Donor,
+        roster: Roster, changes: Changes,
     ) -> None:  # fmt: skip
         """
         Args:
             donor: is told of every commit.
-            branches: is told of every move.
-            spawn: starts a task that outlives the call that asked for it.
-            moved: called when `standing` has changed.
+            roster: is told of every move.
         """
-        self._own_id = own_id
-        self._address = address
+        self._context = context
+        self._place = place
         self._member = member
-        self._exchanges = Exchanges(config, own_id)
-        self._num_kept = max(KEPT_OUTCOMES, config.num_fragments)
+        self._exchanges = Exchanges(context.config.averaging, context.own_id)
         self._shared = shared
-        self._transport = transport
-        self._clock = clock
-        self._timing = timing
         self._donor = donor
-        self._branches = branches
-        self._spawn = spawn
-        self._moved = moved
-        self._events = events
-        self._lock = asyncio.Lock()
-        """Held by whatever calls the stage."""
+        self._roster = roster
+        self._changes = changes
+        self._clock = context.clock
+        self._spawn = context.tasks.spawn
         self._closing: Closing | None = None
         """In this round, until it is opened again; may go on while nobody holds the lock."""
         self._attempt: Attempt | None = None
         self._result: _Result | None = None
         self._state_digest: asyncio.Future[str] | None = None
         """Of the state at the beginning of the round; taken beside training."""
-        self.standing = messages.standing_of(member.progress())
-        """Where this member is; changes together with what it can answer about the round before."""
-        self.group = Group(self.standing.round)
-        self.outcomes: dict[int, pb.Outcome] = {}
-        """How the last rounds were committed."""
-        self.is_catching_up = False
-        """Behind the group, and on its way to it: no attempt is promised."""
-        self.is_sound = True
-        """False where a replayed round gave another state than it should: `standing` stays at the round before."""
 
     # -- first phase -------------------------------------------------------------------------------------------------
 
@@ -113,48 +88,49 @@ class Participant:
         Cancelled, it leaves the closing to go on. Raises MalformedMessage for another leader's attempt.
         """
         ballot = messages.own_ballot(request)
-        gives_up_at = self._clock.monotonic() + max(0.0, min(request.wait_seconds, self._timing.begin_seconds))
+        gives_up_at = self._clock.monotonic() + max(0.0, min(request.wait_seconds, self._context.timing.begin_seconds))
         try:
             async with asyncio.timeout(gives_up_at - self._clock.monotonic()):
-                await self._lock.acquire()
+                await self._place.lock.acquire()
         except TimeoutError:  # As while a commit waits for the compute thread.
             return self._still_closing()
         try:
             try:
-                if self.is_catching_up:
+                if self._place.is_catching_up:
                     raise Refused("this member is catching up")
-                if messages.unpack_standing(request.standing) != self.standing:
-                    raise Refused(f"this member is at round {self.group.round}, or on another branch")
-                self.group.begin(request.standing.round, ballot)
+                if messages.unpack_standing(request.standing) != self._place.standing:
+                    raise Refused(f"this member is at round {self._place.group.round}, or on another branch")
+                self._place.group.begin(request.standing.round, ballot)
             except Refused as refused:
                 return pb.BeginReply(refusal=self._refusal(refused))
             self._end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
             closing = self._join_closing(frozenset(messages.unpack_indices(request.drop_gaps)))
         finally:
-            self._lock.release()
+            self._place.lock.release()
         if not await closing.wait(max(0.0, gives_up_at - self._clock.monotonic())):
             return self._still_closing()
-        async with self._lock:
-            if closing is not self._closing or self.group.active != ballot:
+        # What freezing failed with comes first: an attempt that is merely refused would be tried again and again.
+        closed = closing.closed
+        async with self._place.lock:
+            if closing is not self._closing or self._place.group.active != ballot:
                 return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
-            closed = closing.closed
             contribution = closed.contribution
-            self._events.write(
+            self._context.events.write(
                 Begin(
-                    round=self.group.round, lineage=self.standing.lineage, attempt=ballot.attempt,
+                    round=self._place.group.round, lineage=self._place.standing.lineage, attempt=ballot.attempt,
                     leader=ballot.leader_id,
                 )
             )  # fmt: skip
             self._attempt = Attempt(
-                ballot=ballot, own_id=self._own_id, closed=closed, began_at=closing.began_at,
-                exchanges=self._exchanges, clock=self._clock, timing=self._timing,
+                ballot=ballot, own_id=self._context.own_id, closed=closed, began_at=closing.began_at,
+                exchanges=self._exchanges, clock=self._clock, timing=self._context.timing,
             )  # fmt: skip
             return pb.BeginReply(
                 num_samples=contribution.num_samples, round_samples=contribution.round_samples,
                 committed_gaps=messages.pack_indices(contribution.committed),
-                prepared=self._result.prepared if self._result and self.group.prepared else None,
-                since=messages.pack_ballot(self.group.since), norm=closed.norm, num_elements=closed.vector_D.numel(),
-                bytes_per_second=self._exchanges.bytes_per_second,
+                prepared=self._result.prepared if self._result and self._place.group.prepared else None,
+                since=messages.pack_ballot(self._place.group.since), norm=closed.norm,
+                num_elements=closed.vector_D.numel(), bytes_per_second=self._exchanges.bytes_per_second,
             )  # fmt: skip
 
     def _join_closing(self, drop: frozenset[int]) -> Closing:
@@ -171,16 +147,16 @@ class Participant:
             await before.wait()
         failed = False
         try:
-            contribution = await self._member.close(self.group.round, drop=closing.drop)
+            contribution = await self._member.close(self._place.group.round, drop=closing.drop)
             closing.end(await self._exchanges.close(contribution))
         except Exception as error:  # noqa: BLE001 - it belongs to the attempts that wait for it
             logger.warning("the contribution could not be closed: %s", error)
             closing.end(error)
             failed = True
-        async with self._lock:
-            if closing is self._closing and (failed or self.group.active is None):
+        async with self._place.lock:
+            if closing is self._closing and (failed or self._place.group.active is None):
                 # The attempts that wanted it are over.
-                await self._member.reopen(self.group.round)
+                await self._member.reopen(self._place.group.round)
                 self._closing = None
 
     async def _end_of_closing(self) -> None:
@@ -191,7 +167,9 @@ class Participant:
     def _still_closing(self) -> pb.BeginReply:
         activity, now = self._member.activity(), self._clock.monotonic()
         waited_seconds = now - self._closing.began_at if self._closing is not None else math.inf
-        expected_seconds = max(activity.longest_seconds, activity.num_bytes / self._timing.work_bytes_per_second)
+        expected_seconds = max(
+            activity.longest_seconds, activity.num_bytes / self._context.timing.work_bytes_per_second
+        )
         return pb.BeginReply(
             closing=pb.Closing(
                 quiet_seconds=min(activity.quiet_seconds, waited_seconds), expected_seconds=expected_seconds
@@ -206,18 +184,18 @@ class Participant:
         ballot = messages.own_ballot(request)
         shares = messages.unpack_shares(request.shares)
         try:
-            async with self._lock:
+            async with self._place.lock:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
             # Before it is prepared: should this call end here with its leader, there may be nobody else who has it.
             await self._shared.offer(request.round, average.digest, result.round_result.tensors)
-            async with self._lock:
-                self.group.prepare(request.round, ballot, average.digest)
+            async with self._place.lock:
+                self._place.group.prepare(request.round, ballot, average.digest)
                 self._result = result
-                self._events.write(
+                self._context.events.write(
                     Prepare(
-                        round=request.round, lineage=self.standing.lineage, attempt=ballot.attempt,
+                        round=request.round, lineage=self._place.standing.lineage, attempt=ballot.attempt,
                         leader=ballot.leader_id, digest=average.digest, samples=average.num_samples,
                         members=result.round_result.members,
                     )
@@ -232,26 +210,32 @@ class Participant:
         attempt = self._attempt
         if attempt is None or attempt.ballot != ballot:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
-        own, contribution = shares.of(self._own_id), attempt.closed.contribution
+        own, contribution = shares.of(self._context.own_id), attempt.closed.contribution
         if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
             raise Refused("the shares do not name this member's contribution")
-        self.group.join(request.round, ballot, shares.digest)
+        self._place.group.join(request.round, ballot, shares.digest)
         attempt.open(shares)
         return attempt
 
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> AllReduceTransport:
         opening = pb.ExchangeOpen(
-            address=self._address, peer_id=self._own_id, round=request.round, ballot=request.ballot,
-            shares_digest=self.group.shares_digest,
+            address=self._context.address, peer_id=self._context.own_id, round=request.round, ballot=request.ballot,
+            shares_digest=self._place.group.shares_digest,
         )  # fmt: skip
-        records = {share.contact.peer_id: record_of(share.contact, self._address.stage) for share in request.shares}
+        stage = self._context.own.stage
+        records = {share.contact.peer_id: record_of(share.contact, stage) for share in request.shares}
         return _Others(
-            transport=self._transport, records=records, opening=opening, timeout_seconds=request.timeout_seconds,
-            silence_seconds=attempt.silence_seconds(), clock=self._clock, timing=self._timing,
-        )  # fmt: skip
+            transport=self._context.transport,
+            records=records,
+            opening=opening,
+            timeout_seconds=request.timeout_seconds,
+            silence_seconds=attempt.silence_seconds(),
+            clock=self._clock,
+            timing=self._context.timing,
+        )
 
     def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> _Result:
-        standing, closed = self.standing, attempt.closed
+        standing, closed = self._place.standing, attempt.closed
         member_ids = [share.peer_id for share in shares.members]
         tensors = self._exchanges.unflatten(average.vector_D, closed.contribution.tensors)
         squared_norm = average.squared_norm
@@ -284,7 +268,11 @@ class Participant:
             MalformedMessage: more bytes than the part has.
         """
         attempt = self._attempt
-        if attempt is None or self.group.active is None or attempt.ballot != messages.unpack_ballot(opening.ballot):
+        if (
+            attempt is None
+            or self._place.group.active is None
+            or attempt.ballot != messages.unpack_ballot(opening.ballot)
+        ):
             raise Refused(f"attempt {opening.ballot.attempt} of {opening.ballot.leader_id} is not under way here")
         return await attempt.serve(opening.peer_id, opening.shares_digest, pieces)
 
@@ -312,9 +300,9 @@ class Participant:
 
     async def _apply(self, outcome: pb.Outcome) -> Refused | None:
         round_number, digest = outcome.round, outcome.prepared.digest
-        async with self._lock:
+        async with self._place.lock:
             try:
-                if not self.group.check_commit(round_number, digest):
+                if not self._place.group.check_commit(round_number, digest):
                     return None
                 kept = self._result
                 assert kept is not None
@@ -341,16 +329,21 @@ class Participant:
             result = dataclasses.replace(
                 kept.round_result, tensors=tensors, total_squared_norm=outcome.total_squared_norm,
                 seconds=self._clock.monotonic() - kept.began_at, residual_bytes=self._exchanges.residual_bytes,
-                lineage=messages.lineage_after(self.standing.lineage, outcome),
+                lineage=messages.lineage_after(self._place.standing.lineage, outcome),
                 partners=messages.digests_of(outcome.partners),
             )  # fmt: skip
             self._state_digest = await self._member.apply(result)
-            self.group.commit(round_number, digest)
-            before = self.standing
-            self._remember([outcome], self._branches.committed)
+            before = self._place.standing
+            self._place.group.commit(round_number, digest)
+            self._place.committed(messages.standing_of(self._member.progress()), outcome)
+            self._moved()
             self._donor.committed(
                 Committed(
-                    before=before, after=self.standing, result=result, outcome=outcome, state_digest=self._state_digest
+                    before=before,
+                    after=self._place.standing,
+                    result=result,
+                    outcome=outcome,
+                    state_digest=self._state_digest,
                 )
             )
         return None
@@ -365,10 +358,10 @@ class Participant:
         return pb.AbortReply(refusal=self._refusal(refused)) if refused is not None else pb.AbortReply()
 
     async def _abort(self, request: pb.AbortRequest, ballot: Ballot) -> Refused | None:
-        async with self._lock:
+        async with self._place.lock:
             try:
-                was_active = self.group.active
-                self.group.abort(request.round, ballot, void=request.void)
+                was_active = self._place.group.active
+                self._place.group.abort(request.round, ballot, void=request.void)
             except Refused as refused:
                 return refused
             if was_active == ballot:
@@ -381,10 +374,10 @@ class Participant:
         Args:
             only: from this attempt; None for whatever attempt is under way.
         """
-        async with self._lock:
-            active = self.group.active
+        async with self._place.lock:
+            active = self._place.group.active
             if active is not None and only in (None, active):
-                self.group.step_back()
+                self._place.group.step_back()
                 await self._reopen(reason, active)
 
     async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
@@ -404,7 +397,7 @@ class Participant:
     async def _install(
         self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]
     ) -> IntegrityError | None:
-        async with self._lock:
+        async with self._place.lock:
             self._end_exchange("a newer state was downloaded")
             await self._end_of_closing()
             try:
@@ -413,10 +406,9 @@ class Participant:
                 return unfit
             self._exchanges.reset()
             self._donor.jumped()
-            self.is_sound = True
-            self.group.install(snapshot.round)
-            self.outcomes.clear()
-            self._remember(outcomes, lambda own: self._branches.installed(own, past))
+            self._place.group.install(snapshot.round)
+            self._place.installed(messages.standing_of(self._member.progress()), outcomes, past)
+            self._moved()
         return None
 
     def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
@@ -424,13 +416,13 @@ class Participant:
 
         False where that cannot be told: only the last rounds are known.
         """
-        lineage, known = self.standing.lineage, {outcome.round: outcome for outcome in outcomes}
-        for number in range(self.standing.round, snapshot.round):
+        lineage, known = self._place.standing.lineage, {outcome.round: outcome for outcome in outcomes}
+        for number in range(self._place.standing.round, snapshot.round):
             outcome = known.get(number)
-            if outcome is None or self._own_id in outcome.prepared.member_ids:
+            if outcome is None or self._context.own_id in outcome.prepared.member_ids:
                 return False
             lineage = messages.lineage_after(lineage, outcome)
-        return self.is_sound and lineage == snapshot.lineage
+        return self._place.is_sound and lineage == snapshot.lineage
 
     async def replay(self, committed: Committed) -> None:
         """Apply a round that the group committed without this member. Nothing happens unless it stands right before.
@@ -445,20 +437,20 @@ class Participant:
             raise wrong
 
     async def _replay(self, committed: Committed) -> IntegrityError | None:
-        async with self._lock:
-            if committed.before != self.standing or not self.is_sound:
+        async with self._place.lock:
+            if committed.before != self._place.standing or not self._place.is_sound:
                 return None
             self._end_exchange("the round was committed without this member")
             await self._end_of_closing()
             # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
-            contribution = await self._member.close(self.standing.round, drop=())
+            contribution = await self._member.close(self._place.standing.round, drop=())
             try:
                 await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
             except IntegrityError as wrong:
-                self.group.step_back()
+                self._place.group.step_back()
                 await self._reopen("a result came that cannot be this round's")
                 return wrong
-            contributed = self._own_id in committed.result.members
+            contributed = self._context.own_id in committed.result.members
             if self._result is not None and self._result.prepared.digest == committed.result.digest:
                 # It took part, and lost sight of the others before the end.
                 self._exchanges.committed(self._result.fragment, self._result.residual)
@@ -470,46 +462,44 @@ class Participant:
             )
             reached = messages.standing_of(self._member.progress())
             ours, theirs = [await asyncio.shield(digest) for digest in (self._state_digest, committed.state_digest)]
-            self.is_sound = (ours, reached) == (theirs, committed.after)
-            if not self.is_sound:
-                self.group.install(committed.before.round)
+            if (ours, reached) != (theirs, committed.after):
+                self._place.spoiled()
+                self._place.group.install(committed.before.round)
                 self._attempt = self._result = self._closing = None
                 self._donor.jumped()
                 return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
-            self.group.install(reached.round)
-            self.group.last_digest = committed.result.digest
-            self._remember([committed.outcome], self._branches.replayed)
+            self._place.group.install(reached.round)
+            self._place.group.last_digest = committed.result.digest
+            self._place.replayed(reached, committed.outcome)
+            self._moved()
             self._donor.committed(committed)
         return None
 
     async def snapshot(self) -> Snapshot:
         """The state at the last committed round."""
-        async with self._lock:
+        async with self._place.lock:
             return await self._member.snapshot()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _remember(self, outcomes: list[pb.Outcome], tell: Callable[[Standing], None]) -> None:
-        self.outcomes |= {outcome.round: outcome for outcome in outcomes}
-        for round_number in sorted(self.outcomes)[: -self._num_kept]:
-            del self.outcomes[round_number]
+    def _moved(self) -> None:
         self._attempt = self._result = self._closing = None
-        self.standing = messages.standing_of(self._member.progress())
-        tell(self.standing)
-        self._moved()
+        self._roster.moved(self._place.standing, self._place.last_members)
+        self._changes.progressed()
+        self._changes.notify()
 
     async def _reopen(self, reason: str, ballot: Ballot | None = None) -> None:
         self._end_exchange(reason)
         if ballot is not None:
-            self._events.write(
-                Abort(round=self.group.round, attempt=ballot.attempt, leader=ballot.leader_id, reason=reason)
+            self._context.events.write(
+                Abort(round=self._place.group.round, attempt=ballot.attempt, leader=ballot.leader_id, reason=reason)
             )
         self._attempt = None
-        if self.group.prepared is None:
+        if self._place.group.prepared is None:
             self._result = None
         if self._closing is None or self._closing.is_over:
             self._closing = None
-            await self._member.reopen(self.group.round)
+            await self._member.reopen(self._place.group.round)
         # Else it goes on, for the next attempt; if there is none by its end, the round is opened then.
 
     def _end_exchange(self, reason: str) -> None:
@@ -518,7 +508,9 @@ class Participant:
 
     def _refusal(self, refused: Refused) -> pb.Refusal:
         return pb.Refusal(
-            reason=str(refused), promised=messages.pack_ballot(self.group.promised), round=self.group.round
+            reason=str(refused),
+            promised=messages.pack_ballot(self._place.group.promised),
+            round=self._place.group.round,
         )
 
 

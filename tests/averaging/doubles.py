@@ -4,20 +4,26 @@ import asyncio
 import contextvars
 import hashlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from swarm.averaging.averager import Averager
+from swarm.averaging.branches import Branches
+from swarm.averaging.context import Context, Tasks
+from swarm.averaging.messages import Standing
+from swarm.averaging.place import KEPT_OUTCOMES, Place
 from swarm.averaging.reduction import Payload
 from swarm.averaging.timing import Timing
-from swarm.averaging.transport import Method, Reply, Request
+from swarm.averaging.transport import Method, Reply, Request, Transport
 from swarm.compression.codec import Buffer
 from swarm.config import RunConfig, from_dict
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
+from swarm.events.kinds import NoEvents
+from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, Tensors, known
 from swarm.types import PeerRecord, PeerState
@@ -70,6 +76,34 @@ def record(number: int, stage: int = 0, endpoint: str = "memory:1") -> PeerRecor
     return PeerRecord(
         peer_id=peer_id(number), stage=stage, endpoint=endpoint, state=PeerState.SERVING, announced_at=0.0
     )
+
+
+def make_context(
+    own: PeerRecord,
+    peers: Callable[[int], Sequence[PeerRecord]] = lambda stage: (),
+    *,
+    config: RunConfig | None = None,
+    timing: Timing = QUICK,
+) -> Context:
+    """Of a peer on virtual time that has no network."""
+    return Context(
+        config=config or make_config(),
+        own=own,
+        peers=peers,
+        transport=cast("Transport", None),
+        clock=LoopClock(),
+        timing=timing,
+        events=NoEvents(),
+        tasks=Tasks(),
+    )
+
+
+def place_at(standing: Standing, clock: Clock | None = None, *, num_kept: int = KEPT_OUTCOMES) -> Place:
+    """Of a peer that has heard of nobody yet."""
+    branches = Branches(
+        standing, clock=clock or LoopClock(), more_samples_win=True, patience_seconds=1.0, run_round=lambda: None
+    )
+    return Place(standing, branches, num_kept=num_kept)
 
 
 class FakeStage:

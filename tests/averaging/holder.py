@@ -4,18 +4,21 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import torch
 
 from swarm.averaging import messages
 from swarm.averaging.donor import Donor, snapshot_id
+from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.results import Committed
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import RoundResult, Snapshot, known
+from swarm.training.round_member import RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
+from tests.averaging.doubles import place_at
 
 SIZE = 40
 
@@ -23,19 +26,29 @@ SIZE = 40
 class Holder:
     """A peer whose state is one vector, with its donor."""
 
-    def __init__(self, *, results_bytes: int = 1 << 20) -> None:
+    def __init__(self, *, segment_bytes: int = 64, results_bytes: int = 1 << 20) -> None:
         self.clock = ManualClock()
-        self.standing = Standing(run_samples=0, round=0, lineage="00")
         self.state = torch.arange(SIZE, dtype=torch.float32)
-        self.outcomes: list[pb.Outcome] = []
-        self.past: list[str] = []
         self.num_copies = 0
-        self.is_exchanging = False
+        start = Standing(run_samples=0, round=0, lineage="00")
+        self.place = place_at(start, self.clock, num_kept=100)
         self.donor = Donor(
-            snapshot=self.snapshot, standing=lambda: self.standing, outcomes=lambda: self.outcomes,
-            past=lambda: self.past, clock=self.clock, is_exchanging=lambda: self.is_exchanging, segment_bytes=64,
+            self.place,
+            cast("RoundMember", self),  # Of which nothing but snapshots is asked.
+            self.clock,
+            segment_bytes=segment_bytes,
             results_bytes=results_bytes,
-        )  # fmt: skip
+        )
+
+    @property
+    def standing(self) -> Standing:
+        return self.place.standing
+
+    def exchange(self) -> None:
+        """Take part in an exchange from now on."""
+        ballot = Ballot(1, "m")
+        self.place.group.begin(self.standing.round, ballot)
+        self.place.group.join(self.standing.round, ballot, "shares")
 
     @property
     def digest(self) -> str:
@@ -63,11 +76,11 @@ class Holder:
             bytes_received=5, compression_ratio=2.0, seconds=1.0, digest=prepared.digest,
         )  # fmt: skip
         self.state = self.state - average
-        self.standing = Standing(run_samples=before.run_samples + 10, round=before.round + 1, lineage=lineage)
-        self.outcomes.append(outcome)
-        self.past.append(before.lineage)
+        after = Standing(run_samples=before.run_samples + 10, round=before.round + 1, lineage=lineage)
+        self.place.group.install(after.round)
+        self.place.committed(after, outcome)
         committed = Committed(
-            before=before, after=self.standing, result=result, outcome=outcome, state_digest=known(self.digest)
+            before=before, after=after, result=result, outcome=outcome, state_digest=known(self.digest)
         )
         self.donor.committed(committed)
         return committed

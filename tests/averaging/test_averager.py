@@ -14,7 +14,7 @@ from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.group import Refused
 from swarm.averaging.messages import lineage_after
-from swarm.averaging.participant import KEPT_OUTCOMES
+from swarm.averaging.place import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
@@ -155,7 +155,7 @@ async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> No
 
         with patch.multiple(averager, _clock=clock, _should_attempt=looks_long):
             for _ in range(100):
-                averager._signal()
+                averager._changes.signal()
                 await asyncio.sleep(look_seconds / 10)
             last_at = time()
             await asyncio.sleep(4.5 * look_seconds)
@@ -320,7 +320,7 @@ async def test_who_was_stopped_may_be_behind_from_the_moment_that_it_notices() -
             spawned.append(reporter.may_be_behind)
             work.close()
 
-        with patch.object(reporter, "_spawn", spawn):
+        with patch.object(reporter._context.tasks, "spawn", spawn):
             reporter._turn_at -= QUICK.late_seconds
             await until(lambda: bool(spawned))
         assert spawned == [True]
@@ -568,7 +568,7 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         poor, others = network.peers[peer_id(number)], stages(network, *({1, 2, 3} - {number}))
 
-        async def fail(_: Any) -> Any:
+        async def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         async def answer(method: Any, request: Any) -> Any:
@@ -577,7 +577,11 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
             except RuntimeError:  # As the servicer answers.
                 raise PeerUnavailable("internal error: RuntimeError") from None
 
-        poor.averager._handlers[method], honest = fail, poor.averager.handle
+        if method == "Begin":
+            monkeypatch.setattr(poor.stage, "close", fail)
+        else:
+            monkeypatch.setattr(poor.averager._shared, "offer", fail)
+        honest = poor.averager.handle
         monkeypatch.setattr(poor.averager, "handle", answer)
         for index, stage in enumerate([*others, *stages(network, number)]):
             stage.learn(2 * index, 2 * index + 1)
@@ -814,7 +818,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
     async with network_of(make_config("diloco"), 1) as network:
         (stage,) = stages(network, 1)
         averager = network.peers[peer_id(1)].averager
-        await until(lambda: averager._tasks is not None)
+        await until(lambda: averager._context.tasks._group is not None)
         ids = [peer_id(number) for number in members]
         outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))
         tensors = (await stage.snapshot()).tensors
@@ -892,7 +896,7 @@ async def test_joiner_catches_up_and_takes_part() -> None:
         joiner = network.add(1)
         await joiner.averager.join()
         assert (joiner.stage.round, joiner.stage.digest) == (1, members[0].digest)
-        assert joiner.averager._participant.outcomes.keys() == {0}
+        assert joiner.averager._place.outcomes.keys() == {0}
         joiner.stage.learn(4, 5)
         members[0].learn(6)
         members[1].learn(7)
@@ -1016,7 +1020,7 @@ def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) ->
     """What a peer is asked by one that calls itself a leader, for the first attempt."""
     ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
     types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
-    return types[method.name](address=peer.averager._address, **(ballot | fields))
+    return types[method.name](address=peer.averager._context.address, **(ballot | fields))
 
 
 @in_virtual_time
@@ -1033,7 +1037,7 @@ async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
 
         peer.stage.reopen = slowly  # type: ignore[method-assign]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager._participant.standing)
+        standing = messages.pack_standing(peer.averager._place.standing)
         await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
         aborting = asyncio.create_task(peer.averager.handle(ABORT, call_of(peer, ABORT, 9)))
@@ -1049,7 +1053,7 @@ async def test_who_is_closed_for_a_leader_that_nobody_knows_opens_again() -> Non
     async with network_of(make_config(), 1) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager._participant.standing)
+        standing = messages.pack_standing(peer.averager._place.standing)
         await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
         await until(lambda: not peer.stage.closed)
@@ -1062,7 +1066,7 @@ async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any])
     async with network_of(make_config(), 1, 9) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager._participant.standing)
+        standing = messages.pack_standing(peer.averager._place.standing)
         if method is not BEGIN:
             await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         fields = {"standing": standing} if method is BEGIN else {}

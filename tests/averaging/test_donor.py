@@ -33,7 +33,7 @@ async def test_the_same_bits_have_the_same_name_whatever_is_known_of_the_past() 
     one, other = Holder(), Holder()
     for holder in (one, other):
         holder.commit()
-    other.outcomes.clear()
+    other.place.outcomes.clear()
     headers = [await holder.offer() for holder in (one, other)]
     assert [len(header.outcomes) for header in headers] == [1, 0]
     assert snapshot_id(headers[0]) == snapshot_id(headers[1])
@@ -57,7 +57,7 @@ async def test_an_exchange_has_the_line_first_and_keeps_nobody_waiting_for_good(
     def fetch() -> "asyncio.Future[Any]":
         return asyncio.ensure_future(holder.segment(header, 0) if what == "segment" else holder.results(begins_at))
 
-    holder.is_exchanging = True
+    holder.exchange()
     fetching = fetch()
     await asyncio.sleep(0.01)
     await _pass_time(holder, YIELD_SECONDS - 2 * YIELD_LOOK_SECONDS)
@@ -68,7 +68,7 @@ async def test_an_exchange_has_the_line_first_and_keeps_nobody_waiting_for_good(
     await asyncio.sleep(0.01)
     await _pass_time(holder, YIELD_SECONDS / 2)
     assert not fetching.done()
-    holder.is_exchanging = False
+    holder.place.group.step_back()
     await _pass_time(holder, 2 * YIELD_LOOK_SECONDS)
     assert await fetching
 
@@ -186,7 +186,7 @@ async def test_a_donor_that_jumped_keeps_nothing_of_its_past() -> None:
         await holder.results(begun)
 
 
-async def test_a_peer_that_is_about_to_move_offers_nothing() -> None:
+async def test_a_peer_that_is_about_to_move_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Holder()
     snapshot = await holder.snapshot()
     holder.commit()
@@ -194,7 +194,7 @@ async def test_a_peer_that_is_about_to_move_offers_nothing() -> None:
     async def stale() -> Snapshot:
         return snapshot
 
-    holder.donor._snapshot = stale
+    monkeypatch.setattr(holder, "snapshot", stale)
     with pytest.raises(NotReady, match="about to move"):
         await holder.offer()
     assert holder.donor.num_bytes == 0

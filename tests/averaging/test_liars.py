@@ -30,7 +30,7 @@ def add_liar(network: Network, number: int, *, round_number: int = FAR, anchor: 
     network.make_stage = make_stage
     liar = network.add(number)
     network.make_stage = before
-    liar.averager._branches.choose = lambda *, is_sound, announced: None  # type: ignore[method-assign]
+    liar.averager._place.branches.choose = lambda *, is_sound, announced: None  # type: ignore[method-assign]
     return liar
 
 
@@ -157,7 +157,7 @@ async def test_a_lone_member_comes_back_to_the_others_though_it_did_more() -> No
 async def test_a_liar_that_is_gone_holds_nobody_up() -> None:
     async with group_of(make_config("diloco"), 2, 3) as network:
         add_liar(network, 1)
-        await until(lambda: averager_of(network, 2)._branches.is_elsewhere(PeerId(peer_id(1))))
+        await until(lambda: averager_of(network, 2)._place.branches.is_elsewhere(PeerId(peer_id(1))))
         network.kill(1)
         for _ in range(2):
             await commit(network, 2, 3)

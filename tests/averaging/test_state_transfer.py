@@ -382,7 +382,7 @@ async def test_download_slower_than_a_round_converges() -> None:
         assert joiner.stage.num_installs == 1
         assert len(joiner.stage.results) >= 4
         assert joiner.stage.digests == group.stages[0].digests[-len(joiner.stage.digests) :]
-        assert joiner.averager._participant.outcomes == group.peers[0].averager._participant.outcomes
+        assert joiner.averager._place.outcomes == group.peers[0].averager._place.outcomes
         await group.admit(joiner)
         await group.commit()
         assert len(group.digests) == 1
@@ -563,7 +563,7 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
                 assert participant.is_catching_up
 
         joiner = group.add_joiner()
-        participant = joiner.averager._participant
+        participant = joiner.averager._place
         group.network.tamper, group.network.before = lie, busy
         await until(lambda: participant.is_sound and not participant.is_catching_up and joiner.stage.num_installs == 2)
         assert states[1] == (False, joiner.stage.results[0].round)
@@ -626,9 +626,11 @@ async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -
         await arrived.wait()
         group.network.calls.clear()
         begin = pb.BeginRequest(
-            address=joiner.averager._address, peer_id=peer_id(2), ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
-            standing=messages.pack_standing(joiner.averager._participant.standing),
-        )  # fmt: skip
+            address=joiner.averager._context.address,
+            peer_id=peer_id(2),
+            ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
+            standing=messages.pack_standing(joiner.averager._place.standing),
+        )
         reply = await joiner.averager.handle(BEGIN, begin)
         assert "catching up" in reply.refusal.reason
         rosters = [peer.averager._roster for peer in group.peers]

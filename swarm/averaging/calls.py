@@ -1,0 +1,59 @@
+"""One peer's calls to others: those that fail tell that a peer is gone, and those to itself need no network.
+
+Used by averaging/survey, averaging/barrier and, through averaging/broadcast, by averaging/leader. Never retries.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.participant import Participant
+from swarm.averaging.roster import Roster
+from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Method, Reply, Request
+from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
+from swarm.types import PeerId, PeerRecord
+
+
+class Calls:
+    """A Caller, see averaging/transport."""
+
+    def __init__(self, context: Context, roster: Roster, participant: Participant, changes: Changes) -> None:
+        self._context = context
+        self._roster = roster
+        self._changes = changes
+        self._own: dict[str, Callable[[Any], Any]] = {
+            BEGIN.name: participant.begin,
+            AVERAGE.name: participant.average,
+            COMMIT.name: participant.commit,
+            ABORT.name: participant.abort,
+        }
+        """What a leader asks of itself."""
+
+    async def __call__(
+        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
+    ) -> Reply:
+        """Call a peer, or this one. A peer of this stage that cannot be reached is suspected.
+
+        Raises what the peer answers, PeerUnavailable or DeadlineExceeded.
+        """
+        if peer.peer_id == self._context.own_id:
+            return await self._ask_itself(method, request, timeout_seconds)
+        try:
+            return await self._context.transport.call(peer, method, request, timeout_seconds=timeout_seconds)
+        except (PeerUnavailable, NotReady) as error:
+            if peer.stage == self._context.own.stage:
+                is_gone = isinstance(error, PeerUnavailable) and error.is_gone
+                self._roster.suspect(PeerId(peer.peer_id), is_gone=is_gone)
+                self._changes.signal()  # The others may have waited for it.
+            raise
+
+    async def _ask_itself(self, method: Method[Request, Reply], request: Request, timeout_seconds: float) -> Reply:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                reply: Reply = await self._own[method.name](request)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{method.name} took longer than {timeout_seconds:.1f} s here") from None
+        self._changes.signal()
+        return reply

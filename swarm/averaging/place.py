@@ -1,0 +1,93 @@
+"""One peer's place in its group: where it stands, how the last rounds ended, and what it has promised in this one.
+
+Moved by averaging/participant and averaging/catch_up, and read by all other parts. Pure: never touches the stage.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from swarm.averaging.branches import Branches
+from swarm.averaging.group import Group
+from swarm.averaging.messages import Standing
+from swarm.rpc.v1 import averaging_pb2 as pb
+
+KEPT_OUTCOMES = 4
+"""Committed rounds that a peer can still answer for; as many as there are fragments, if that is more: stages that share
+a block wait for each other only where it is due, and so may be that far apart."""
+
+
+class Place:
+    """Where one peer is.
+
+    Attributes:
+        branches: where the other holders of its stage stand.
+        group: what it has promised and prepared in this round.
+        lock: held by whatever calls the stage, so that nothing moves meanwhile.
+        standing: its round, samples and lineage; changes together with what it can answer about the round before.
+        outcomes: how the last rounds were committed, by round.
+        is_catching_up: it is behind the group, and on its way to it: no attempt is promised.
+        is_sound: False where a replayed round gave another state than it should: then `standing` stays at the round
+            before.
+    """
+
+    def __init__(self, standing: Standing, branches: Branches, *, num_kept: int = KEPT_OUTCOMES) -> None:
+        """
+        Args:
+            num_kept: outcomes that are kept.
+        """
+        self.branches = branches
+        self.group = Group(standing.round)
+        self.lock = asyncio.Lock()
+        self.standing = standing
+        self.outcomes: dict[int, pb.Outcome] = {}
+        self.is_catching_up = False
+        self.is_sound = True
+        self._num_kept = num_kept
+
+    @property
+    def last_members(self) -> Collection[str]:
+        """Ids of those who took part in the round before; empty where this peer does not know them."""
+        last = self.outcomes.get(self.standing.round - 1)
+        return last.prepared.member_ids if last else ()
+
+    def committed(self, after: Standing, outcome: pb.Outcome) -> None:
+        """It has committed a round, as one of its members."""
+        self._move(after, [outcome])
+        self.branches.committed(after)
+
+    def replayed(self, after: Standing, outcome: pb.Outcome) -> None:
+        """It has applied a round that others committed."""
+        self._move(after, [outcome])
+        self.branches.replayed(after)
+
+    def installed(self, standing: Standing, outcomes: Iterable[pb.Outcome], past: Sequence[str]) -> None:
+        """It has become a state that others hold.
+
+        Args:
+            outcomes: how the last rounds before it were committed.
+            past: the lineages of the last rounds before it, oldest first.
+        """
+        self.outcomes.clear()
+        self.is_sound = True
+        self._move(standing, outcomes)
+        self.branches.installed(standing, past)
+
+    def spoiled(self) -> None:
+        """It has replayed a round to another state than that of the round's members."""
+        self.is_sound = False
+
+    @contextmanager
+    def catching_up(self) -> Iterator[None]:
+        """It is on its way to the group meanwhile."""
+        self.is_catching_up = True
+        try:
+            yield
+        finally:
+            self.is_catching_up = False
+
+    def _move(self, standing: Standing, outcomes: Iterable[pb.Outcome]) -> None:
+        self.outcomes |= {outcome.round: outcome for outcome in outcomes}
+        for round_number in sorted(self.outcomes)[: -self._num_kept]:
+            del self.outcomes[round_number]
+        self.standing = standing
