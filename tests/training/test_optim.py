@@ -1,8 +1,11 @@
 """Optimizers take the steps that their papers and torch say."""
 
+import dataclasses
 import math
 import subprocess
 import sys
+import typing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,16 +38,42 @@ def test_warmup_rises_linearly_and_is_never_zero() -> None:
     assert rates[10:] == [0.1, 0.1]
 
 
-def test_cosine_falls_to_its_floor_and_stays_there() -> None:
-    config = OptimizerConfig(
-        learning_rate=1.0, schedule="cosine", warmup_samples=100, total_samples=300, final_fraction=0.2
-    )
-    assert optim.learning_rate(config, 100) == pytest.approx(1.0)
-    assert optim.learning_rate(config, 200) == pytest.approx(0.6)
-    assert optim.learning_rate(config, 300) == optim.learning_rate(config, 10**9) == pytest.approx(0.2)
-    rates = [optim.learning_rate(config, samples) for samples in range(100, 301)]
-    assert rates == sorted(rates, reverse=True)
-    assert rates == pytest.approx([0.6 + 0.4 * math.cos(math.pi * samples / 200) for samples in range(201)], abs=1e-15)
+SCHEDULED = OptimizerConfig(
+    learning_rate=0.8, warmup_samples=100, total_samples=500, restart_samples=160, final_fraction=0.25
+)
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda since: 1.0,
+    "linear": lambda since: 0.25 + 0.75 * (1 - min(since, 400) / 400),
+    "cosine": lambda since: 0.25 + 0.75 * (1 + math.cos(math.pi * min(since, 400) / 400)) / 2,
+    "cosine-restarts": lambda since: 0.25 + 0.75 * (1 + math.cos(math.pi * math.fmod(since, 160) / 160)) / 2,
+}
+"""Each schedule's share of the peak, by the samples since the warm-up."""
+
+
+@pytest.mark.parametrize("schedule", typing.get_args(typing.get_type_hints(OptimizerConfig)["schedule"]))
+def test_a_schedule_has_the_values_of_its_formula(schedule: Any) -> None:
+    config = dataclasses.replace(SCHEDULED, schedule=schedule)
+    for samples in range(100):
+        assert optim.learning_rate(config, samples) == pytest.approx(0.8 * (samples + 1) / 101, rel=1e-14)
+    for since in [*range(1000), 10**9]:
+        expected = 0.8 * SHAPES[schedule](since)
+        assert optim.learning_rate(config, 100 + since) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "by_samples"),
+    [
+        ("constant", {100: 0.8, 300: 0.8, 10**9: 0.8}),
+        ("linear", {100: 0.8, 200: 0.65, 300: 0.5, 400: 0.35, 500: 0.2, 10**9: 0.2}),
+        ("cosine", {100: 0.8, 200: 0.7121320343559643, 300: 0.5, 500: 0.2, 10**9: 0.2}),
+        ("cosine-restarts", {100: 0.8, 140: 0.7121320343559643, 180: 0.5, 259: 0.20005782785538, 260: 0.8, 340: 0.5}),
+    ],
+)
+def test_a_schedule_has_the_values_that_were_worked_out_by_hand(schedule: Any, by_samples: dict[int, float]) -> None:
+    """At the peak, a quarter and half of the way down, at the floor, and long after."""
+    config = dataclasses.replace(SCHEDULED, schedule=schedule)
+    for samples, rate in by_samples.items():
+        assert optim.learning_rate(config, samples) == pytest.approx(rate, rel=1e-9)
 
 
 # -- AdamW -------------------------------------------------------------------------------------------------------------
@@ -79,8 +108,9 @@ def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
         config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
         optimizer: optim.Optimizer = optim.AdamW(config)
         groups: list[dict[str, Any]] = [
-            {"params": [theirs["matrix"]], "weight_decay": 0.3}, {"params": [theirs["vector"]]},
-        ]  # fmt: skip
+            {"params": [theirs["matrix"]], "weight_decay": 0.3},
+            {"params": [theirs["vector"]]},
+        ]
         reference: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
     else:
         optimizer = optim.OuterSgd(OuterConfig(momentum=0.9))
@@ -173,7 +203,7 @@ def test_clipped_gradients_have_the_largest_norm() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "outer"])
 def test_an_optimizer_goes_on_from_a_transferred_state(kind: str) -> None:
-    """Who loads the state takes the same steps as who gave it, to the bit."""
+    """With the loaded state it takes the same steps as the one that gave it, to the bit."""
 
     def build() -> optim.Optimizer:
         if kind == "adamw":
