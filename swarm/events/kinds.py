@@ -1,9 +1,11 @@
 """What a process can put on record: the events of a microbatch, of a round, and of the process itself.
 
-Written by whatever does these things, to an `Events` that it was given; swarm/event_log makes lines of them, and
-swarm/audit reads these. Plain records, which do not change.
+Whatever does these things writes them to an `Events` that it was given. swarm/events/log makes lines of them, which
+swarm/audit reads. They are plain records, which do not change.
 """
 
+import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +15,12 @@ FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class Event:
+    """Something that a process did. Its kinds follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Event):
     """A process begins, or goes on in the file of one that ended. Always a process's first line."""
 
     run: str
@@ -39,14 +46,14 @@ class Start:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap:
+class Gap(Event):
     """The disk was full: so many events before this one were not written."""
 
     lost: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hop:
+class Hop(Event):
     """A microbatch is offered to a peer of the next stage."""
 
     microbatch: int
@@ -58,7 +65,7 @@ class Hop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulate:
+class Accumulate(Event):
     """A microbatch's gradient was added to a bucket."""
 
     microbatch: int
@@ -69,7 +76,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RollBack:
+class RollBack(Event):
     """It was subtracted from that bucket again."""
 
     microbatch: int
@@ -78,14 +85,14 @@ class RollBack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ack:
+class Ack(Event):
     """A stage peer: an answer was acknowledged, and its microbatch counts. A trainer: it is about to acknowledge."""
 
     microbatch: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeat:
+class Repeat(Event):
     """A microbatch came that is known already."""
 
     microbatch: int
@@ -94,7 +101,7 @@ class Repeat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grant:
+class Grant(Event):
     """A stage's leader let a trainer run again what the stage has lost."""
 
     microbatches: tuple[int, ...]
@@ -102,7 +109,7 @@ class Grant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class Step(Event):
     """An inner step was taken with a bucket, which is empty since."""
 
     bucket: int
@@ -110,7 +117,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Close:
+class Close(Event):
     """The contribution to a round was frozen as it is now; later ones take its place."""
 
     round: int
@@ -123,7 +130,7 @@ class Close:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begin:
+class Begin(Event):
     """An attempt was promised, with the contribution closed last."""
 
     round: int
@@ -133,7 +140,7 @@ class Begin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
+class Prepare(Event):
     """An attempt's exchange came to a result here, which holds that contribution."""
 
     round: int
@@ -147,7 +154,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Abort:
+class Abort(Event):
     """An attempt was given up here."""
 
     round: int
@@ -157,7 +164,7 @@ class Abort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Commit:
+class Commit(Event):
     """A result was applied: the next round began."""
 
     round: int
@@ -181,7 +188,7 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class State(Event):
     """What a commit led to. The digest is taken beside training, so steps of the new round may come before it."""
 
     round: int
@@ -192,7 +199,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Install:
+class Install(Event):
     """A state became this peer's as a whole; what it had accumulated, and not stepped with, is gone."""
 
     round: int
@@ -208,33 +215,26 @@ class Install:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join:
+class Join(Event):
     """It serves from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leave:
+class Leave(Event):
     """It ends of its own accord."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class Move(Event):
     """It gives its stage up and goes to another: what follows is about that one, from an Install on."""
 
     stage: int
 
 
-Event = (
-    Start | Gap | Hop | Accumulate | RollBack | Ack | Repeat | Grant | Step | Close | Begin | Prepare | Abort | Commit
-    | State | Install | Join | Leave | Move
-)  # fmt: skip
-
 NAMES: dict[str, type[Event]] = {
-    "start": Start, "gap": Gap, "hop": Hop, "accumulate": Accumulate, "roll_back": RollBack, "ack": Ack,
-    "repeat": Repeat, "grant": Grant, "step": Step, "close": Close, "begin": Begin, "prepare": Prepare, "abort": Abort,
-    "commit": Commit, "state": State, "install": Install, "join": Join, "leave": Leave, "move": Move,
-}  # fmt: skip
-"""As the lines have them."""
+    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in Event.__subclasses__()
+}
+"""The kinds, as the lines name them."""
 
 
 class Events(Protocol):
@@ -254,18 +254,9 @@ class NoEvents:
 
 def ranges(microbatches: Iterable[int]) -> str:
     """A set of ids in short: 0-7 9 12-15."""
-    text, first, last = [], None, -1
-    for index in sorted(microbatches):
-        if first is not None and index == last + 1:
-            last = index
-            continue
-        if first is not None:
-            text.append(_range(first, last))
-        first = last = index
-    if first is not None:
-        text.append(_range(first, last))
-    return " ".join(text)
-
-
-def _range(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
+    words = []
+    # Ids that follow each other are all as far ahead of their places.
+    for _, run in itertools.groupby(enumerate(sorted(microbatches)), key=lambda place: place[1] - place[0]):
+        ids = [index for _, index in run]
+        words.append(str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}")
+    return " ".join(words)

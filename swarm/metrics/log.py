@@ -1,11 +1,9 @@
 """The run's log: one line of strict JSON a step, and one for each thing that happened to the swarm.
 
-The trainer writes steps, the launcher events; both may append to one file at once, since a line is a single write.
-Never keeps anything in memory.
+The trainer writes steps and the launcher writes events; both may append to one file at once.
 """
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from swarm.machine.line_file import LineFile
 from swarm.metrics.wandb_run import WandbRun
 from swarm.training.inner_steps import InnerSteps
-
-logger = logging.getLogger(__name__)
 
 BEGINS = "training begins"
 """The event of a trainer that begins, at the step that the swarm is at."""
@@ -120,12 +117,8 @@ class MetricsLog:
     def __init__(self, path: Path, *, wandb_run: WandbRun | None = None) -> None:
         """Open the file and make its folder. Raises OSError if that fails."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = LineFile(path, "figures")
         self._wandb_run = wandb_run
-        # A writer was killed in the middle of its last line, or the disk was full: that line is left alone.
-        self._is_torn = not _ends_with_newline(path)
-        self._is_losing = False
 
     def __enter__(self) -> Self:
         return self
@@ -147,15 +140,7 @@ class MetricsLog:
         self._append({"step": step, "event": text})
 
     def _append(self, values: Mapping[str, Value]) -> None:
-        line = (b"\n" if self._is_torn else b"") + json.dumps(values, allow_nan=False).encode() + b"\n"
-        try:
-            num_written, reason = self._file.write(line), "the disk is full"
-        except OSError as error:
-            num_written, reason = 0, error.strerror or str(error)
-        was_losing, self._is_losing = self._is_losing, num_written < len(line)
-        self._is_torn = 0 < num_written < len(line) or (self._is_torn and num_written == 0)
-        if self._is_losing and not was_losing:
-            logger.error("figures are not written to %s: %s", self._path, reason)
+        self._file.append(json.dumps(values, allow_nan=False))
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -186,12 +171,3 @@ def read_current(path: Path) -> list[dict[str, Any]]:
 def _finite(value: Value) -> Value:
     """JSON knows neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        if size == 0:
-            return True
-        file.seek(size - 1)
-        return file.read() == b"\n"

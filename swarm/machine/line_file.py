@@ -1,0 +1,60 @@
+"""A file that whole lines are appended to. The event log and the metrics are such files.
+
+Each line is a single write, so several processes may append to one file at once, and a process that is killed loses
+nothing that it wrote. A full disk costs lines, and stops nobody.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class LineFile:
+    """Appends to one file."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Open the file, or make it.
+
+        Args:
+            what: the lines are, for the log.
+
+        Raises:
+            OSError: it can neither be opened nor made.
+        """
+        self._path = path
+        self._what = what
+        # What a killed writer left unfinished stays a line of its own.
+        self._is_torn = path.exists() and not _ends_with_newline(path)
+        self._is_losing = False
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def append(self, line: str) -> bool:
+        """Write a line, given without its end, and tell whether all of it was written.
+
+        Of several lines in a row that are lost, only the first is told to the log.
+        """
+        data = (("\n" if self._is_torn else "") + line + "\n").encode()
+        try:
+            num_written, reason = os.write(self._file, data), "the disk is full"
+        except OSError as error:
+            num_written, reason = 0, error.strerror or str(error)
+        if num_written:
+            self._is_torn = num_written < len(data)
+        was_losing, self._is_losing = self._is_losing, num_written < len(data)
+        if self._is_losing and not was_losing:
+            logger.error("%s are not written to %s: %s", self._what, self._path, reason)
+        return not self._is_losing
+
+    def close(self) -> None:
+        """Write nothing more."""
+        os.close(self._file)
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
