@@ -23,6 +23,7 @@ from swarm.averaging.changes import Changes, wait
 from swarm.averaging.completion import Completion
 from swarm.averaging.context import Context, Tasks
 from swarm.averaging.donor import Donor
+from swarm.averaging.entry import Entry
 from swarm.averaging.group import Ballot
 from swarm.averaging.leader import AttemptFailed, Leader
 from swarm.averaging.participant import Participant
@@ -118,8 +119,9 @@ class Averager:
             transport, address=context.address, own_id=context.own_id, silence_seconds=context.timing.silence_seconds
         )
         self._catch_up = CatchUp(
-            context, place, participant=participant, transfer=transfer, roster=roster, survey=self._survey
-        )
+            context, place, participant=participant, transfer=transfer, roster=roster, survey=self._survey,
+            entry=Entry(context, member),
+        )  # fmt: skip
         self._reporter = Reporter(
             context, place, member, roster=roster, participant=participant, survey=self._survey,
             catch_up=self._catch_up, changes=changes,

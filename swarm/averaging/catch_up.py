@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 from swarm.averaging import messages
 from swarm.averaging.context import Context
+from swarm.averaging.entry import Entry
 from swarm.averaging.messages import Standing
 from swarm.averaging.pace import Pace, Position
 from swarm.averaging.participant import Participant
@@ -37,13 +38,14 @@ class CatchUp:
 
     def __init__(
         self, context: Context, place: Place, *, participant: Participant, transfer: StateTransfer, roster: Roster,
-        survey: Survey,
+        survey: Survey, entry: Entry,
     ) -> None:  # fmt: skip
         self._place = place
         self._participant = participant
         self._transfer = transfer
         self._roster = roster
         self._survey = survey
+        self._entry = entry
         self._clock = context.clock
         self._retry_seconds = context.timing.max_retry_seconds
         """Between two tries where there is no going back."""
@@ -54,6 +56,8 @@ class CatchUp:
         self._snapshot_bytes = 0
         """Of the last snapshot that was installed."""
         self._said_at = -math.inf
+        self._told_rate = math.nan
+        """Of this peer's line, when the log said last that it is too slow."""
         self.num_downloads = 0
 
     async def run(self, target: Standing) -> None:
@@ -65,6 +69,7 @@ class CatchUp:
             await self._ended.wait()
             return
         self._ended.clear()
+        self._entry.begin()
         try:
             with self._place.catching_up():
                 await self._participant.step_back("this peer is behind its group")
@@ -87,6 +92,8 @@ class CatchUp:
                     return False
                 is_there = is_there or self._place.branches.is_known(target)
                 if self._place.is_sound and is_there:
+                    if holders and await self._stays_out(holders):
+                        return False
                     break
                 if self._place.standing == before:
                     await self._download(holders, target.round)
@@ -118,6 +125,7 @@ class CatchUp:
                         now = Position(
                             at=self._clock.monotonic(), own_round=committed.after.round, group_round=donor_round
                         )
+                        self._entry.saw(donor_round, now=now.at)
                         pace = Pace(first=pace.first if pace else now, newest=now)
                         num_bytes = sum(tensor.nbytes for tensor in committed.result.tensors.values())
                         is_losing = pace.is_losing and now.num_behind * num_bytes > self._snapshot_bytes
@@ -157,10 +165,33 @@ class CatchUp:
             )  # fmt: skip
             self._said_at = now
 
+    async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:
+        """Whether this peer is where the group is, and yet must not become a member: its line is too slow."""
+        if self._entry.slowness is not None and self._entry.should_measure(self._clock.monotonic()):
+            try:
+                await self._download(holders, self._place.standing.round)
+            except SwarmError as error:
+                logger.info("this peer's line could not be measured again: %s", error)
+        if (slowness := self._entry.slowness) is None:
+            return False
+        if slowness.bytes_per_second != self._told_rate:
+            logger.warning(
+                "this peer cannot take part in a synchronous run over this line: it carries %.3g MB/s, so an exchange "
+                "would take %.1f s, and a round takes %.1f s without this peer. It stays out, follows the group, and "
+                "measures its line again now and then; that needs a faster line, or longer rounds "
+                "(rounds.round_samples)",
+                slowness.bytes_per_second / 1e6, slowness.exchange_seconds, slowness.round_seconds,
+            )  # fmt: skip
+            self._told_rate = slowness.bytes_per_second
+        return True
+
     async def _download(self, holders: Sequence[PeerRecord], least_round: int) -> None:
+        began_at = self._clock.monotonic()
         fetched = await self._transfer.snapshot(
             holders, max_bytes=await self._size_limit(), wanted=lambda theirs: theirs.round >= least_round
         )
+        now, num_bytes = self._clock.monotonic(), sum(t.nbytes for t in fetched.snapshot.tensors.values())
+        self._entry.downloaded(num_bytes, seconds=now - began_at, now=now)
         standing = messages.standing_of(fetched.snapshot)
         try:
             await self._participant.install(fetched.snapshot, fetched.outcomes, fetched.past)
@@ -169,7 +200,7 @@ class CatchUp:
                 self._transfer.distrust(source)
             raise
         self._sources = list(fetched.sources)
-        self._snapshot_bytes = sum(tensor.nbytes for tensor in fetched.snapshot.tensors.values())
+        self._snapshot_bytes = num_bytes
         self.num_downloads += 1
         logger.info("installed the snapshot of round %d, from %d donors", standing.round, len(fetched.sources))
 
