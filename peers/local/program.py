@@ -29,7 +29,8 @@ from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
 from peers.status.live_table import LiveTable
 from peers.status.observe import observe
-from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
+from peers.status.peer_row import PeerRow
+from peers.status.view import StageRow, SwarmView, TrainerRow
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.certificates import Role

@@ -3,9 +3,9 @@
 Used by swarm-local and by swarm-status. Never asks anybody anything.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -14,13 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from peers.status.view import PeerRow, SwarmView, TrainerRow
+from peers.status.figure import Column, figures
+from peers.status.peer_row import PeerRow
+from peers.status.view import SwarmView, TrainerRow
 
 _EVENTS_SHOWN = 5
-_LARGE_LAG_SECONDS = 0.2
-_STATE_STYLES = {
-    "serving": "green", "joining": "yellow", "moving": "yellow", "leaving": "yellow", "unreachable": "red",
-}  # fmt: skip
 
 
 class LiveTable:
@@ -70,77 +68,53 @@ def plain_lines(view: SwarmView) -> dict[str, str]:
     for trainer in view.trainers:
         if trainer.step:
             name = f" ({trainer.name})" if len(view.trainers) > 1 else ""
-            progress = f"loss {_loss(trainer)}, {trainer.tokens_per_second:,.0f} tokens/s"
+            progress = f"loss {trainer.loss_text}, {trainer.tokens_per_second:,.0f} tokens/s"
             lines[f"{trainer.name} step {trainer.step}"] = f"step {trainer.step}: {progress}{name}"
     return lines
 
 
-class _Column(NamedTuple):
-    """A column of the peers' table."""
-
-    heading: str
-    cell: Callable[[PeerRow], RenderableType]
-    is_shown: Callable[[PeerRow], bool] | None = None
-    """The column is there only if this holds for some peer: else it would take room from the peers' names."""
-    justify: Literal["left", "right"] = "right"
-
-
 def _peers(view: SwarmView) -> Table:
-    peers = [peer for row in view.stages for peer in row.peers]
-    columns = [column for column in _COLUMNS if column.is_shown is None or any(map(column.is_shown, peers))]
+    rows = [(row.stage, peer) for row in view.stages for peer in row.peers]
+    columns = _columns(PeerRow, [peer for _, peer in rows])
     # Without lines between the columns: all of them are to fit.
     table = Table(title=f"run {escape(view.run)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", justify="right")
-    for column in columns:
-        table.add_column(column.heading, justify=column.justify)
+    _add(table, columns)
     for row in view.stages:
         for peer in row.peers:
-            table.add_row(str(row.stage), *(column.cell(peer) for column in columns))
+            table.add_row(str(row.stage), *_cells(peer, columns))
         if row.stage in view.empty_stages:
             table.add_row(str(row.stage), Text("no peer", style="bold red"))
     return table
 
 
-def _state(peer: PeerRow) -> str:
-    if peer.moving_to is not None:
-        return f"moving to {peer.moving_to}"
-    return peer.state if peer.moving_from is None else f"moving from {peer.moving_from}"
-
-
-_COLUMNS = (
-    _Column("peer", lambda peer: escape(peer.name), justify="left"),
-    _Column("state", lambda peer: Text(_state(peer), style=_STATE_STYLES.get(peer.state, "")), justify="left"),
-    _Column("device", lambda peer: escape(peer.device), lambda peer: peer.device not in ("", "cpu"), justify="left"),
-    _Column("samples/s", lambda peer: f"{peer.samples_per_second:.1f}"),
-    _Column("queue", lambda peer: str(peer.queue_length)),
-    _Column("round", lambda peer: str(peer.round)),
-    _Column("samples", lambda peer: str(peer.samples)),
-    _Column("forwards", lambda peer: str(peer.forwards)),
-    _Column("backwards", lambda peer: str(peer.backwards)),
-    _Column("re-routed", lambda peer: str(peer.rerouted_backwards)),
-    _Column("members", lambda peer: f"{peer.members}/{peer.alive_peers}"),
-    _Column(
-        "steps",
-        lambda peer: f"{peer.inner_steps} x {peer.samples_per_inner_step:.0f}",
-        lambda peer: peer.configured_samples_per_inner_step > 0,
-    ),
-    _Column(
-        "late", lambda peer: f"{peer.staleness:.1f}/{peer.largest_staleness}", lambda peer: peer.largest_staleness > 0
-    ),
-    _Column(
-        "lag", lambda peer: f"{peer.loop_lag_seconds:.1f} s", lambda peer: peer.loop_lag_seconds >= _LARGE_LAG_SECONDS
-    ),
-)
-
-
 def _trainers(rows: Sequence[TrainerRow]) -> Table:
-    table = Table()
-    table.add_column("trainer")
-    for heading in ("step", "loss", "tokens/s"):
-        table.add_column(heading, justify="right")
+    table, columns = Table(), _columns(TrainerRow, rows)
+    _add(table, columns)
     for row in rows:
-        table.add_row(escape(row.name), str(row.step), _loss(row), f"{row.tokens_per_second:,.0f}")
+        table.add_row(*_cells(row, columns))
     return table
+
+
+def _columns(record: type, rows: Sequence[object]) -> dict[str, Column]:
+    """The columns that these rows need, by the field of their figure."""
+    columns = {name: figure.column for name, figure in figures(record).items() if figure.column is not None}
+    return {
+        name: column for name, column in columns.items() if column.is_shown is None or any(map(column.is_shown, rows))
+    }
+
+
+def _add(table: Table, columns: Mapping[str, Column]) -> None:
+    for column in columns.values():
+        table.add_column(column.heading, justify="left" if column.is_text else "right")
+
+
+def _cells(row: object, columns: Mapping[str, Column]) -> list[Text]:
+    # As text and not as markup: names come from strangers.
+    return [
+        Text(column.cell.format(row=row), style=column.styles.get(getattr(row, name), ""))
+        for name, column in columns.items()
+    ]
 
 
 def _warnings(view: SwarmView) -> list[str]:
@@ -155,7 +129,3 @@ def _refusals(view: SwarmView) -> dict[str, str]:
         for peer in row.peers
         for refusal in peer.refusals
     }
-
-
-def _loss(row: TrainerRow) -> str:
-    return "-" if row.loss is None else f"{row.loss:.3f}"

@@ -9,20 +9,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
+from peers.status.peer_row import PeerRow
+from peers.status.view import StageRow, SwarmView, TrainerRow
 from swarm.errors import MalformedMessage, PeerUnavailable, SwarmError
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
 from swarm.rpc.v1 import stage_pb2 as pb
-from swarm.training.inner_steps import InnerSteps
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState, TrainerRecord
 
 logger = logging.getLogger(__name__)
 
-MOST_REFUSALS = 8
-"""Lines of a peer about others, of which no more are shown."""
-LONGEST_REFUSAL = 400
-"""Characters of each of them."""
 ANSWER_SECONDS = 5.0
 """The first call to a peer connects as well: four round trips on the line, and TLS on a machine that computes."""
 
@@ -36,11 +32,11 @@ async def observe(
         *(_stage_row(run_id, stage, records, channels) for stage, records in sorted(stages.items()))
     )
     return SwarmView(
-        run=run_id, stages=with_moves(rows, stages, claims), events=tuple(events),
-        trainers=tuple(
-            TrainerRow(name=t.name, step=t.step, loss=t.loss, tokens_per_second=t.tokens_per_second) for t in trainers
-        ),
-    )  # fmt: skip
+        run=run_id,
+        stages=with_moves(rows, stages, claims),
+        trainers=tuple(map(TrainerRow.of, trainers)),
+        events=tuple(events),
+    )
 
 
 def with_moves(
@@ -72,7 +68,8 @@ def with_moves(
 
 
 async def _stage_row(run_id: str, stage: int, records: Sequence[PeerRecord], channels: ChannelPool) -> StageRow:
-    rows = await asyncio.gather(*(_peer_row(run_id, record, channels) for record in records))
+    replies = await asyncio.gather(*(_answer(run_id, record, channels) for record in records))
+    rows = [PeerRow.of(record, reply) for record, reply in zip(records, replies, strict=True)]
     return StageRow(stage=stage, peers=tuple(sorted(rows, key=lambda row: (row.name, row.peer_id))))
 
 
@@ -96,36 +93,3 @@ async def _answer(run_id: str, record: PeerRecord, channels: ChannelPool) -> pb.
         logger.debug("%s does not tell what it does: %s", record.peer_id, error)
         return None
     return reply
-
-
-async def _peer_row(run_id: str, record: PeerRecord, channels: ChannelPool) -> PeerRow:
-    reply = await _answer(run_id, record, channels)
-    if reply is None:
-        return PeerRow(
-            name=record.name, peer_id=record.peer_id, state="unreachable", device=record.device, round=record.round,
-            moves=record.moves,
-        )  # fmt: skip
-    counters = reply.counters
-    last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
-    inner = InnerSteps.read(last.inner_steps)
-    return PeerRow(
-        name=record.name, peer_id=record.peer_id, state=reply.state, device=record.device,
-        samples_per_second=reply.samples_per_second, queue_length=reply.queue_length, round=reply.round,
-        samples=reply.round_samples, forwards=counters.forwards, backwards=counters.backwards,
-        rerouted_backwards=counters.rerouted_backwards,
-        attempts=reply.averaging.attempts, aborted=dict(reply.averaging.aborted), downloads=reply.averaging.downloads,
-        refusals=tuple(map(_printable, reply.averaging.refusals[:MOST_REFUSALS])),
-        alive_peers=last.num_alive, members=last.num_members, averaged_fraction=last.averaged_fraction,
-        averaged_bytes=last.bytes_sent + last.bytes_received, compression_ratio=last.compression_ratio,
-        exchange_seconds=last.exchange_seconds, wait_seconds=last.wait_seconds,
-        contribution_norm=last.contribution_norm, moves=record.moves,
-        inner_steps=inner.count, samples_per_inner_step=inner.samples_per_step,
-        configured_samples_per_inner_step=inner.configured_samples, staleness=inner.mean_staleness,
-        largest_staleness=inner.largest_staleness,
-        loop_lag_seconds=reply.loop_lag_seconds,
-    )  # fmt: skip
-
-
-def _printable(text: str) -> str:
-    """What a peer says, as a line that no terminal takes for more than text."""
-    return "".join(character if character.isprintable() else "?" for character in text[:LONGEST_REFUSAL])

@@ -1,72 +1,16 @@
 """What people see of a swarm at one moment: plain records, gathered by swarm-status and swarm-local.
 
-Drawn by live_table.py. Nothing here talks to anybody.
+Gathered by observe.py and drawn by live_table.py. Nothing here talks to anybody.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Self
 
-
-@dataclass(frozen=True, kw_only=True)
-class PeerRow:
-    """A stage peer: its announcement, and what it answered when asked."""
-
-    name: str
-    peer_id: str
-    state: str
-    """joining, serving, moving or leaving; unreachable where it announces itself and does not answer."""
-    moving_from: int | None = None
-    """The stage that it comes from, while it is listed where it goes."""
-    moving_to: int | None = None
-    """The stage that it goes to, while it finishes at the one where it is listed."""
-    moves: int = 0
-    """How often it has moved to another stage since it started."""
-    device: str = ""
-    """What it computes on, as PyTorch names it; empty where it has not said."""
-    samples_per_second: float = 0.0
-    queue_length: int = 0
-    round: int = 0
-    samples: int = 0
-    """Samples it holds towards the current round."""
-    forwards: int = 0
-    backwards: int = 0
-    rerouted_backwards: int = 0
-    """Backwards it took over from a peer that dropped."""
-    alive_peers: int = 0
-    """Peers of its stage when it committed its last round, itself included."""
-    members: int = 0
-    """Of these, the ones that took part in that round's average; the next fields are about it as well."""
-    averaged_fraction: float = 0.0
-    """Share of the stage's parameters that were averaged."""
-    averaged_bytes: int = 0
-    """Sent and received."""
-    compression_ratio: float = 0.0
-    """Float32 size of what was averaged, over its size on the wire."""
-    exchange_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    """Closed, before and after the exchange."""
-    contribution_norm: float = 0.0
-    """Of what it contributed itself."""
-    attempts: int = 0
-    """Attempts it led, since it started."""
-    aborted: Mapping[str, int] = field(default_factory=dict)
-    """Of these, the ones that came to nothing, by reason."""
-    downloads: int = 0
-    """States it downloaded because it was behind."""
-    inner_steps: int = 0
-    """DiLoCo: that it took in its last committed round; the next fields are about these steps."""
-    samples_per_inner_step: float = 0.0
-    configured_samples_per_inner_step: int = 0
-    """0 in the synchronous setting."""
-    staleness: float = 0.0
-    """Versions of the weights made between a microbatch's forward and the step that used it, mean."""
-    largest_staleness: int = 0
-    loop_lag_seconds: float = 0.0
-    """By how long its event loop was late at most, in the last minute or two: for so long it answered nobody."""
-    refusals: tuple[str, ...] = ()
-    """A line for each holder of its stage that says it is elsewhere in the run, and that it does not follow."""
+from peers.status.figure import Column, figure, read
+from peers.status.peer_row import PeerRow
+from swarm.types import TrainerRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +25,41 @@ class StageRow:
 class TrainerRow:
     """A trainer's announcement."""
 
-    name: str
-    step: int = 0
-    loss: float | None = None
-    """Nats per token, of the last step."""
-    tokens_per_second: float = 0.0
+    name: str = figure(
+        "What it is called.",
+        announced=lambda record: record.name,
+        column=Column(heading="trainer", cell="{row.name}", is_text=True),
+    )
+    step: int = figure(
+        "The step that it has seen last.",
+        default=0,
+        announced=lambda record: record.step,
+        column=Column(heading="step", cell="{row.step}"),
+    )
+    loss: float | None = figure(
+        "The loss of this step.",
+        default=None,
+        unit="nats per token",
+        announced=lambda record: record.loss,
+        column=Column(heading="loss", cell="{row.loss_text}"),
+    )
+    tokens_per_second: float = figure(
+        "What the whole swarm trained on, in this step.",
+        default=0.0,
+        unit="tokens/s",
+        announced=lambda record: record.tokens_per_second,
+        column=Column(heading="tokens/s", cell="{row.tokens_per_second:,.0f}"),
+    )
+
+    @classmethod
+    def of(cls, record: TrainerRecord) -> Self:
+        """The row of a trainer by what it announces."""
+        return cls(**read(cls, record, None))
+
+    @property
+    def loss_text(self) -> str:
+        """The loss, or a dash where there is none yet."""
+        return "-" if self.loss is None else f"{self.loss:.3f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +76,8 @@ class SwarmView:
     @property
     def empty_stages(self) -> list[int]:
         """Stages without a peer that serves or is on its way there."""
-        return [row.stage for row in self.stages if not any(map(_stays, row.peers))]
+        return [row.stage for row in self.stages if not any(peer.stays for peer in row.peers)]
 
     def to_json(self) -> str:
         """One line of JSON with the records' field names, and `empty_stages`."""
         return json.dumps({**dataclasses.asdict(self), "empty_stages": self.empty_stages}, allow_nan=False)
-
-
-def _stays(peer: PeerRow) -> bool:
-    return peer.state in _ALIVE and peer.moving_to is None
-
-
-_ALIVE = ("joining", "moving", "serving")

@@ -4,10 +4,12 @@ import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
 
 from peers.status.live_table import LiveTable, plain_lines, render
-from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
+from peers.status.peer_row import PeerRow
+from peers.status.view import StageRow, SwarmView, TrainerRow
 
 PEER = PeerRow(
     name="host-1", peer_id="ab", state="serving", samples_per_second=12.34, forwards=71, rerouted_backwards=9
@@ -32,6 +34,42 @@ def test_table_shows_peers_trainers_events_and_the_empty_stage() -> None:
     for text in ("run demo", "host-1", "serving", "12.3", "71", "9", "trainer-1", "2.500", "killed peer 1-0"):
         assert text in drawn
     assert "stage 1 has no peer: start one with swarm-peer --stage 1" in drawn
+
+
+def _table(view: SwarmView, number: int) -> list[tuple[str, str]]:
+    """Heading and first cell of each column, from left to right, of the first or the second table."""
+    drawn = render(view)
+    assert isinstance(drawn, Group)
+    table = drawn.renderables[number]
+    assert isinstance(table, Table)
+    return [(str(column.header), str(next(iter(column.cells)))) for column in table.columns]
+
+
+def test_every_column_has_its_place_and_its_own_figure() -> None:
+    peer = PeerRow(
+        name="host-1", peer_id="ab", state="leaving", moves=50, device="cuda:1", samples_per_second=1.25,
+        queue_length=2, round=3, samples=4, forwards=5, backwards=6, rerouted_backwards=7, alive_peers=9, members=8,
+        averaged_bytes=51, inner_steps=10, samples_per_inner_step=11.0, configured_samples_per_inner_step=52,
+        staleness=12.3, largest_staleness=13, loop_lag_seconds=14.56,
+    )  # fmt: skip
+    assert _table(replace(VIEW, stages=(StageRow(stage=15, peers=(peer,)),)), 0) == [
+        ("stage", "15"),
+        ("peer", "host-1"),
+        ("state", "leaving"),
+        ("device", "cuda:1"),
+        ("samples/s", "1.2"),
+        ("queue", "2"),
+        ("round", "3"),
+        ("samples", "4"),
+        ("forwards", "5"),
+        ("backwards", "6"),
+        ("re-routed", "7"),
+        ("members", "8/9"),
+        ("steps", "10 x 11"),
+        ("late", "12.3/13"),
+        ("lag", "14.6 s"),
+    ]
+    assert _table(VIEW, 1) == [("trainer", "trainer-1"), ("step", "3"), ("loss", "2.500"), ("tokens/s", "1,234")]
 
 
 def test_a_late_event_loop_is_shown_and_usual_ones_are_not() -> None:

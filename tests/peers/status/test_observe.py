@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from peers.status.observe import LONGEST_REFUSAL, MOST_REFUSALS, observe, with_moves
-from peers.status.view import PeerRow, StageRow, SwarmView
+from peers.status.observe import observe, with_moves
+from peers.status.peer_row import LONGEST_REFUSAL, MOST_REFUSALS, PeerRow
+from peers.status.view import StageRow, SwarmView
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerRecord, PeerState
@@ -114,6 +115,32 @@ async def test_whom_a_peer_does_not_follow_is_shown_without_control_characters()
     (shown,) = await _ask([pb.DescribeReply(state="serving", averaging=pb.AveragingCounters(refusals=lines))])
     assert shown["refusals"][0] == "1a2b says ?[2J"
     assert (len(shown["refusals"][1]), len(shown["refusals"])) == (LONGEST_REFUSAL, MOST_REFUSALS)
+
+
+async def test_every_figure_is_read_from_its_own_field() -> None:
+    inner = pb.InnerSteps(
+        count=2, samples=34, configured_samples=16, microbatches=4, staleness=6, largest_staleness=3
+    )  # fmt: skip
+    last = pb.RoundReport(
+        num_alive=9, num_members=8, averaged_fraction=0.5, bytes_sent=100, bytes_received=20, compression_ratio=4.5,
+        exchange_seconds=1.5, wait_seconds=2.5, contribution_norm=3.5, inner_steps=inner,
+    )  # fmt: skip
+    reply = pb.DescribeReply(
+        state="leaving", samples_per_second=1.25, queue_length=2, round=3, round_samples=4, loop_lag_seconds=0.75,
+        counters=pb.StageCounters(forwards=5, backwards=6, rerouted_backwards=7),
+        averaging=pb.AveragingCounters(attempts=10, aborted={"silent": 11}, downloads=12, refusals=["a line"]),
+        rounds=[pb.RoundReport(num_members=99), last],
+    )  # fmt: skip
+    (shown,) = await _ask([reply])
+    assert shown == {
+        "name": "peer of stage 0", "peer_id": f"{0:040x}", "state": "leaving", "moving_from": None, "moving_to": None,
+        "moves": 0, "device": "", "samples_per_second": 1.25, "queue_length": 2, "round": 3, "samples": 4,
+        "forwards": 5, "backwards": 6, "rerouted_backwards": 7, "alive_peers": 9, "members": 8,
+        "averaged_fraction": 0.5, "averaged_bytes": 120, "compression_ratio": 4.5, "exchange_seconds": 1.5,
+        "wait_seconds": 2.5, "contribution_norm": 3.5, "attempts": 10, "aborted": {"silent": 11}, "downloads": 12,
+        "inner_steps": 2, "samples_per_inner_step": 17.0, "configured_samples_per_inner_step": 16, "staleness": 1.5,
+        "largest_staleness": 3, "loop_lag_seconds": 0.75, "refusals": ["a line"],
+    }  # fmt: skip
 
 
 async def test_how_late_a_peer_s_event_loop_was_is_shown() -> None:

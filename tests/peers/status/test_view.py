@@ -2,7 +2,8 @@
 
 import json
 
-from peers.status.view import PeerRow, StageRow, SwarmView, TrainerRow
+from peers.status.peer_row import PeerRow
+from peers.status.view import StageRow, SwarmView, TrainerRow
 
 
 def test_a_stage_is_empty_without_a_peer_that_serves_or_joins() -> None:

@@ -1,0 +1,75 @@
+"""What is shown of a peer or a trainer: every figure is defined once, with its unit, its meaning and its source.
+
+Used by peer_row.py and view.py, whose records are made of such figures. JSON has all of them; the table has those with
+a column; the page docs/status.md, which scripts/generate_status_docs writes, explains each.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+        heading: above it.
+        cell: a format string; `row` in it is the record that has the figure.
+        is_shown: the column is there only if this holds for some row: else it would take room from names.
+        is_text: left-justified.
+        styles: the style of a row's cell, by the figure's value.
+    """
+
+    heading: str
+    cell: str
+    is_shown: Callable[[Any], bool] | None = None
+    is_text: bool = False
+    styles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One field of a record that is shown.
+
+    Attributes:
+        help: what it is, in one or more sentences.
+        unit: of its value; empty where it has none.
+        announced: reads it from the announcement; None where that does not have it.
+        answered: reads it from what the peer answers when it is asked.
+        column: where the table shows it.
+    """
+
+    help: str
+    unit: str = ""
+    announced: Callable[[Any], Any] | None = None
+    answered: Callable[[Any], Any] | None = None
+    column: Column | None = None
+
+
+def figure(
+    help: str, *, default: Any = dataclasses.MISSING, unit: str = "", announced: Callable[[Any], Any] | None = None,
+    answered: Callable[[Any], Any] | None = None, column: Column | None = None,
+) -> Any:  # fmt: skip
+    """A dataclass's field for a figure; see Figure for the arguments."""
+    metadata = {"figure": Figure(help=help, unit=unit, announced=announced, answered=answered, column=column)}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def figures(record: type) -> dict[str, Figure]:
+    """Those of a record, by field, in the order in which they are shown."""
+    return {field.name: field.metadata["figure"] for field in dataclasses.fields(record)}
+
+
+def read(record: type, announcement: object, answer: object | None) -> dict[str, Any]:
+    """The values of a record's figures; of an answer that is missing nothing is read."""
+    values: dict[str, Any] = {}
+    for name, each in figures(record).items():
+        if answer is not None and each.answered is not None:
+            values[name] = each.answered(answer)
+        elif each.announced is not None:
+            values[name] = each.announced(announcement)
+    return values

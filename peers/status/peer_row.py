@@ -1,0 +1,274 @@
+"""All that is shown of one stage peer: every figure with its unit, its meaning, its source and its column.
+
+To show one more figure, add a field to PeerRow: JSON, the table and docs/status.md follow.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from peers.status.figure import Column, figure, read
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.training.inner_steps import InnerSteps
+from swarm.types import PeerRecord
+
+MOST_REFUSALS = 8
+"""Lines of a peer about others, of which no more are shown."""
+LONGEST_REFUSAL = 400
+"""Characters of each of them."""
+LARGE_LAG_SECONDS = 0.2
+"""From here on a late event loop is shown in the table."""
+
+_ALIVE = ("joining", "moving", "serving")
+_STATE_STYLES = {
+    "serving": "green", "joining": "yellow", "moving": "yellow", "leaving": "yellow", "unreachable": "red",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a peer answered when it was asked to describe itself.
+
+    Attributes:
+        last: of its last committed round.
+        inner: the inner steps of that round.
+    """
+
+    reply: pb.DescribeReply
+    last: pb.RoundReport
+    inner: InnerSteps
+
+    @classmethod
+    def of(cls, reply: pb.DescribeReply) -> Self:
+        """The answer in its parts."""
+        last = reply.rounds[-1] if reply.rounds else pb.RoundReport()
+        return cls(reply, last, InnerSteps.read(last.inner_steps))
+
+
+def _refusals(answer: Answer) -> tuple[str, ...]:
+    """What a peer says of others, as lines that no terminal takes for more than text."""
+    return tuple(
+        "".join(character if character.isprintable() else "?" for character in line[:LONGEST_REFUSAL])
+        for line in answer.reply.averaging.refusals[:MOST_REFUSALS]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRow:
+    """A stage peer: its announcement, and what it answered when asked."""
+
+    name: str = figure(
+        "What it is called.",
+        announced=lambda record: record.name,
+        column=Column(heading="peer", cell="{row.name}", is_text=True),
+    )
+    peer_id: str = figure("Its id, which belongs to its key.", announced=lambda record: record.peer_id)
+    state: str = figure(
+        "joining, serving, moving or leaving; unreachable where it announces itself and does not answer within five "
+        "seconds.",
+        default="unreachable",
+        answered=lambda said: said.reply.state,
+        column=Column(heading="state", cell="{row.way}", is_text=True, styles=_STATE_STYLES),
+    )
+    moving_from: int | None = figure(
+        "The stage that it comes from, while it is listed where it goes.", default=None, unit="stage"
+    )
+    moving_to: int | None = figure(
+        "The stage that it goes to, while it finishes at the one where it is listed.", default=None, unit="stage"
+    )
+    moves: int = figure(
+        "How often it has moved to another stage since it started.",
+        default=0,
+        announced=lambda record: record.moves,
+    )
+    device: str = figure(
+        "What it computes on, as PyTorch names it (`cpu`, `cuda:1`); empty where it has not announced that. The table "
+        "has it where some peer computes on something else than `cpu`.",
+        default="",
+        announced=lambda record: record.device,
+        column=Column(
+            heading="device", cell="{row.device}", is_shown=lambda row: row.device not in ("", "cpu"), is_text=True
+        ),
+    )
+    samples_per_second: float = figure(
+        "What it manages at its stage.",
+        default=0.0,
+        unit="samples/s",
+        answered=lambda said: said.reply.samples_per_second,
+        column=Column(heading="samples/s", cell="{row.samples_per_second:.1f}"),
+    )
+    queue_length: int = figure(
+        "Forwards and backwards that wait for its compute thread.",
+        default=0,
+        answered=lambda said: said.reply.queue_length,
+        column=Column(heading="queue", cell="{row.queue_length}"),
+    )
+    round: int = figure(
+        "The round that it is at; the announced one where it does not answer.",
+        default=0,
+        announced=lambda record: record.round,
+        answered=lambda said: said.reply.round,
+        column=Column(heading="round", cell="{row.round}"),
+    )
+    samples: int = figure(
+        "What it holds towards this round.",
+        default=0,
+        unit="samples",
+        answered=lambda said: said.reply.round_samples,
+        column=Column(heading="samples", cell="{row.samples}"),
+    )
+    forwards: int = figure(
+        "Forwards that it has computed since it started.",
+        default=0,
+        answered=lambda said: said.reply.counters.forwards,
+        column=Column(heading="forwards", cell="{row.forwards}"),
+    )
+    backwards: int = figure(
+        "Backwards that it has computed since it started.",
+        default=0,
+        answered=lambda said: said.reply.counters.backwards,
+        column=Column(heading="backwards", cell="{row.backwards}"),
+    )
+    rerouted_backwards: int = figure(
+        "Of these, the ones that it took over from a peer that dropped.",
+        default=0,
+        answered=lambda said: said.reply.counters.rerouted_backwards,
+        column=Column(heading="re-routed", cell="{row.rerouted_backwards}"),
+    )
+    alive_peers: int = figure(
+        "Peers of its stage when it committed its last round, itself included.",
+        default=0,
+        unit="peers",
+        answered=lambda said: said.last.num_alive,
+    )
+    members: int = figure(
+        "Of these, the ones that took part in that round's average. The table shows both.",
+        default=0,
+        unit="peers",
+        answered=lambda said: said.last.num_members,
+        column=Column(heading="members", cell="{row.members}/{row.alive_peers}"),
+    )
+    averaged_fraction: float = figure(
+        "The share of the stage's parameters that this round averaged.",
+        default=0.0,
+        answered=lambda said: said.last.averaged_fraction,
+    )
+    averaged_bytes: int = figure(
+        "What it sent and received for this average.",
+        default=0,
+        unit="bytes",
+        answered=lambda said: said.last.bytes_sent + said.last.bytes_received,
+    )
+    compression_ratio: float = figure(
+        "The float32 size of what was averaged, over its size on the wire.",
+        default=0.0,
+        answered=lambda said: said.last.compression_ratio,
+    )
+    exchange_seconds: float = figure(
+        "How long it took to exchange the average.",
+        default=0.0,
+        unit="seconds",
+        answered=lambda said: said.last.exchange_seconds,
+    )
+    wait_seconds: float = figure(
+        "How long the round was closed before and after this exchange.",
+        default=0.0,
+        unit="seconds",
+        answered=lambda said: said.last.wait_seconds,
+    )
+    contribution_norm: float = figure(
+        "The norm of what it contributed itself.", default=0.0, answered=lambda said: said.last.contribution_norm
+    )
+    attempts: int = figure(
+        "Attempts to average that it has led since it started.",
+        default=0,
+        answered=lambda said: said.reply.averaging.attempts,
+    )
+    aborted: Mapping[str, int] = figure(
+        "Of these, the ones that came to nothing, by reason.",
+        default={},
+        answered=lambda said: dict(said.reply.averaging.aborted),
+    )
+    downloads: int = figure(
+        "States that it has downloaded because it was behind.",
+        default=0,
+        answered=lambda said: said.reply.averaging.downloads,
+    )
+    inner_steps: int = figure(
+        "Inner steps that it took in its last committed round (DiLoCo); the next figures are about these. The table "
+        "shows how many there were, and of how many samples.",
+        default=0,
+        answered=lambda said: said.inner.count,
+        column=Column(
+            heading="steps",
+            cell="{row.inner_steps} x {row.samples_per_inner_step:.0f}",
+            is_shown=lambda row: row.configured_samples_per_inner_step > 0,
+        ),
+    )
+    samples_per_inner_step: float = figure(
+        "How many samples each of these steps used, on average.",
+        default=0.0,
+        unit="samples",
+        answered=lambda said: said.inner.samples_per_step,
+    )
+    configured_samples_per_inner_step: int = figure(
+        "How many each was to use; 0 in the synchronous setting.",
+        default=0,
+        unit="samples",
+        answered=lambda said: said.inner.configured_samples,
+    )
+    staleness: float = figure(
+        "How late gradients were: versions of the weights made between a microbatch's forward and the step that used "
+        "it, on average. Where any was late, the table shows the average and the largest.",
+        default=0.0,
+        unit="steps",
+        answered=lambda said: said.inner.mean_staleness,
+        column=Column(
+            heading="late",
+            cell="{row.staleness:.1f}/{row.largest_staleness}",
+            is_shown=lambda row: row.largest_staleness > 0,
+        ),
+    )
+    largest_staleness: int = figure(
+        "The same of the latest gradient.",
+        default=0,
+        unit="steps",
+        answered=lambda said: said.inner.largest_staleness,
+    )
+    loop_lag_seconds: float = figure(
+        "By how long its event loop was late at most, in the last minute or two: for so long it answered nobody, and "
+        f"with some seconds the others take it for dead. The table shows it from {LARGE_LAG_SECONDS} seconds on. A "
+        "machine that has more to do than it has cores makes it large (give each peer fewer threads), and so does one "
+        "that swaps, or slept.",
+        default=0.0,
+        unit="seconds",
+        answered=lambda said: said.reply.loop_lag_seconds,
+        column=Column(
+            heading="lag",
+            cell="{row.loop_lag_seconds:.1f} s",
+            is_shown=lambda row: row.loop_lag_seconds >= LARGE_LAG_SECONDS,
+        ),
+    )
+    refusals: tuple[str, ...] = figure(
+        "A line for each holder of its stage that says it is elsewhere in the run, and that it does not follow. The "
+        "table has these lines below the peers.",
+        default=(),
+        answered=_refusals,
+    )
+
+    @classmethod
+    def of(cls, record: PeerRecord, reply: pb.DescribeReply | None) -> Self:
+        """The row of a peer by what it announces and, unless it is silent, by what it answers."""
+        return cls(**read(cls, record, None if reply is None else Answer.of(reply)))
+
+    @property
+    def way(self) -> str:
+        """The state, with where the peer goes or comes from."""
+        if self.moving_to is not None:
+            return f"moving to {self.moving_to}"
+        return self.state if self.moving_from is None else f"moving from {self.moving_from}"
+
+    @property
+    def stays(self) -> bool:
+        """Whether it serves where it is listed, or is on its way there."""
+        return self.state in _ALIVE and self.moving_to is None
