@@ -109,3 +109,13 @@ class TrainerRecord(_Announcement):
     tokens: Annotated[int, Field(ge=0)] = 0
     tokens_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     in_flight: Annotated[int, Field(ge=0)] = 0
+
+
+class RunRecord(BaseModel):
+    """A peer's statement of what its run is: key `swarm.runs`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer_id: str
+    protocol_version: int = PROTOCOL_VERSION
+    config_json: Annotated[str, Field(max_length=12_000)]

@@ -17,7 +17,8 @@ from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.authority import Authority
 from swarm.dht import keys
-from swarm.dht.directory import Directory, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock

@@ -57,7 +57,7 @@ from swarm.credentials.identity import Identity
 from swarm.credentials.token import Token
 from swarm.data import corpora, tokenizers
 from swarm.dht import node as dht_node
-from swarm.dht.addresses import is_host
+from swarm.dht.addresses import OwnAddress, is_host
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable, SwarmError
@@ -228,7 +228,7 @@ def enter_dht(options: PeerOptions, member: Identity, libp2p_path: Path) -> DhtN
             announce_hosts=[options.announce] if options.announce else own_hosts(options.host, options.initial_peers),
             identity_path=libp2p_path,
         )  # fmt: skip
-    except dht_node.OwnAddress:
+    except OwnAddress:
         # Either the process that has this address has died, or its key files were copied to here.
         with contextlib.suppress(PeerUnavailable):
             node = dht_node.start(clock=clock, initial_peers=options.initial_peers, client_mode=True)

@@ -32,7 +32,8 @@ from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import node as dht_node
-from swarm.dht.directory import Directory, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import PeerStore
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable

@@ -1,16 +1,46 @@
-"""Multiaddresses of DHT nodes: what users type, and what a node listens on.
+"""Multiaddresses of DHT nodes: what users type, what a node listens on, and why an address may lead nowhere.
 
-Used by node. Pure, but for a look whether a port is free. Never resolves a name.
+Used by node and kademlia. Pure, but for a look whether a port is free. Never resolves a name.
 """
 
 import ipaddress
 import re
 import socket
+from collections.abc import Sequence
 
+from swarm.errors import PeerUnavailable
+
+_EXPLANATIONS = {
+    "peer id mismatch": "another peer answers there: it restarted under a new identity, so copy its present address",
+    "dial to self": "that is this peer's own address: two peers cannot share one identity file",
+    "local time": "this machine's clock and theirs differ by more than 3 s: set the time",
+}
+"""What libp2p and hivemind say when a node cannot be joined, and what to tell the user."""
 _NODE = re.compile(
     r"/(?:(?P<family>ip4|ip6)/(?P<ip>[^/]+)|dns[46]?/[A-Za-z0-9._-]+)/tcp/(?P<port>\d{1,5})"
     r"/p2p/(?P<peer_id>[1-9A-HJ-NP-Za-km-z]{40,64})"
 )
+
+
+class OwnAddress(PeerUnavailable):
+    """All addresses that were given to enter the DHT by are this very node's."""
+
+
+def cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:
+    """The error to raise if no node at these addresses can be joined. `fault` is what libp2p or hivemind says."""
+    kind = OwnAddress if "dial to self" in fault else PeerUnavailable
+    explanations = (text for needle, text in _EXPLANATIONS.items() if needle in fault)
+    default = "check the address, that a swarm-peer runs there, and that its port is open"
+    return kind(f"cannot join the DHT at {', '.join(tried)}: {next(explanations, default)}")
+
+
+def is_node(address: str) -> bool:
+    """Whether this is the address of a node."""
+    try:
+        split(address)
+    except ValueError:
+        return False
+    return True
 
 
 def split(address: str) -> tuple[str, str]:

@@ -12,12 +12,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from swarm.dht.record_store import Found
 from swarm.machine.clock import Clock
 
 SEARCH_SECONDS = 30.0
 """Age at which what is known of the nearest nodes is not relied on."""
-
-Found = dict[str, tuple[bytes, float]]
 
 
 class Holders:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from swarm.credentials.identity import Identity
-from swarm.dht.directory import NoOtherNode, RecordStore
+from swarm.dht.record_store import NoOtherNode, RecordStore
 from swarm.errors import DeadlineExceeded, Fatal, MalformedMessage, NotServed, PeerUnavailable, SwarmError, WrongRun
 from swarm.machine.clock import Clock
 from swarm.rpc.bounds import require_bounds

@@ -13,12 +13,14 @@ import pytest
 from swarm.config import ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
 from swarm.dht import keys
-from swarm.dht.directory import Directory, MemoryStore, RunRecord, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
 from swarm.errors import IncompatibleVersion, PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS, ManualClock
-from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
+from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, RunRecord, TrainerRecord
 from tests.support import locked
+from tests.support.memory_store import MemoryStore
 from tests.support.set_clock import SetClock
 
 OURS, THEIRS = identity.generate(), identity.generate()
@@ -181,7 +183,7 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce_peer(_record(OURS), 30)
     assert len(await directory.peers(1)) == 1
-    store._values.clear()
+    store.records.clear()
     assert len(await directory.peers(1)) == 1
     clock.advance(31)
     assert await directory.peers(1) == []

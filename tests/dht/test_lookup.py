@@ -10,8 +10,10 @@ import pytest
 from swarm import config as configs
 from swarm.credentials.identity import Identity, generate
 from swarm.dht import keys
-from swarm.dht.directory import Directory, MemoryStore, NoOtherNode, discover_config
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
 from swarm.dht.lookup import FRESH_SECONDS, MAX_REPLY_BYTES, DirectoryServicer, PeerStore
+from swarm.dht.record_store import NoOtherNode
 from swarm.dht.records import seal
 from swarm.errors import PeerUnavailable, WrongRun
 from swarm.machine.clock import ManualClock
@@ -21,6 +23,7 @@ from swarm.rpc.entry import Entry
 from swarm.rpc.v1 import directory_pb2 as pb
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState, TrainerRecord
+from tests.support.memory_store import MemoryStore
 
 OURS, THEIRS = generate(), generate()
 CONFIG = configs.load_preset("tiny")

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from pydantic import BaseModel
 
@@ -35,6 +36,9 @@ KEYS = [
 ]  # fmt: skip
 NOBODY = "12D3KooWJGb1V4MhumFes4HqVJKRZrs8qZcyMBtgrNRXUpPo3sN1"
 
+if TYPE_CHECKING:
+    from tests.support.dht_stranger import Stranger
+
 Start = Callable[..., DhtNode]
 
 
@@ -55,38 +59,26 @@ def _sealed(key: str, expiration: float, signer: identity.Identity = OWNER) -> b
     return seal(signer, key, Note(), expiration)
 
 
-def _take_anything(node: DhtNode) -> None:
-    """Have it store, pass on and believe whatever comes."""
-    from hivemind.dht.storage import DHTLocalStorage
+def _stranger(node: DhtNode, *, is_client: bool = True) -> "Stranger":
+    from tests.support.dht_stranger import Stranger
 
-    node._node.protocol.record_validator = None
-    node._node.protocol.storage = DHTLocalStorage()
+    return Stranger(node.addresses()[0], is_client=is_client)
 
 
-def _stored(node: DhtNode) -> dict[str, list[str]]:
-    """By key, who has a record that this node stores."""
-    from hivemind.dht.routing import DHTID
-
-    names = {DHTID.generate(key): key for key in KEYS}
-    return {names.get(key, "another"): [name for name, _ in kept.items()] for key, (kept, _) in _items(node)}
-
-
-def _items(node: DhtNode) -> list[tuple[Any, Any]]:
-    return list(node._node.protocol.storage.items())
+def _send(stranger: "Stranger", to: DhtNode, key: str, signers: Sequence[identity.Identity], seconds: float) -> int:
+    """Have a stranger store well-made records at a node; gives how many that one took."""
+    expiration = time.time() + seconds
+    records = [(signer.peer_id, _sealed(key, expiration, signer)) for signer in signers]
+    return sum(stranger.send(to.addresses()[0], key, records, expiration))
 
 
-async def _send(node: DhtNode, to: DhtNode, key: str, signers: Sequence[identity.Identity], seconds: float) -> int:
-    """Have one store records at another at once, whatever they are; gives how many that one took."""
-    from hivemind.dht.routing import DHTID
-
-    protocol, expiration = node._node.protocol, time.time() + seconds
-    values = [protocol.serializer.dumps(_sealed(key, expiration, signer)) for signer in signers]
-    call = protocol.call_store(
-        to._p2p.peer_id, len(signers) * [DHTID.generate(key)], values, expiration, [who.peer_id for who in signers]
-    )
-    answers = await node._call(call, 20.0)
-    assert answers is not None
-    return sum(answers)
+def _p2pd_of(node: DhtNode) -> psutil.Process:
+    port = node.addresses()[0].split("/")[4]
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.ZombieProcess):
+            if any(argument.endswith(f"/tcp/{port}") for argument in child.cmdline()):
+                return child
+    raise AssertionError("p2pd does not run")
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +113,10 @@ def client(start: Start, first: DhtNode) -> DhtNode:
 
 
 @pytest.fixture(scope="module")
-def careless(start: Start, first: DhtNode) -> DhtNode:
+def careless(first: DhtNode) -> Iterator["Stranger"]:
     """A node that sends anything."""
-    node = start(first.addresses(), client_mode=True)
-    node._node.protocol.record_validator = None
-    return node
+    with _stranger(first) as stranger:
+        yield stranger
 
 
 async def test_what_one_stores_all_can_read(first: DhtNode, second: DhtNode, client: DhtNode) -> None:
@@ -157,19 +148,25 @@ async def test_a_client_has_no_address(first: DhtNode, client: DhtNode) -> None:
     ids=["another's subkey", "for another key", "for too long"],
 )
 async def test_storage_nodes_refuse_what_its_owner_did_not_seal(
-    first: DhtNode, second: DhtNode, careless: DhtNode, key: str, subkey: str, signed_key: str, lifetime_seconds: float
-) -> None:
+    first: DhtNode,
+    second: DhtNode,
+    careless: "Stranger",
+    key: str,
+    subkey: str,
+    signed_key: str,
+    lifetime_seconds: float,
+) -> None:  # fmt: skip
     expiration = time.time() + lifetime_seconds
     value = _sealed(signed_key, expiration)
-    assert not await careless.store(key, subkey, value, expiration)
+    assert not careless.store(key, subkey, value, expiration)
     assert not await first.store(key, subkey, value, expiration)
     assert await second.get(key) == {}
 
 
-async def test_storage_nodes_refuse_a_longer_life(first: DhtNode, careless: DhtNode) -> None:
+async def test_storage_nodes_refuse_a_longer_life(first: DhtNode, careless: "Stranger") -> None:
     expiration = time.time() + 30
     value = _sealed("prolonged", expiration)
-    assert not await careless.store("prolonged", OWNER.peer_id, value, expiration + 60)
+    assert not careless.store("prolonged", OWNER.peer_id, value, expiration + 60)
     assert await first.get("prolonged") == {}
 
 
@@ -211,25 +208,21 @@ async def test_a_locked_node_stores_and_believes_members_alone(start: Start) -> 
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"unsigned", b"x" * 300, b"\xc7\xff" * 200])
-async def test_storage_nodes_refuse_rubbish(first: DhtNode, careless: DhtNode, rubbish: bytes) -> None:
+async def test_storage_nodes_refuse_rubbish(first: DhtNode, careless: "Stranger", rubbish: bytes) -> None:
     expiration = time.time() + 30
-    assert not await careless.store("rubbish", OWNER.peer_id, rubbish, expiration)
-    # As hivemind stores values that are no dictionary.
-    assert not await careless._call(careless._node.store("rubbish", rubbish, expiration, exclude_self=True), 5.0)
+    assert not careless.store("rubbish", OWNER.peer_id, rubbish, expiration)
+    assert not careless.store_bare("rubbish", rubbish, expiration)
     assert await first.get("rubbish") == {}
 
 
-async def test_a_liar_deceives_no_reader(start: Start, first: DhtNode) -> None:
+async def test_a_liar_deceives_no_reader(first: DhtNode) -> None:
     """Nor can it hide what honest nodes know."""
     expiration = time.time() + 30
-    liar = start(first.addresses())
-    _take_anything(liar)
     honest = _sealed("lies", expiration)
-    assert await first.store("lies", OWNER.peer_id, honest, expiration)
-    await liar._call(liar._node.store("lies", b"forged", expiration + 1e6, subkey=THIEF.peer_id), 5.0)
-    assert THIEF.peer_id in await liar.get("lies")
-    assert await first.get("lies") == {OWNER.peer_id: (honest, expiration)}
-    liar.shutdown()
+    with _stranger(first, is_client=False) as liar:
+        liar.keep("lies", THIEF.peer_id, b"forged", expiration + 1e6)
+        assert await first.store("lies", OWNER.peer_id, honest, expiration)
+        assert await first.get("lies") == {OWNER.peer_id: (honest, expiration)}
 
 
 async def test_keys_of_other_runs_are_not_stored(start: Start) -> None:
@@ -237,24 +230,24 @@ async def test_keys_of_other_runs_are_not_stored(start: Start) -> None:
     for authority, signer in ((locked.OWNER.authority, locked.TRAINER), (None, OWNER)):
         node = start()
         node.belong_to(keys.of_run("run.0", 1), authority)
-        intruder = start(node.addresses(), client_mode=True)
-        for number in range(20):
-            for key in (f"made up {number}.trainers", f"made up {number}.stage.0", keys.of_stage("run.0", number + 1)):
-                assert await _send(intruder, node, key, [signer], 30) == 0
-        assert await _send(intruder, node, keys.of_trainers("run.0"), [signer], 30) == 1
-        assert _stored(node) == {keys.of_trainers("run.0"): [signer.peer_id]}
-        for one in (intruder, node):
-            one.shutdown()
+        with _stranger(node) as intruder:
+            for number in range(20):
+                made_up = f"made up {number}.trainers", f"made up {number}.stage.0"
+                for key in (*made_up, keys.of_stage("run.0", number + 1)):
+                    assert _send(intruder, node, key, [signer], 30) == 0
+                    assert intruder.ask(node.addresses()[0], key) == {}
+            assert _send(intruder, node, keys.of_trainers("run.0"), [signer], 30) == 1
+            assert list(intruder.ask(node.addresses()[0], keys.of_trainers("run.0"))) == [signer.peer_id]
+        node.shutdown()
 
 
 async def test_a_node_that_knows_no_run_yet_stores_what_runs_there_are_and_nothing_else(start: Start) -> None:
     node = start()
     node.belong_to([keys.RUNS], None)
-    intruder = start(node.addresses(), client_mode=True)
-    assert await _send(intruder, node, keys.of_stage("run.0", 0), [OWNER], 30) == 0
-    assert await _send(intruder, node, keys.RUNS, [OWNER], 30) == 1
-    for one in (intruder, node):
-        one.shutdown()
+    with _stranger(node) as intruder:
+        assert _send(intruder, node, keys.of_stage("run.0", 0), [OWNER], 30) == 0
+        assert _send(intruder, node, keys.RUNS, [OWNER], 30) == 1
+    node.shutdown()
 
 
 async def test_a_key_has_so_many_records_and_those_that_are_there_stay(
@@ -262,15 +255,14 @@ async def test_a_key_has_so_many_records_and_those_that_are_there_stay(
 ) -> None:
     monkeypatch.setattr(quota, "MAX_RECORDS", 30)
     node, key = start(), keys.of_trainers("run.0")
-    intruder = start(node.addresses(), client_mode=True)
-    assert await _send(intruder, node, key, [OWNER], 20) == 1
-    strangers = [identity.generate() for _ in range(60)]
-    assert await _send(intruder, node, key, strangers, 30) == 29
-    assert len(_stored(node)[key]) == 30
-    assert await _send(intruder, node, key, [OWNER], 40) == 1, "it was there before"
+    with _stranger(node) as intruder:
+        assert _send(intruder, node, key, [OWNER], 20) == 1
+        assert _send(intruder, node, key, [identity.generate() for _ in range(60)], 30) == 29
+        assert len(intruder.ask(node.addresses()[0], key)) == 30
+        assert _send(intruder, node, key, [OWNER], 40) == 1, "it was there before"
     reader = start(node.addresses(), client_mode=True)
     assert len(await reader.get(key)) == 30
-    for one in (reader, intruder, node):
+    for one in (reader, node):
         one.shutdown()
 
 
@@ -278,72 +270,48 @@ async def test_all_keys_of_one_token_have_one_share(start: Start, monkeypatch: p
     monkeypatch.setattr(quota, "MAX_OWNER_RECORDS", 10)
     node, key = start(), keys.of_trainers("run.0")
     node.belong_to(KEYS, locked.OWNER.authority)
-    intruder = start(node.addresses(), client_mode=True)
     token = locked.issue(Role.TRAINER)
-    assert await _send(intruder, node, key, [token.admit(identity.generate()) for _ in range(25)], 30) == 10
-    assert await _send(intruder, node, key, [locked.TRAINER, locked.PEER], 30) == 2
-    for one in (intruder, node):
-        one.shutdown()
-
-
-async def test_a_record_that_is_renewed_all_the_time_takes_no_more_room(start: Start) -> None:
-    node, key = start(), keys.of_trainers("run.0")
-    intruder = start(node.addresses(), client_mode=True)
-    for number in range(300):
-        assert await _send(intruder, node, key, [OWNER], 30 + number / 100) == 1
-    storage = node._node.protocol.storage
-    [(_, (kept, _))] = _items(node)
-    assert len(storage.expiration_heap) < 100
-    assert len(kept.expiration_heap) < 100
-    for one in (intruder, node):
-        one.shutdown()
+    with _stranger(node) as intruder:
+        assert _send(intruder, node, key, [token.admit(identity.generate()) for _ in range(25)], 30) == 10
+        assert _send(intruder, node, key, [locked.TRAINER, locked.PEER], 30) == 2
+    node.shutdown()
 
 
 async def test_an_old_record_sent_again_does_not_shorten_the_life_of_a_new_one(start: Start) -> None:
     node, key = start(), keys.of_trainers("run.0")
-    intruder = start(node.addresses(), client_mode=True)
     old = time.time() + 1.0
     sealed = _sealed(key, old)
-    assert await _send(intruder, node, key, [OWNER], 30) == 1
-    assert not await node.store(key, OWNER.peer_id, sealed, old)
-    await asyncio.sleep(1.1)
-    assert _stored(node) == {key: [OWNER.peer_id]}
-    for one in (intruder, node):
-        one.shutdown()
+    with _stranger(node) as intruder:
+        assert _send(intruder, node, key, [OWNER], 30) == 1
+        assert not await node.store(key, OWNER.peer_id, sealed, old)
+        await asyncio.sleep(1.1)
+        assert list(intruder.ask(node.addresses()[0], key)) == [OWNER.peer_id]
+    node.shutdown()
 
 
 async def test_a_node_cannot_make_itself_many(start: Start) -> None:
-    from hivemind.dht.routing import DHTID
-
     node = start()
-    intruder = start(node.addresses())
-    protocol = node._node.protocol
-    genuine = set(protocol.routing_table.uid_to_peer_id)
-    for number in range(50):
-        await node._call(protocol.update_routing_table(DHTID.generate(f"made up {number}"), intruder._p2p.peer_id), 5.0)
-    assert set(protocol.routing_table.uid_to_peer_id) == genuine
-    for one in (intruder, node):
-        one.shutdown()
+    [address] = node.addresses()
+    with _stranger(node, is_client=False) as intruder, _stranger(node) as observer:
+        for number in range(10):
+            intruder.greet_as(f"made up {number}", address)
+        assert observer.neighbours(address) == [intruder.dht.libp2p_id]
+    node.shutdown()
 
 
 async def test_what_a_stranger_has_a_node_cache_hides_nothing(start: Start) -> None:
     """A record that holds, with a later expiry than those that are stored under its key."""
-    from hivemind.dht.routing import DHTID
-
     node = start()
-    stranger = start(node.addresses(), client_mode=True)
+    reader = start(node.addresses(), client_mode=True)
     expiration = time.time() + 30
     kept, cached = _sealed("cached", expiration), _sealed("cached", expiration + 30, THIEF)
     assert await node.store("cached", OWNER.peer_id, kept, expiration)
-    protocol = stranger._node.protocol
-    call = protocol.call_store(
-        node._p2p.peer_id, [DHTID.generate("cached")], [protocol.serializer.dumps(cached)], expiration + 30,
-        [THIEF.peer_id], in_cache=True,
-    )  # fmt: skip
-    assert await stranger._call(call, 5.0) == [False]
-    assert await node.get("cached") == await stranger.get("cached") == {OWNER.peer_id: (kept, expiration)}
-    stranger.shutdown()
-    node.shutdown()
+    with _stranger(node) as stranger:
+        records = [(THIEF.peer_id, cached)]
+        assert stranger.send(node.addresses()[0], "cached", records, expiration + 30, in_cache=True) == [False]
+    assert await node.get("cached") == await reader.get("cached") == {OWNER.peer_id: (kept, expiration)}
+    for one in (reader, node):
+        one.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -368,8 +336,8 @@ def test_one_address_of_several_suffices(start: Start, first: DhtNode) -> None:
     node.shutdown()
 
 
-def test_clients_cannot_be_joined(start: Start, first: DhtNode, client: DhtNode) -> None:
-    nobody_listens = first.addresses()[0].split("/p2p/")[0] + f"/p2p/{client._p2p.peer_id}"
+def test_clients_cannot_be_joined(start: Start, first: DhtNode, careless: "Stranger") -> None:
+    nobody_listens = first.addresses()[0].split("/p2p/")[0] + f"/p2p/{careless.dht.libp2p_id}"
     with pytest.raises(PeerUnavailable, match="another peer answers there"):
         start([nobody_listens])
 
@@ -416,12 +384,14 @@ def test_several_addresses_are_announced_in_the_order_in_which_they_are_given(st
 async def test_a_restarted_node_is_one_node_to_others(start: Start, tmp_path: Path) -> None:
     """As two, it would be handed every record twice, and its second answer is that it has it already."""
     witness = start()
-    for number in range(3):
-        node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key")
-        key, expiration = f"restart {number}", time.time() + 30
-        assert await witness.store(key, OWNER.peer_id, _sealed(key, expiration), expiration)
-        assert list(witness._node.protocol.routing_table.uid_to_peer_id.values()) == [node._p2p.peer_id]
-        node.shutdown()
+    with _stranger(witness) as observer:
+        for number in range(3):
+            node = start(witness.addresses(), identity_path=tmp_path / "libp2p.key")
+            key, expiration = f"restart {number}", time.time() + 30
+            assert await witness.store(key, OWNER.peer_id, _sealed(key, expiration), expiration)
+            [known] = observer.neighbours(witness.addresses()[0])
+            assert node.addresses()[0].endswith(f"/p2p/{known}")
+            node.shutdown()
     witness.shutdown()
 
 
@@ -437,7 +407,7 @@ async def test_after_the_end_calls_fail_at_once(start: Start, first: DhtNode) ->
 async def test_without_p2pd_calls_fail_at_once(start: Start, first: DhtNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht_node, "RESTART_SECONDS", 60.0)
     node = start(first.addresses())
-    node._process._process.kill()
+    _p2pd_of(node).kill()
     await asyncio.sleep(0.2)
     begin = time.monotonic()
     with pytest.raises(PeerUnavailable, match="p2pd, has died"):
@@ -451,12 +421,12 @@ async def test_p2pd_is_brought_back_with_its_address(
 ) -> None:
     caplog.set_level(logging.INFO, logger="swarm.dht")
     node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
-    addresses, killed = node.addresses(), node._process._process.pid
+    addresses = node.addresses()
     for _ in range(2):
-        os.kill(node._process._process.pid, signal.SIGKILL)
+        killed = _p2pd_of(node)
+        killed.kill()
         value, expiration = await _store_once_it_is_back(node, "after")
-        assert node._process._process.pid != killed
-        killed = node._process._process.pid
+        assert _p2pd_of(node).pid != killed.pid
         assert node.addresses() == addresses
         assert await first.get("after") == {OWNER.peer_id: (value, expiration)}, "it is in the same DHT again"
         late = start(node.addresses())
@@ -485,14 +455,14 @@ async def test_p2pd_that_cannot_start_is_tried_again_and_the_end_does_not_wait(
     node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
     key = tmp_path / "peer.p2p"
     away = key.rename(tmp_path / "away")
-    os.kill(node._process._process.pid, signal.SIGKILL)
+    _p2pd_of(node).kill()
     await asyncio.sleep(2.0)
     with pytest.raises(PeerUnavailable, match="has died, and is being started again"):
         await node.get("notes")
     away.rename(key)
     await _store_once_it_is_back(node, "again")
     key.unlink()
-    os.kill(node._process._process.pid, signal.SIGKILL)
+    _p2pd_of(node).kill()
     await asyncio.sleep(0.5)
     begin = time.monotonic()
     node.shutdown()
@@ -503,28 +473,42 @@ async def test_p2pd_is_brought_back_whatever_goes_wrong_at_first(
     start: Start, first: DhtNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dht_node, "RESTART_SECONDS", 0.05)
-    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
-    start_all, faults = dht_node._start_all, iter([asyncio.IncompleteReadError(b"", 1), RuntimeError("odd")])
+    from swarm.dht import kademlia
+
+    launch, stop = kademlia.launch, kademlia.Kademlia.stop
+    faults: Iterator[Exception | None] = iter([None, asyncio.IncompleteReadError(b"", 1), RuntimeError("odd")])
 
     async def dies_meanwhile(*arguments: Any, **options: Any) -> Any:
         if fault := next(faults, None):
             raise fault
-        return await start_all(*arguments, **options)
+        return await launch(*arguments, **options)
 
-    async def fails() -> None:
+    async def fails(dht: kademlia.Kademlia) -> None:
+        await stop(dht)
         raise ConnectionResetError
 
-    monkeypatch.setattr(dht_node, "_start_all", dies_meanwhile)
-    monkeypatch.setattr(node._p2p, "shutdown", fails)
-    os.kill(node._process._process.pid, signal.SIGKILL)
+    monkeypatch.setattr(kademlia, "launch", dies_meanwhile)
+    node = start(first.addresses(), identity_path=tmp_path / "peer.p2p")
+    monkeypatch.setattr(kademlia.Kademlia, "stop", fails)
+    _p2pd_of(node).kill()
     await _store_once_it_is_back(node, "whatever")
     assert next(faults, None) is None
+    monkeypatch.setattr(kademlia.Kademlia, "stop", stop)
     node.shutdown()
 
 
+def _thread_states(pid: int) -> list[str]:
+    return [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 async def test_a_call_has_a_deadline(start: Start, first: DhtNode) -> None:
     node = start(first.addresses())
-    node._process._process.send_signal(signal.SIGSTOP)
+    p2pd = _p2pd_of(node)
+    p2pd.suspend()
+    # Its threads stop one by one, when each is scheduled.
+    while any(status != "T" for status in _thread_states(p2pd.pid)):  # noqa: ASYNC110 - nothing tells when
+        await asyncio.sleep(0.01)
     with pytest.raises(PeerUnavailable, match="did not answer within 0 s"):
         await node.get("notes", timeout_seconds=0.3)
     node.shutdown()
@@ -617,17 +601,19 @@ async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
 
 PROGRAM = """
 import signal, sys, time
+import psutil
 # Ignored by whatever a shell runs in the background.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from swarm.machine.clock import SystemClock
 from swarm.dht import node
 running = node.start(clock=SystemClock(), host="127.0.0.1", initial_peers=sys.argv[1:])
 try:
-    print(running._process._process.pid, flush=True)
+    [p2pd] = psutil.Process().children()
+    print(p2pd.pid, flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.2)
-    print("p2pd is", "dead" if running._process.ended.done() else "alive", flush=True)
+    print("p2pd is", "alive" if p2pd.status() != psutil.STATUS_ZOMBIE else "dead", flush=True)
     running.shutdown()
 """
 
@@ -662,25 +648,3 @@ def test_ctrl_c_spares_p2pd_until_the_peer_has_said_goodbye(first: DhtNode) -> N
         assert program.stdout.read() == "p2pd is alive\n"
         assert program.wait(5) == 0
         assert not is_running(p2pd)
-
-
-def test_a_node_s_key_is_never_readable_by_others_and_survives_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """hivemind makes it private only once the key is in it."""
-    modes, synced = list[int](), list[int]()
-
-    def generate(path: str) -> None:
-        Path(path).write_text("key")
-        modes.append(Path(path).stat().st_mode & 0o777)
-
-    monkeypatch.setattr("hivemind.p2p.P2P.generate_identity", generate)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    mask = os.umask(0o022)
-    try:
-        path = dht_node._libp2p_key(tmp_path / "new" / "peer.p2p")
-        assert os.umask(0o022) == 0o022, "only for that file"
-    finally:
-        os.umask(mask)
-    assert modes == [0o600]
-    assert synced == [path.stat().st_ino, path.parent.stat().st_ino]

@@ -16,11 +16,8 @@ from swarm.config import load as load_config
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.dht import keys
-from swarm.dht import node as dht_node
-from swarm.dht.node import DhtNode
 from swarm.dht.quota import MAX_OWNER_RECORDS
 from swarm.dht.records import seal
-from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import MAX_COUNT, MAX_NAMED
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import lease_pb2 as pb
@@ -122,37 +119,27 @@ def test_a_second_token_that_names_every_microbatch_as_held_stalls_nothing(swarm
 
 
 def test_a_trainer_s_token_fills_no_node_with_records(swarm: RealSwarm) -> None:
-    node = dht_node.start(clock=SystemClock(), initial_peers=[swarm.address], client_mode=True)
-    try:
-        num_foreign, num_own = asyncio.run(_flood(node, swarm, _run_id(swarm)))
-    finally:
-        node.shutdown()
+    num_foreign, num_own = _flood(swarm.address, _run_id(swarm))
     assert num_foreign == 0
     assert num_own == MAX_OWNER_RECORDS
     trainer = _start_trainer(swarm, "beside-many-records", steps=1)
     assert swarm.wait_for_end(trainer, 60.0) == 0
 
 
-async def _flood(node: DhtNode, swarm: RealSwarm, run_id: str) -> tuple[int, int]:
+def _flood(address: str, run_id: str) -> tuple[int, int]:
     """Store as much as possible at one peer; gives how many it took under keys of other runs, and of this one."""
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p import PeerID
+    from tests.support.dht_stranger import Stranger
 
-    protocol, peer_id = node._node.protocol, PeerID.from_base58(swarm.address.split("/p2p/")[1])
     token, expiration = locked.issue(Role.TRAINER), time.time() + 100
 
-    async def store(key: str) -> bool:
+    def store(key: str) -> bool:
         who = token.admit(generate())
         value = seal(who, key, TrainerRecord(peer_id=who.peer_id, announced_at=time.time(), name="x"), expiration)
-        packed = protocol.serializer.dumps(value)
-        answer = await node._call(
-            protocol.call_store(peer_id, [DHTID.generate(key)], [packed], expiration, [who.peer_id]), 10.0
-        )
-        assert answer is not None
-        return all(answer)
+        return all(stranger.send(address, key, [(who.peer_id, value)], expiration))
 
-    foreign = [await store(f"another.{number}.trainers") for number in range(50)]
-    own = [await store(keys.of_trainers(run_id)) for _ in range(MAX_OWNER_RECORDS + 20)]
+    with Stranger(address) as stranger:
+        foreign = [store(f"another.{number}.trainers") for number in range(50)]
+        own = [store(keys.of_trainers(run_id)) for _ in range(MAX_OWNER_RECORDS + 20)]
     return sum(foreign), sum(own)
 
 

@@ -17,7 +17,7 @@ from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
-from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.directory import Directory
 from swarm.events.kinds import NoEvents
 from swarm.hop.hop import Hop, HopListener
 from swarm.machine.clock import SystemClock
@@ -30,6 +30,7 @@ from swarm.training.microbatch import Microbatch
 from swarm.types import PROTOCOL_VERSION, PeerRecord
 from tests.support import locked
 from tests.support.chain import cancelled_tasks
+from tests.support.memory_store import MemoryStore
 
 STAGE = 1
 OPEN_RUN = RunConfig(

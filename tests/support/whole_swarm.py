@@ -21,7 +21,7 @@ from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.config import RunConfig
 from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches
-from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.directory import Directory
 from swarm.events.log import EventLog
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
@@ -32,6 +32,7 @@ from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import TRAINER_STAGE
 from tests.support.chain import tokens
+from tests.support.memory_store import MemoryStore
 
 LOOK_SECONDS = 0.2
 CLOCK = SystemClock()

@@ -18,12 +18,13 @@ from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
-from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.directory import Directory
 from swarm.events.kinds import Event, Leave
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerId, PeerRecord
+from tests.support.memory_store import MemoryStore
 
 
 class Ordered(Rebalancer):

@@ -18,7 +18,6 @@ from peers.stage_peer import server as stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
 from swarm.config import RunConfig
-from swarm.dht.directory import MemoryStore
 from swarm.errors import Fatal, NotReady
 from swarm.events.kinds import Install, Join, Leave, Move
 from swarm.hop.hop import Hop, HopListener, HopReply
@@ -35,6 +34,7 @@ from swarm.types import ClaimState, PeerRecord, PeerState
 from tests.checkpoint.states import cut, write_cut
 from tests.peers.stage_peer.movers import LocalPeer
 from tests.support.chain import eventually, held
+from tests.support.memory_store import MemoryStore
 
 ROUND = 3
 

@@ -19,13 +19,14 @@ from peers.stage_peer.rebalancer import Rebalancer
 from swarm.checkpoint import file
 from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
-from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.directory import Directory
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
+from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import LoopClock, run
 
 PERIOD_SECONDS = 60.0

@@ -18,7 +18,7 @@ from peers.status.view import SwarmView
 from swarm import config as configs
 from swarm.credentials.identity import generate
 from swarm.dht import keys
-from swarm.dht.directory import Directory, MemoryStore
+from swarm.dht.directory import Directory
 from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
@@ -27,6 +27,7 @@ from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.entry import Entry
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState, TrainerRecord
+from tests.support.memory_store import MemoryStore
 
 CONFIG = configs.load_preset("tiny")
 HEAVY = ("torch", "hivemind", "numpy", "scipy", "matplotlib")

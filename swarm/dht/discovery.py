@@ -1,0 +1,78 @@
+"""Finding out what run there is, from nothing but an address: what a joiner does first.
+
+Called by peers/shared/network and swarm-status, with a store whose node knows no run yet.
+"""
+
+from swarm import config
+from swarm.credentials.authority import Authority
+from swarm.dht import keys
+from swarm.dht.known_records import KnownRecords
+from swarm.dht.record_store import RecordStore
+from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.machine.clock import Clock
+from swarm.types import PROTOCOL_VERSION, RunRecord
+
+
+async def discover_config(
+    store: RecordStore, clock: Clock, *, address: str, authority: Authority | None = None
+) -> config.RunConfig:
+    """The configuration of the run that the peers at `address` (which only errors name) train.
+
+    Args:
+        authority: the owner of the run that is looked for, as the token names it; None for an open run.
+
+    Raises:
+        PeerUnavailable: the DHT cannot be reached, or no run is announced in it.
+        ValueError: there are several runs, the run's configuration makes no sense to this version, it is locked and
+            there is no token, or the token is for another run.
+        IncompatibleVersion: the run speaks another protocol version.
+    """
+    runs, faults = await _announced_runs(store, clock, address, authority)
+    if authority is not None:
+        runs = {run_id: found for run_id, found in runs.items() if found.owner == authority.fingerprint}
+    if len(runs) > 1:
+        names = ", ".join(sorted(runs))
+        raise ValueError(f"several runs share the DHT at {address}: {names}; start every run on a DHT of its own")
+    if runs:
+        found = next(iter(runs.values()))
+        if found.owner and authority is None:
+            raise ValueError(
+                f"the run at {address} is locked: ask its owner for a token, and join with {address}#TOKEN"
+            )
+        return found
+    if faults:
+        raise faults[0]
+    if authority is not None:
+        others, _ = await _announced_runs(store, clock, address, None)
+        for other in others.values():
+            theirs = f"is owned by {other.owner[:16]}" if other.owner else "is open"
+            raise ValueError(
+                f"the token is for the run of owner {authority.fingerprint[:16]}, and the run at {address} {theirs}: "
+                "take the address and the token from one line"
+            )
+    raise PeerUnavailable(f"no run is announced at {address}: is a swarm-peer running there?")
+
+
+async def _announced_runs(
+    store: RecordStore, clock: Clock, address: str, authority: Authority | None
+) -> tuple[dict[str, config.RunConfig], list[Exception]]:
+    """The configurations by run id, and what is wrong with those that cannot be read."""
+    runs: dict[str, config.RunConfig] = {}
+    faults: list[Exception] = []
+    for record in await KnownRecords(store, keys.RUNS, RunRecord, authority, clock).read():
+        if record.protocol_version != PROTOCOL_VERSION:
+            faults.append(
+                IncompatibleVersion(
+                    f"the run at {address} speaks protocol version {record.protocol_version} and this software "
+                    f"{PROTOCOL_VERSION}: install the version that the other peers have"
+                )
+            )
+            continue
+        try:
+            found = config.from_json(record.config_json, source=f"the configuration of the run at {address}")
+        except ValueError as error:
+            faults.append(error)
+        else:
+            # The run's id is computed here, from the configuration: a record cannot claim another run's id.
+            runs[found.run_id] = found
+    return runs, faults

@@ -1,0 +1,294 @@
+"""One of hivemind's DHT nodes over one p2pd: the only file that imports hivemind, which takes seconds.
+
+Launched by node, in the DHT's thread, and once more whenever p2pd has died. What hivemind lets other nodes do to one is
+bounded here: it stores and believes what the validator accepts and nothing else, caches nothing, and takes no
+made-up ids. Never looks into records.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import ValidationError
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.multiaddr import Multiaddr
+
+from swarm.dht import addresses, daemon
+from swarm.dht.holders import Holders
+from swarm.dht.record_store import Found
+from swarm.dht.records import MAX_LIFETIME_SECONDS
+from swarm.dht.validator import RecordValidator
+from swarm.machine.clock import Clock
+from swarm.machine.disk import put_in_place
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+
+
+class Kademlia:
+    """A node that has joined the others.
+
+    Attributes:
+        ended: done once p2pd has died; every call would then wait for each neighbour in turn.
+        addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
+        is_client: whether it asks others, but listens to nobody and stores nothing.
+        p2p: hivemind's connection to p2pd.
+        node: hivemind's node.
+    """
+
+    def __init__(
+        self, process: daemon.Daemon, p2p: Any, node: Any, addresses: Sequence[str], clock: Clock, *, client_mode: bool
+    ) -> None:
+        self.ended = process.ended
+        self.addresses = list(addresses)
+        self.p2p = p2p
+        self.node = node
+        self._process = process
+        self._clock = clock
+        self.is_client = client_mode
+        self._holders: dict[str, Holders] = {}
+
+    @property
+    def libp2p_id(self) -> str:
+        """What follows /p2p/ in its addresses."""
+        return str(self.p2p.peer_id)
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether it knows of any other node."""
+        return bool(self.node.protocol.routing_table.uid_to_peer_id)
+
+    async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
+        """Store a sealed record at the nodes that keep the key; False if all that answered refused it."""
+        self._forget_far(key)
+        is_stored, all_answered = await self._holders_of(key).store(subkey, value, expiration)
+        if not all_answered:
+            # Then it goes to others, until as many have it as should. Those that have it by now refuse it.
+            search = self.node.store(key, value, expiration, subkey=subkey, exclude_self=self.is_client)
+            is_stored = bool(await search) or is_stored
+        return is_stored
+
+    async def read_all(self, key: str) -> Found:
+        """What all nodes that keep the key have; without neighbours, what this node has itself."""
+        # Without `latest`, whatever the node itself stores would do for an answer.
+        found = await self.node.get(key, latest=True)
+        return {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
+
+    async def read_one(self, key: str) -> Found | None:
+        """What one of the nodes that keep the key has, another one each time; None if that one does not answer."""
+        return await self._holders_of(key).read() if self.has_neighbours else None
+
+    async def reach(self, address: str) -> None:
+        """Take a node into the routing table again, if it has dropped out and answers."""
+        endpoint, peer_id = _parse(address)
+        if peer_id not in self.node.protocol.routing_table and await _connect(self.p2p, endpoint, peer_id) is None:
+            await self.node.protocol.call_ping(peer_id)
+
+    async def stop(self) -> None:
+        """End p2pd."""
+        try:
+            await self.p2p.shutdown()
+        finally:
+            await self._process.stop()
+
+    def _holders_of(self, key: str) -> Holders:
+        if key not in self._holders:
+            self._holders[key] = Holders(self.node, key, self._clock, client_mode=self.is_client)
+        return self._holders[key]
+
+    def _forget_far(self, key: str) -> None:
+        """Drop what this node took itself while its clock was ahead.
+
+        It would refuse all records that expire before that, and others would refuse all that it stores beside it. What
+        others announce comes again.
+        """
+        storage, key_id = self.node.protocol.storage, DHTID.generate(key)
+        found = storage.get(key_id)
+        if found is not None and found.expiration_time > self._clock.time() + MAX_LIFETIME_SECONDS:
+            del storage[key_id]
+
+
+# -- launching one -----------------------------------------------------------------------------------------------------
+
+
+def use_own_log(level: int) -> None:
+    """Have hivemind log as the rest of the program does, from this level on."""
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(level)
+
+
+def new_validator(clock: Clock) -> RecordValidator:
+    """A validator for records as hivemind packs them. It knows no run yet."""
+    return RecordValidator(clock, hash_key=lambda key: DHTID.generate(key).to_bytes(), pack=MSGPackSerializer.dumps)
+
+
+async def launch(
+    known: Sequence[str], *, options: Sequence[str], client_mode: bool, validator: RecordValidator, clock: Clock,
+    must_join: bool = False,
+) -> Kademlia:  # fmt: skip
+    """Start p2pd and a node over it, and join those that answer.
+
+    Args:
+        known: addresses of nodes.
+        options: of p2pd.
+        client_mode: ask others, but listen to nobody and store nothing.
+        must_join: whether one of the known nodes, if there are any, has to answer.
+
+    Raises:
+        PeerUnavailable: none of them does, or what answers cannot be joined.
+        OSError: p2pd cannot be started.
+    Cancellation leaves nothing behind.
+    """
+    async with contextlib.AsyncExitStack() as undo:
+        process = await daemon.launch(Path(str(resources.files("hivemind"))) / "hivemind_cli" / "p2pd", options)
+        undo.push_async_callback(process.stop)
+        p2p = await P2P.replicate(Multiaddr(process.control_address))
+        undo.push_async_callback(p2p.shutdown)
+        faults = await asyncio.gather(*(_connect(p2p, *_parse(address)) for address in known))
+        reached = [address for address, fault in zip(known, faults, strict=True) if fault is None]
+        if must_join and known and not reached:
+            raise addresses.cannot_join(known, str(faults[0]))
+        node = await _join(p2p, reached, client_mode, validator)
+        own = [] if client_mode else [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+        undo.pop_all()
+    return Kademlia(process, p2p, node, own, clock, client_mode=client_mode)
+
+
+async def _join(p2p: Any, reached: Sequence[str], client_mode: bool, validator: RecordValidator) -> Any:
+    try:
+        node = await DHTNode.create(
+            p2p=p2p,
+            # After a restart the same as before. With a new one others would know one peer as two nodes, store every
+            # record there twice, and take the second refusal for an answer.
+            node_id=DHTID.generate(str(p2p.peer_id)),
+            initial_peers=reached,
+            client_mode=client_mode,
+            record_validator=validator,
+            # What is cached for a key would hide what was stored under it since.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+        )
+    except (ValidationError, RuntimeError) as error:
+        raise addresses.cannot_join(reached, str(error)) from None
+    node.protocol.cache = NoCache()
+    node.protocol.storage = BoundedStorage(validator)
+    _bound(node.protocol.routing_table)
+    return node
+
+
+async def _connect(p2p: Any, endpoint: Any, peer_id: Any) -> str | None:
+    """Open a connection to a node. Returns what was wrong, or None."""
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            # hivemind's P2P has no public way to tell p2pd where a peer is.
+            await p2p._client.connect(peer_id, [endpoint])
+    except (ControlFailure, EOFError, OSError, TimeoutError) as error:
+        logger.debug("cannot connect to %s/p2p/%s: %s", endpoint, peer_id, error)
+        return str(error)
+    return None
+
+
+def _parse(address: str) -> tuple[Any, Any]:
+    endpoint, peer_id = addresses.split(address)
+    return Multiaddr(endpoint), PeerID.from_base58(peer_id)
+
+
+def require_key_file(path: Path) -> None:
+    """Make a file with a new libp2p key that only this user can read, unless the file is there."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # hivemind makes the file private only once the key is in it.
+    mask = os.umask(0o077)
+    try:
+        P2P.generate_identity(str(temporary))
+    finally:
+        os.umask(mask)
+    put_in_place(temporary, path)
+
+
+# -- bounds on what others may do to it --------------------------------------------------------------------------------
+
+
+class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+    """In the place of a node's cache.
+
+    Others may ask for their records to be cached, and one record with a late expiry would hide all that is stored under
+    its key.
+    """
+
+    def store(self, *_: Any, **__: Any) -> bool:
+        """Refuse."""
+        return False
+
+    def store_subkey(self, *_: Any, **__: Any) -> bool:
+        """Refuse."""
+        return False
+
+
+class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
+    """In the place of a node's storage.
+
+    hivemind's takes any number of records, and for each that is refreshed keeps a note until that one expires.
+    """
+
+    def __init__(self, validator: RecordValidator) -> None:
+        super().__init__()
+        self._validator = validator
+
+    def store(self, key: Any, value: bytes, expiration_time: float, subkey: str | None = None) -> bool:
+        """Refuses records without a subkey: there are none."""
+        return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
+
+    def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
+        """Keep a record that the validator has room for."""
+        kept = self.get(key)
+        former = kept.value.get(subkey) if kept is not None else None
+        # hivemind would refuse what expires sooner, and yet let the later one go at that time.
+        if former is not None and former.expiration_time >= expiration_time:
+            return False
+        record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expiration_time)
+        if not self._validator.has_room(record) or not super().store_subkey(key, subkey, value, expiration_time):
+            return False
+        for timed in (self, self.data[key].value):
+            if len(timed.expiration_heap) > 2 * len(timed.data) + 64:
+                timed.expiration_heap = sorted(timed.key_to_heap.values())
+        return True
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._validator.forget(key.to_bytes())
+
+
+def _bound(table: Any) -> None:
+    """Have hivemind's routing table take no made-up ids, and only as many replacements for a bucket as it has nodes.
+
+    An id has to follow from the node's key: else one node could have any number of ids.
+    """
+    add = table.add_or_update_node
+
+    def add_or_update_node(node_id: Any, peer_id: Any) -> Any:
+        if DHTID.generate(str(peer_id)) != node_id:
+            return None
+        to_ping = add(node_id, peer_id)
+        bucket = table.buckets[table.get_bucket_index(node_id)]
+        while len(bucket.replacement_nodes) > bucket.size:
+            del table[next(iter(bucket.replacement_nodes))]
+        return to_ping
+
+    table.add_or_update_node = add_or_update_node

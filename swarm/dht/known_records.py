@@ -1,0 +1,87 @@
+"""The records under one key of the DHT, as far as one process has read them.
+
+Used by directory and discovery. Every record is verified before it counts, and holds until it expires, even if a later
+reading misses it.
+"""
+
+import logging
+from typing import Generic, TypeVar
+
+from swarm.credentials.authority import Authority
+from swarm.credentials.certificates import bearer_of, peer_id_of
+from swarm.dht.quota import KeyQuota
+from swarm.dht.record_store import RecordStore
+from swarm.dht.records import open_record, signed_by
+from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
+from swarm.machine.clock import Clock, SteadyTime
+from swarm.types import ClaimRecord, PeerRecord, RunRecord, TrainerRecord
+
+logger = logging.getLogger(__name__)
+
+Record = TypeVar("Record", PeerRecord, TrainerRecord, ClaimRecord, RunRecord)
+
+
+class KnownRecords(Generic[Record]):
+    """What is known under one key.
+
+    A machine whose clock is set would see no peer any more, since it would take all records for expired, or for lasting
+    too long. So nothing expires until the clock is believed.
+    """
+
+    def __init__(
+        self, store: RecordStore, key: str, model: type[Record], authority: Authority | None, clock: Clock
+    ) -> None:
+        """
+        Args:
+            model: what the key's records hold.
+            authority: the owner of a locked run, whose members alone are believed; None in an open one.
+        """
+        self.key = key
+        self._store = store
+        self._model: type[Record] = model
+        self._authority = authority
+        self._clock = clock
+        self._steady_time = SteadyTime(clock)
+        self._known: dict[str, tuple[Record, float]] = {}
+        """By subkey, the record and when it expires."""
+        self._quota = KeyQuota()
+        """A node of the DHT may answer with any number of records that it has made up."""
+
+    def __len__(self) -> int:
+        """Records that held at the last reading that was answered."""
+        return len(self._known)
+
+    async def read(self, *, partly: bool = False) -> list[Record]:
+        """Read the key again.
+
+        Returns:
+            All records that hold now, of whatever protocol version.
+
+        Raises:
+            PeerUnavailable: the DHT cannot be reached.
+        """
+        found = await self._store.get(self.key, partly=partly)
+        now = self._clock.time()
+        for subkey, (value, expiration) in found.items():
+            if subkey in self._known and expiration <= self._known[subkey][1]:
+                continue
+            try:
+                record = open_record(self._model, self.key, subkey, value, expiration, now, self._authority)
+                _require_own(record, subkey)
+            except (IntegrityError, MalformedMessage, NotAllowed) as error:
+                logger.debug("left out: %s", error)
+                continue
+            owner = bearer_of(signed_by(value)) if self._authority is not None else None
+            if self._quota.take(subkey, owner, len(value), expiration, now):
+                self._known[subkey] = (record, expiration)
+        steady_now = self._steady_time.now()
+        if not self._steady_time.is_in_doubt:
+            self._known = {subkey: known for subkey, known in self._known.items() if known[1] > steady_now}
+        return [record for record, _ in self._known.values()]
+
+
+def _require_own(record: PeerRecord | TrainerRecord | ClaimRecord | RunRecord, subkey: str) -> None:
+    if record.peer_id != subkey:
+        raise IntegrityError(f"{subkey} announces {record.peer_id}")
+    if isinstance(record, PeerRecord) and record.certificate_pem and peer_id_of(record.certificate_pem) != subkey:
+        raise IntegrityError(f"{subkey} announces another peer's certificate")
