@@ -44,7 +44,8 @@ from scripts.benches.sides.identity_stage import VOCABULARY, Identity
 from scripts.benches.sides.moe_server import EXPERT
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
-from swarm.hop.hop import Hop, HopListener
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool

@@ -35,7 +35,8 @@ from swarm.credentials.certificates import Role
 from swarm.credentials.identity import generate
 from swarm.credentials.token import Token, new_owner
 from swarm.errors import IntegrityError
-from swarm.hop.hop import Hop, HopListener
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc.channels import ChannelPool

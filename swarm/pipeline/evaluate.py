@@ -13,7 +13,8 @@ import torch
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal
-from swarm.hop.hop import Hop, HopListener
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
 from swarm.rpc.wire import TensorSpec
 
 _CONCURRENCY = 4

@@ -20,7 +20,8 @@ from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal, RetriesExhausted, StaleMicrobatch
 from swarm.events.kinds import Ack, Events, NoEvents
-from swarm.hop.hop import Hop, HopListener, HopReply
+from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.hop import Hop
 from swarm.machine.clock import Clock
 from swarm.pipeline.lease_service import MAX_NAMED, LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS

@@ -2,7 +2,7 @@
 
 Used by the study `routing` and by `validate`. A microbatch is handed on as swarm.hop does it: a peer is chosen, asked
 unless it gave a credit, left alone when it is busy or fails, and another one is chosen. What is sent when, and how long
-that takes, is simulated; choices, credits, slots and queues are the real classes', and so are the hop's pauses. Simpler
+that takes, is simulated; choices, slots and queues are the real classes', and so are the hop's pauses. Simpler
 than the real thing: a microbatch whose peer failed is computed again further downstream as well, and nothing is ever
 lost for good.
 """
@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from swarm.errors import Overloaded
-from swarm.hop.hop import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
-from swarm.routing.credits import Credits
+from swarm.hop.retries import PAUSE_SECONDS, SHORTEST_WAIT_SECONDS, HopLimits, most_sent_on
 from swarm.simulation.choosers.chooser import Answer, Chooser
 from swarm.simulation.machine import Machine, SimulatedPeer
 from swarm.simulation.timeline import Timeline
@@ -30,8 +29,8 @@ class View:
         self.chooser = chooser
         self.name = name
         """By which peers tell it from other senders."""
-        self.credits: dict[int, Credits] = {}
-        """By stage."""
+        self.credits: set[PeerId] = set()
+        """Peers whose last answer granted room for one more."""
 
 
 class SimulatedPipeline:
@@ -125,7 +124,7 @@ class _Hop:
         self._pipeline = pipeline
         self._timeline = pipeline.timeline
         self._view = view
-        self._credits = view.credits.setdefault(stage, Credits())
+        self._credits = view.credits
         self._stage = stage
         self._origin = origin
         self._caller = view.name if origin is None else origin.peer_id
@@ -151,7 +150,8 @@ class _Hop:
             return
         self._sent_at = now
         self._busy_seconds = self._downstream_seconds = 0.0
-        self._is_eager = self._credits.take(peer_id)
+        self._is_eager = peer_id in self._credits
+        self._credits.discard(peer_id)
         self._has_others = self._num_sent_on < most_sent_on(self._view.chooser.num_asked_around(self._stage))
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
@@ -181,7 +181,6 @@ class _Hop:
             return
         self._pipeline.num_reroutes += 1
         self._view.chooser.failed(peer_id, is_gone=is_gone)
-        self._credits.drop(peer_id)
         self._excluded[peer_id] = self._timeline.monotonic() + PAUSE_SECONDS
         self.attempt()
 
@@ -251,7 +250,8 @@ class _Hop:
         self._pipeline.waits_no_more(self, peer_id)
         if self._origin is not None and self._origin.is_gone:
             return
-        self._credits.granted(peer_id, num_credits)
+        if num_credits:
+            self._credits.add(peer_id)
         self._view.chooser.succeeded(
             peer_id,
             Answer(

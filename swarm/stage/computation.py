@@ -22,7 +22,8 @@ from typing import TypeVar
 import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
-from swarm.hop.hop import Hop, HopListener, HopReply
+from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.hop import Hop
 from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
 from swarm.stage.runtime import Runtime

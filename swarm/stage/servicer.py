@@ -25,7 +25,9 @@ from swarm.errors import (
     StaleMicrobatch,
     SwarmError,
 )
-from swarm.hop.hop import Hop, HopListener, route_entries
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
+from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Caller, Callers, caller_of
@@ -39,7 +41,6 @@ from swarm.stage.incoming import Incoming
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
 from swarm.training.microbatch import Microbatch
-from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class StageServicer(StageServiceServicer):
             if tensors is None:
                 tensors = await incoming.tensors()
                 await send(context, pb.TrainReply(progress=pb.Progress(stage=self._stage.number)))
-            hints = {entry.stage: PeerId(entry.peer_id) for entry in opening.hints}
+            hints = unpack_route(opening.hints)
             still_waiting = self._signs_of_life(context)
             computation = await self._stage.begin(microbatch, tensors, hints, context, still_waiting)
             try:
@@ -201,7 +202,7 @@ class StageServicer(StageServiceServicer):
             await computation.news(PROGRESS_SECONDS)
             self._check_owner(context, computation)
             progress = pb.Progress(
-                stage=computation.waiting_stage, no_peer=computation.no_peer, route=route_entries(computation.route)
+                stage=computation.waiting_stage, no_peer=computation.no_peer, route=pack_route(computation.route)
             )
             num_unchanged = num_unchanged + 1 if progress == said else UNCHANGED
             if num_unchanged >= UNCHANGED:
@@ -225,7 +226,7 @@ class StageServicer(StageServiceServicer):
         try:
             reply = await _send_tensors(context, tensors, pb.TrainReply())
             done = pb.Done(
-                loss=result.loss, num_tokens=result.num_tokens, route=route_entries(result.route),
+                loss=result.loss, num_tokens=result.num_tokens, route=pack_route(result.route),
                 busy_seconds=result.busy_seconds, queue_length=self._stage.runtime.queue_length,
                 credits=self._stage.grants(has_others=has_others), num_reroutes=result.num_reroutes,
             )  # fmt: skip

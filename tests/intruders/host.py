@@ -19,7 +19,8 @@ from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, Stage
 from swarm.credentials.identity import Identity
 from swarm.dht.directory import Directory
 from swarm.events.kinds import NoEvents
-from swarm.hop.hop import Hop, HopListener
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.routing.router import Router
 from swarm.rpc import tls

@@ -11,7 +11,8 @@ import torch
 
 from swarm.data.microbatches import Microbatches
 from swarm.errors import Fatal
-from swarm.hop.hop import Hop, HopListener
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
 from swarm.pipeline.evaluate import generate, held_out_loss
 from swarm.rpc.wire import TensorSpec
 from tests.support.chain import SYNCHRONOUS

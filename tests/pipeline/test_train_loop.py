@@ -10,7 +10,8 @@ import pytest
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.hop.hop import Hop, HopListener
+from swarm.hop.answers import HopListener
+from swarm.hop.hop import Hop
 from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import LeaseClient, Leased
 from swarm.pipeline.leases import LEASE_SECONDS

@@ -22,7 +22,7 @@ from swarm.errors import (
     WrongRun,
     WrongStage,
 )  # fmt: skip
-from swarm.hop.hop import HopLimits
+from swarm.hop.retries import HopLimits
 from swarm.rpc.channels import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, translate
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub

@@ -15,7 +15,9 @@ import grpc
 import torch
 
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.hop.hop import Hop, HopLimits, HopListener, HopReply
+from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.hop import Hop
+from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Clock, SystemClock
 from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage

@@ -33,7 +33,8 @@ from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
-from swarm.hop.hop import Hop, HopListener, HopReply, Tensors
+from swarm.hop.answers import HopListener, HopReply, Tensors
+from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.rpc import tls

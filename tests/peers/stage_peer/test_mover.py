@@ -20,7 +20,8 @@ from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.errors import Fatal, NotReady
 from swarm.events.kinds import Install, Join, Leave, Move
-from swarm.hop.hop import Hop, HopListener, HopReply
+from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.routing.router import Router

@@ -1,0 +1,56 @@
+"""What a hop tells its caller: while a microbatch is under way, and in the end."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from swarm.errors import PeerUnavailable
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, torch.Tensor]
+
+ACK_SECONDS = 5.0
+"""Longest wait until an acknowledgement has been taken."""
+
+
+class HopListener:
+    """Hears how a microbatch fares downstream. The default ignores everything."""
+
+    def progress(self, stage: int, *, no_peer: bool) -> None:
+        """`stage` is the deepest one that is being waited for; `no_peer`: nobody serves it."""
+
+    def routed(self, route: Mapping[int, PeerId]) -> None:
+        """The route downstream changed."""
+
+
+@dataclass(eq=False)
+class HopReply:
+    """A microbatch's answer. Its stream stays open until `ack` or `close`."""
+
+    loss: float
+    num_tokens: int
+    tensors: Tensors
+    route: Mapping[int, PeerId]
+    num_reroutes: int
+    num_busy: int
+    """How often a peer of this hop had no room; one that merely left it to others is not counted."""
+    _call: Stream = field(repr=False)
+
+    async def ack(self) -> None:
+        """Tell the peer that its answer counts. A lost ack ends in "missing" at that peer, never in "double"."""
+        try:
+            await self._call.finish(pb.TrainRequest(ack=pb.Ack()), ACK_SECONDS)
+        except PeerUnavailable as error:
+            logger.debug("an ack was lost: %s", error)
+        finally:
+            self._call.cancel()
+
+    def close(self) -> None:
+        """Give the answer up: the peer will roll back what it accumulated."""
+        self._call.cancel()

@@ -1,0 +1,247 @@
+"""One attempt of a hop: a microbatch, or an evaluation, over one stream to one peer.
+
+Used by the hop, which chooses the peer and asks another one if this comes to nothing. Every wait has a deadline.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swarm.errors import MalformedMessage, Overloaded, PeerUnavailable
+from swarm.hop.answers import HopListener, HopReply, Tensors
+from swarm.hop.retries import HopLimits, Retries
+from swarm.hop.route import pack_route, unpack_route
+from swarm.machine.clock import Clock
+from swarm.routing.router import Router
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.stream import Stream
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.rpc.wire import TensorReader, TensorSpec, filled, require_in_range
+from swarm.training.microbatch import Microbatch
+from swarm.types import PeerId, PeerRecord
+
+OpenStub = Callable[[PeerRecord], Any]
+"""Gives a StageServiceStub for a peer; its generated type wants all requests when a call begins."""
+
+
+class Line:
+    """What this process sends to the next stage."""
+
+    def __init__(self, silence_seconds: float) -> None:
+        self._silence_seconds = silence_seconds
+        self._num_sending = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether tensors are on their way out."""
+        return self._num_sending > 0
+
+    async def send(self, call: Stream, request: Any, tensors: Tensors) -> None:
+        """Write tensors, the first of them with what else `request` says; it is filled, so nobody is to keep it."""
+        self._num_sending += 1
+        try:
+            for message in filled(request, tensors):
+                await call.write(message, self._silence_seconds)
+        finally:
+            self._num_sending -= 1
+
+
+class _Way:
+    """How long tensors take to a peer: from the first byte to the peer's next word.
+
+    The peer says something as soon as it has all of them, before it computes. When they were written tells less:
+    buffers take megabytes.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._sent_at: float | None = None
+        self.seconds: float | None = None
+        """None until then, and if nothing is sent."""
+
+    def begin(self) -> None:
+        """The first tensor is about to be sent."""
+        self._sent_at = self._clock.monotonic()
+
+    def heard(self) -> None:
+        """The peer has said something."""
+        if self._sent_at is not None and self.seconds is None:
+            self.seconds = self._clock.monotonic() - self._sent_at
+
+
+class TrainCalls:
+    """Hands microbatches to peers of one stage, each over a stream of its own."""
+
+    def __init__(
+        self, *, address: pb.Address, reply_specs: Mapping[str, TensorSpec], stub: OpenStub, router: Router,
+        clock: Clock, limits: HopLimits, line: Line,
+    ) -> None:  # fmt: skip
+        self._address = address
+        self._stage = address.stage
+        self._reply_specs = reply_specs
+        self._stub = stub
+        self._router = router
+        self._clock = clock
+        self._limits = limits
+        self._line = line
+        self._credits: set[PeerId] = set()
+        """Peers whose last answer granted room for one more microbatch, which need not ask."""
+
+    async def train(
+        self, record: PeerRecord, microbatch: Microbatch, tensors: Tensors, listener: HopListener, retries: Retries
+    ) -> HopReply:
+        """Have a peer, and all stages after it, compute one microbatch. Raises any SwarmError that `translate` gives.
+
+        Cancellation closes the stream, which makes the peer roll back.
+        """
+        peer_id, way = PeerId(record.peer_id), _Way(self._clock)
+        reader = TensorReader(self._reply_specs if microbatch.answers_gradient(self._stage) else {})
+        retries.offered(peer_id)
+        async with Stream(self._stub(record).Train()) as call:
+            await self._hand_over(call, self._opening(peer_id, microbatch, retries), tensors, way, retries)
+            retries.handed_over(peer_id)
+            listener.routed(retries.route)
+            done = await self._follow(call, peer_id, microbatch, reader, way, listener, retries)
+            self._learn(peer_id, microbatch, done, way.seconds)
+            return HopReply(
+                loss=done.loss, num_tokens=done.num_tokens, tensors=reader.tensors,
+                route={**unpack_route(done.route), self._stage: peer_id},
+                num_reroutes=done.num_reroutes + retries.num_failures, num_busy=retries.num_busy, _call=call,
+            )  # fmt: skip
+
+    def _opening(self, peer_id: PeerId, microbatch: Microbatch, retries: Retries) -> pb.Open:
+        is_known = retries.is_known_by(peer_id)
+        is_eager = not is_known and peer_id in self._credits
+        if is_eager:
+            self._credits.remove(peer_id)
+        return pb.Open(
+            address=self._address, microbatch=microbatch.index, round=microbatch.round,
+            num_samples=microbatch.num_samples, hints=pack_route(retries.route),
+            accumulate_only_at=microbatch.accumulate_only_at,
+            rerouted_backward=retries.forward_passed and not is_known, eager=is_eager, has_others=retries.has_others,
+            way_seconds=microbatch.way_seconds,
+        )  # fmt: skip
+
+    async def _hand_over(self, call: Stream, opening: pb.Open, tensors: Tensors, way: _Way, retries: Retries) -> None:
+        """Ask the peer and send it what it needs; with a credit both at once."""
+        if opening.eager:
+            way.begin()
+            await self._line.send(call, pb.TrainRequest(open=opening), tensors)
+            _admitted(await call.read(self._limits.silence_seconds))
+            way.heard()
+            retries.accepted()
+            return
+        await call.write(pb.TrainRequest(open=opening), self._limits.open_seconds)
+        accepted = _admitted(await call.read(self._limits.open_seconds))
+        retries.accepted()
+        if not accepted.has_tensors:
+            way.begin()
+            await self._line.send(call, pb.TrainRequest(), tensors)
+
+    async def _follow(
+        self, call: Stream, peer_id: PeerId, microbatch: Microbatch, reader: TensorReader, way: _Way,
+        listener: HopListener, retries: Retries,
+    ) -> pb.Done:  # fmt: skip
+        """Hear how the microbatch gets on, until the answer is there."""
+        stalled_since = self._clock.monotonic()
+        while True:
+            reply = await call.read(self._limits.silence_seconds)
+            way.heard()
+            _feed(reader, reply.chunks)
+            if reply.HasField("done"):
+                _require_complete(reader)
+                done: pb.Done = reply.done
+                with _well_formed():
+                    require_bounds(done, finite=True)
+                return done
+            if reply.HasField("progress"):
+                progress = reply.progress
+                if progress.stage != self._stage:
+                    stalled_since = self._clock.monotonic()
+                else:
+                    waited_seconds = self._clock.monotonic() - stalled_since
+                    retries.require_no_stall(peer_id, microbatch.num_samples, waited_seconds)
+                listener.progress(progress.stage, no_peer=progress.no_peer)
+                if retries.progressed(peer_id, progress.stage, unpack_route(progress.route)):
+                    listener.routed(retries.route)
+            elif not reply.chunks:
+                _admitted(reply)
+                raise PeerUnavailable("it was accepted twice")
+
+    def _learn(self, peer_id: PeerId, microbatch: Microbatch, done: pb.Done, link_seconds: float | None) -> None:
+        if done.credits:
+            self._credits.add(peer_id)
+        else:
+            self._credits.discard(peer_id)
+        self._router.succeeded(
+            peer_id, num_samples=microbatch.num_samples,
+            # A replay takes less of a peer than what it will mostly be asked for.
+            busy_seconds=None if microbatch.is_replay else done.busy_seconds,
+            link_seconds=link_seconds, queue_length=done.queue_length,
+        )  # fmt: skip
+
+
+class EvaluateCalls:
+    """Asks peers of one stage for the loss, or the logits, of what comes out in the end."""
+
+    def __init__(self, *, address: pb.Address, stub: OpenStub, limits: HopLimits, line: Line) -> None:
+        self._address = address
+        self._stub = stub
+        self._limits = limits
+        self._line = line
+
+    async def evaluate(
+        self, record: PeerRecord, tensors: Tensors, round_number: int, logits: TensorSpec | None, listener: HopListener
+    ) -> float | torch.Tensor:
+        """Forward only; see Hop.evaluate. Raises any SwarmError that `translate` gives."""
+        num_samples, num_tokens = tensors["tokens"].shape
+        request = pb.EvaluateOpen(
+            address=self._address, round=round_number, want_logits=logits is not None, num_samples=num_samples,
+            sequence_length=num_tokens - 1,
+        )  # fmt: skip
+        reader = TensorReader({} if logits is None else {"logits": logits})
+        async with Stream(self._stub(record).Evaluate()) as call:
+            await self._line.send(call, pb.EvaluateRequest(open=request), tensors)
+            await call.done_writing()
+            while True:
+                reply = await call.read(self._limits.silence_seconds)
+                _feed(reader, reply.chunks)
+                if reply.HasField("progress"):
+                    listener.progress(reply.progress.stage, no_peer=reply.progress.no_peer)
+                if reply.HasField("evaluated"):
+                    call.cancel()
+                    _require_complete(reader)
+                    return float(reply.evaluated.loss) if logits is None else reader.tensors["logits"]
+
+
+def _admitted(reply: pb.TrainReply) -> pb.Accepted:
+    if reply.HasField("busy"):
+        raise Overloaded(reply.busy.reason, retry_after_seconds=reply.busy.retry_after_seconds)
+    if not reply.HasField("accepted"):
+        raise PeerUnavailable("an answer that neither accepts nor refuses")
+    return reply.accepted
+
+
+def _feed(reader: TensorReader, chunks: Iterable[Any]) -> None:
+    with _well_formed():
+        for chunk in chunks:
+            reader.feed(chunk)
+
+
+def _require_complete(reader: TensorReader) -> None:
+    if not reader.complete:
+        raise PeerUnavailable("the reply ended before its tensors")
+    with _well_formed():
+        for name, tensor in reader.tensors.items():
+            require_in_range(name, tensor)
+
+
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    """Around looking at a reply. What is wrong with it is its sender's fault: another peer may answer well."""
+    try:
+        yield
+    except MalformedMessage as error:
+        raise PeerUnavailable(f"a malformed reply: {error}") from None

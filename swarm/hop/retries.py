@@ -1,0 +1,224 @@
+"""Whom a hop asks with one microbatch: the peer that comes next, what follows from a failure, and when to give up.
+
+Made by the hop for each microbatch and each evaluation. It asks the router and tells it how peers fared; it opens no
+connection and never waits.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swarm.errors import (
+    DeadlineExceeded,
+    IncompatibleVersion,
+    MalformedMessage,
+    NotAllowed,
+    NotReady,
+    Overloaded,
+    PeerUnavailable,
+    RetriesExhausted,
+    SwarmError,
+    WrongRun,
+    WrongStage,
+)
+from swarm.machine.clock import Clock
+from swarm.routing.router import Router
+from swarm.types import PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_WAIT_SECONDS = 0.005
+"""Until a peer is looked for again when nobody can be asked, at least."""
+STALL_FACTOR = 4.0
+"""A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
+MOST_DOUBLINGS = 3
+"""Of that time, in a microbatch that has stalled as often."""
+PAUSE_SECONDS = 1.0
+"""For how long a microbatch leaves a peer alone that failed it."""
+MOST_SENT_ON = 4
+"""Peers that may leave a microbatch to others, since something waits there already; the next one takes it, if it has a
+slot. Each is a round trip; after four of them most of what there is to gain is gained (docs/simulation.md)."""
+PEERS_TO_SEND_ON = 4
+"""One for so many peers of the stage: of a few every sender hears often enough to know better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopLimits:
+    """How patient a hop is."""
+
+    open_seconds: float = 10.0
+    """Longest wait for a peer's first answer, when no tensor is sent before it."""
+    silence_seconds: float = 15.0
+    """Longest wait for any sign of life from a peer that accepted; one comes every 3 s."""
+    stall_seconds: float = 120.0
+    """Longest time that the next peer may itself be what is waited for, if it is not known to need longer."""
+    retry_seconds: float = 0.25
+    """Longest wait before asking again when no peer can be asked."""
+    max_failures: int = 12
+    """Failed peers after which a microbatch is given up. Busy answers and empty stages do not count, nor peers that
+    join, move, leave, or lack a round's weights."""
+
+
+class Retries:
+    """What is remembered of one microbatch from attempt to attempt.
+
+    Attributes:
+        route: the peers that work on it, or worked on it before, by stage.
+        forward_passed: a peer has passed the forward on to the stage after it.
+        has_others: the peer that is asked was told that there are others to ask.
+        is_refused: no peer has taken it since one had no room.
+        num_failures: peers that have failed it.
+        num_busy: times that a peer had no room.
+        num_sent_on: times that a peer left it to others.
+    """
+
+    def __init__(
+        self, *, stage: int, router: Router, clock: Clock, limits: HopLimits, hints: Mapping[int, PeerId] | None = None
+    ) -> None:
+        """
+        Args:
+            hints: peers that worked on it before, by stage.
+        """
+        self._stage = stage
+        self._router = router
+        self._clock = clock
+        self._limits = limits
+        self.route = dict(hints or {})
+        self.forward_passed = False
+        self.has_others = False
+        self.is_refused = False
+        self.num_failures = 0
+        self.num_busy = 0
+        self.num_sent_on = 0
+        self._excluded: dict[PeerId, float] = {}
+        """Peers not to ask before a time."""
+        self._num_stalls = 0
+        self._num_not_ready = 0
+        self._num_refusals = 0
+        """Peers that called what was sent malformed."""
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def choose(self, num_samples: int) -> PeerRecord | None:
+        """The peer to ask now; None if there is none."""
+        now = self._clock.monotonic()
+        self._excluded = {peer: until for peer, until in self._excluded.items() if until > now}
+        hinted = self.route.get(self._stage)
+        prefer = [] if hinted is None else [hinted]
+        return self._router.choose(self._stage, num_samples, exclude=self._excluded.keys(), prefer=prefer)
+
+    def wait_seconds(self) -> float:
+        """How long to wait when there is no peer to ask: new ones may come at any time."""
+        seconds = self._limits.retry_seconds
+        if self._excluded:
+            first = min(self._excluded.values()) - self._clock.monotonic()
+            seconds = min(seconds, max(first, SHORTEST_WAIT_SECONDS))
+        return seconds
+
+    # -- an attempt that succeeds --------------------------------------------------------------------------------------
+
+    def offered(self, peer_id: PeerId) -> None:
+        """A peer is about to be asked. One that has the microbatch already is not told to leave it to others."""
+        self.has_others = not self.is_known_by(peer_id) and (
+            self.num_sent_on < most_sent_on(self._router.num_peers(self._stage))
+        )
+
+    def is_known_by(self, peer_id: PeerId) -> bool:
+        """Whether a peer worked on the microbatch before, as far as is known: it may need nothing sent."""
+        return self.route.get(self._stage) == peer_id
+
+    def accepted(self) -> None:
+        """A peer has room for it."""
+        self.is_refused = False
+
+    def handed_over(self, peer_id: PeerId) -> None:
+        """A peer has everything that it needs."""
+        self.route = {**self.route, self._stage: peer_id}
+
+    def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
+        """The peer tells which stage it waits for, and who works there; whether the route is another one now."""
+        self.forward_passed |= stage != self._stage or bool(downstream)
+        route = {**downstream, self._stage: peer_id}
+        if not downstream or self.route == route:
+            return False
+        self.route = route
+        return True
+
+    def require_no_stall(self, peer_id: PeerId, num_samples: int, seconds: float) -> None:
+        """The peer itself has been what is waited for, for so long.
+
+        A slow one with a full queue is not stalled. After a stall of the microbatch twice as long is allowed: of a peer
+        that has not answered yet nothing may be known.
+
+        Raises:
+            DeadlineExceeded: that is too long.
+        """
+        expected = self._router.expected_seconds(peer_id, num_samples) or 0.0
+        patience = max(self._limits.stall_seconds, STALL_FACTOR * expected)
+        if seconds > patience * 2.0 ** min(self._num_stalls, MOST_DOUBLINGS):
+            self._num_stalls += 1
+            raise DeadlineExceeded(f"no result after {seconds:.0f} s")
+
+    # -- an attempt that comes to nothing ------------------------------------------------------------------------------
+
+    def note(self, record: PeerRecord, error: SwarmError) -> None:
+        """Take note of why a peer did not answer, so that another one is asked, or the same one later.
+
+        Raises:
+            MalformedMessage: a second peer says so as well, or there is no other to ask.
+            RetriesExhausted: too many peers have failed.
+        """
+        peer_id = PeerId(record.peer_id)
+        if isinstance(error, Overloaded):
+            self._busy(peer_id, error.retry_after_seconds)
+            return
+        if isinstance(error, MalformedMessage):
+            # One peer's word: it may be its own weights that are broken. Another one is to say so as well.
+            self._num_refusals += 1
+            if self._num_refusals > 1 or not self._router.others(peer_id):
+                raise error
+        logger.info("stage %d: %s failed: %s", self._stage, record.name or peer_id[:8], error)
+        self._ban_if_at_fault(peer_id, error)
+        self._leave_alone(peer_id, is_slow=isinstance(error, DeadlineExceeded))
+        self._count(error)
+
+    def _busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
+        if self.has_others:
+            self.num_sent_on += 1
+        else:
+            self.num_busy += 1
+            self.is_refused = True
+        self._router.busy(peer_id, retry_after_seconds)
+        self._excluded[peer_id] = self._clock.monotonic() + retry_after_seconds
+
+    def _ban_if_at_fault(self, peer_id: PeerId, error: SwarmError) -> None:
+        if isinstance(error, PeerUnavailable):
+            self._router.failed(peer_id, is_gone=error.is_gone, is_unreachable=error.is_unreachable)
+        elif isinstance(error, NotAllowed | IncompatibleVersion | MalformedMessage):
+            # Its clock may be wrong, so that it takes a token for an expired one; another release may have its port.
+            self._router.failed(peer_id)
+
+    def _leave_alone(self, peer_id: PeerId, *, is_slow: bool) -> None:
+        """Let other peers come first for a while, for longer if this one is slow and another one can be asked."""
+        now = self._clock.monotonic()
+        soon = now + PAUSE_SECONDS
+        has_other = any(self._excluded.get(other, soon) <= soon for other in self._router.others(peer_id))
+        seconds = self._limits.stall_seconds if is_slow and has_other else PAUSE_SECONDS
+        self._excluded[peer_id] = now + seconds
+        self.route.pop(self._stage, None)
+
+    def _count(self, error: SwarmError) -> None:
+        if isinstance(error, NotReady):
+            self._num_not_ready += 1
+            if self._num_not_ready == self._limits.max_failures:
+                # It may be that nobody ever can: who looks into the log is to find why.
+                logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self._stage, error)
+        # Peers that join, move, leave or lack a round's weights say nothing about the others.
+        self.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)
+        if self.num_failures >= self._limits.max_failures:
+            raise RetriesExhausted(f"stage {self._stage}: {self.num_failures} peers failed in a row; the last: {error}")
+
+
+def most_sent_on(num_peers: int) -> int:
+    """How many peers of a stage may leave a microbatch to the others."""
+    return min(MOST_SENT_ON, num_peers // PEERS_TO_SEND_ON)
