@@ -66,10 +66,11 @@ from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
+from swarm.stage.settings import weights_of
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import staging_of
-from swarm.stage.weights import StageWeights, digest_of
+from swarm.stage.state import digest_of
 from swarm.training.round_member import Snapshot
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord, PeerState
 
@@ -150,7 +151,7 @@ class StageServer:
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         try:
             module = build_stage(config, stage, device=options.device)
-            weights = StageWeights(config, module, lineage=resume.genesis(config, stage), events=self._events)
+            weights = weights_of(config, module, lineage=resume.genesis(config, stage), events=self._events)
             # What the first step makes: moments, a second sum, another copy; and the server's threads. If they do not
             # fit, that is to be said now, and not after an hour.
             first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]

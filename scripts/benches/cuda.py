@@ -25,9 +25,9 @@ from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN, TOKENS, boundary_of
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
+from swarm.stage.settings import weights_of
 from swarm.stage.staging import Convert, CudaStaging, Download, Staging
 from swarm.stage.task_queue import Priority
-from swarm.stage.weights import StageWeights
 
 IN_FLIGHT = 5
 """Microbatches at once: as many as a peer of three stages takes."""
@@ -133,7 +133,7 @@ class Side:
         self._staging = staging
         module = build_stage(config, 1, device=device)
         self.backend = StageBackend(
-            config=config, stage=1, module=module, weights=StageWeights(config, module, lineage=""), staging=staging,
+            config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""), staging=staging,
             budget=GraphBudget(limit_bytes=1 << 40),
         )  # fmt: skip
         shape = (config.data.microbatch_size, config.data.sequence_length)

@@ -38,8 +38,8 @@ from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
-from swarm.stage.weights import StageWeights
 
 SETTINGS = ("synchronous", "diloco")
 GRAPH_BYTES = {"kept": 1 << 40, "recomputed": 0}
@@ -162,7 +162,7 @@ def recompute_ratio(config: RunConfig) -> paired.Ratio:
     compute_like_peers()
     module = build_stage(config, STAGE, device="cpu")
     backend = StageBackend(
-        config=config, stage=STAGE, module=module, weights=StageWeights(config, module, lineage=""),
+        config=config, stage=STAGE, module=module, weights=weights_of(config, module, lineage=""),
         staging=Staging(), budget=GraphBudget(limit_bytes=0),
     )  # fmt: skip
     inputs = random_inputs(config)

@@ -111,7 +111,8 @@ class StageBackend:
         if keeps_graph:
             forward._outputs = outputs
             self.budget.keep()
-        forward.version.users += has_backward
+        if has_backward:
+            forward.version.taken()
         return forward
 
     def backward(
@@ -157,7 +158,7 @@ class StageBackend:
         forward = Forward(
             microbatch=microbatch, wire_inputs=wire_inputs, version=self.weights.version_for(round_number)
         )
-        forward.version.users += 1
+        forward.version.taken()
         try:
             forward._inputs, outputs = self._graph(forward)
             loss = token_loss(outputs, self._targets(wire_inputs))
@@ -176,7 +177,7 @@ class StageBackend:
         if forward._outputs is not None:
             self.budget.let_go()
         forward._inputs = forward._outputs = None
-        forward.version.users -= 1
+        forward.version.left()
         self.weights.step_if_due()
 
     # -- what became of an accumulated gradient ------------------------------------------------------------------
@@ -185,8 +186,7 @@ class StageBackend:
         """It was acknowledged: it stays, and steps need not wait for it."""
         if not accumulated.settled:
             accumulated.settled = True
-            accumulated.bucket.num_tentative -= 1
-            accumulated.source.version.users -= 1
+            accumulated.bucket.settled(accumulated.source)
             self.weights.step_if_due()
 
     def roll_back(self, all_accumulated: Sequence[Accumulated]) -> None:
@@ -201,7 +201,7 @@ class StageBackend:
             self._take_out(bucket, sources.keys())
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
-            bucket.versions[source.version.number] -= 1
+            bucket.withdrawn(source)
             self.events.write(
                 RollBack(microbatch=source.microbatch, samples=source.num_samples, bucket=bucket.number)
             )  # fmt: skip
@@ -218,7 +218,6 @@ class StageBackend:
         else:
             for source in leaving:
                 bucket.add(self._again(source), -source.num_samples)
-        bucket.sources = dict.fromkeys(staying)
 
     def _again(self, source: Source) -> Sequence[torch.Tensor]:
         """Compute a gradient again, with the same weights and randomness."""
@@ -290,22 +289,22 @@ class StageBackend:
         # Waits for the device: what is in the sum cannot be taken out again if it is not finite.
         if not bool(torch.stack(torch._foreach_norm(gradients[len(inputs) :])).isfinite().all()):
             raise MalformedMessage("the gradient of the weights is not finite")
-        num_samples = self.config.data.microbatch_size
-        bucket = self.weights.buckets.open()
-        bucket.add(gradients[len(inputs) :], num_samples)
-        bucket.num_tentative += 1
-        bucket.versions[forward.version.number] += 1
-        self.events.write(
-            Accumulate(microbatch=forward.microbatch, samples=num_samples, bucket=bucket.number, only_at=only_at)
-        )
-        forward.version.users += 1
         source = Source(
-            microbatch=forward.microbatch, num_samples=num_samples, wire_inputs=forward.wire_inputs,
-            wire_gradient=wire_gradient, version=forward.version,
-        )  # fmt: skip
-        if self.config.rounds.synchronous:
-            # With DiLoCo it need not be kept for longer than until it is acknowledged.
-            bucket.sources[source] = None
+            microbatch=forward.microbatch,
+            num_samples=self.config.data.microbatch_size,
+            wire_inputs=forward.wire_inputs,
+            wire_gradient=wire_gradient,
+            version=forward.version,
+        )
+        bucket = self.weights.accumulate(gradients[len(inputs) :], source)
+        self.events.write(
+            Accumulate(
+                microbatch=source.microbatch,
+                samples=source.num_samples,
+                bucket=bucket.number,
+                only_at=only_at,
+            )
+        )
         return answer, Accumulated(source=source, bucket=bucket)
 
     def _check_inputs(self, wire_inputs: Mapping[str, torch.Tensor]) -> None:

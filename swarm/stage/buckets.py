@@ -1,15 +1,19 @@
-"""Sums of gradients that wait for a step, and what each gradient was computed from.
+"""Versions of the weights, and the buckets in which the gradients that were computed with them wait for a step.
 
-Owned by the compute thread: stage/backend fills buckets and takes gradients out again, stage/weights steps with them.
-With DiLoCo a bucket holds exactly one inner batch. Those that are full wait side by side until everything in them has
-been acknowledged, so that no batch grows because another one is late. Never touches weights.
+Owned by the compute thread: stage/backend computes with versions, fills buckets and takes gradients out again;
+stage/weights steps with what is in them and publishes the next version. With DiLoCo a bucket holds exactly one inner
+batch. Those that are full wait side by side until everything in them has been acknowledged, so that no batch grows
+because another one is late. Nothing here writes to weights.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
+
+from swarm.machine.memory import Recycler
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,6 +32,57 @@ class Version:
     number: int = 0
     users: int = 0
     casts: Tensors = field(default_factory=dict)
+
+    def taken(self) -> None:
+        """One more microbatch may need it."""
+        self.users += 1
+
+    def left(self) -> None:
+        """One of them needs it no longer."""
+        self.users -= 1
+
+
+class Versions:
+    """The newest version, and those before it that are in use.
+
+    Args:
+        masters: what versions are copies of.
+        memory: of which the copies are made.
+    """
+
+    def __init__(self, masters: Mapping[str, torch.Tensor], memory: Recycler) -> None:
+        self._masters = masters
+        self._memory = memory
+        self._num_made = 0
+        self._old: WeakSet[Version] = WeakSet()
+        """Whatever uses one of them keeps it."""
+        self.newest = self._make({})
+
+    @property
+    def num_old(self) -> int:
+        """Versions before the newest that are in use."""
+        return sum(version.users > 0 for version in self._old)
+
+    def publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Make a version of the masters as they are; the one before stays for those who use it.
+
+        Args:
+            copies: of some masters, to which nobody writes: those on the same device are taken.
+        """
+        self._old.add(self.newest)
+        self.newest = self._make(copies or {})
+
+    def restart(self) -> None:
+        """Make a version of the masters as they are; those before count no more."""
+        self._old.clear()
+        self.newest = self._make({})
+
+    def _make(self, copies: Mapping[str, torch.Tensor]) -> Version:
+        taken = {name: copy for name, copy in copies.items() if copy.device == self._masters[name].device}
+        made = self._memory.copies({name: master for name, master in self._masters.items() if name not in taken})
+        self._num_made += 1
+        parameters = {name: (taken | made)[name].requires_grad_() for name in self._masters}
+        return Version(parameters=parameters, number=self._num_made - 1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,7 +111,7 @@ class GradientBucket:
         sums: by parameter, sum over the samples.
         num_samples: samples in the sum.
         num_tentative: microbatches in the sum that nobody has acknowledged yet; no step while there are any.
-        sources: of what is in the sum, in the order of its coming; synchronous.
+        sources: of what is in the sum, in the order of its coming; kept in the synchronous setting alone.
         versions: how many microbatches in the sum were computed with each version, by its number.
     """
 
@@ -75,6 +130,23 @@ class GradientBucket:
         """
         torch._foreach_add_(list(self.sums.values()), list(gradients), alpha=num_samples)
         self.num_samples += 0 if is_counted else num_samples
+
+    def accumulate(self, gradients: Iterable[torch.Tensor], source: Source) -> None:
+        """Add a microbatch's mean gradient, which is tentative until `settled`."""
+        self.add(gradients, source.num_samples)
+        self.num_tentative += 1
+        self.versions[source.version.number] += 1
+        source.version.taken()
+
+    def settled(self, source: Source) -> None:
+        """A gradient is tentative no longer: it stays, or it was taken out."""
+        self.num_tentative -= 1
+        source.version.left()
+
+    def withdrawn(self, source: Source) -> None:
+        """A gradient was taken out of the sum."""
+        self.versions[source.version.number] -= 1
+        self.sources.pop(source, None)
 
     def clear(self, *, num_samples: int = 0) -> None:
         """Take all gradients out; so many samples are about to be added again, and counted as if they were there."""

@@ -26,10 +26,10 @@ from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
+from swarm.stage.diloco.turns import Turns
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
-from swarm.stage.turns import Turns
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 

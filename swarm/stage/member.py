@@ -17,7 +17,8 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.buckets import Tensors
 from swarm.stage.stage import Stage
 from swarm.stage.staging import HostReader
-from swarm.stage.weights import FrozenContribution, Round, digest_of
+from swarm.stage.state import digest_of
+from swarm.stage.weights import FrozenContribution, Round
 from swarm.training.inner_steps import InnerSteps
 from swarm.training.round_member import Activity, Contribution, Progress, RoundResult, Snapshot, known
 

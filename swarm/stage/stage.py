@@ -23,11 +23,11 @@ from swarm.machine.clock import Clock
 from swarm.routing.throughput import MovingAverage
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
+from swarm.stage.diloco.turns import Turns
 from swarm.stage.ledger import Entry, EntryState, Ledger
 from swarm.stage.runtime import Runtime
 from swarm.stage.shortage import Shortage
 from swarm.stage.slots import SlotCount, Slots
-from swarm.stage.turns import Turns
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 

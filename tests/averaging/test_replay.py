@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.stage.settings import weights_of
 from swarm.stage.weights import Round, StageWeights
 
 
@@ -20,7 +21,7 @@ def stage_weights(setting: str, num_fragments: int, seed: int) -> StageWeights:
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return StageWeights(config, nn.Linear(3, 4), lineage="")
+        return weights_of(config, nn.Linear(3, 4), lineage="")
 
 
 @pytest.mark.parametrize(("setting", "num_fragments"), [("synchronous", 1), ("diloco", 1), ("diloco", 2)])

@@ -21,8 +21,8 @@ from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import GRADIENT, reply_specs
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
-from swarm.stage.weights import StageWeights
 
 
 def _config(setting: str = "synchronous", num_kv_heads: int = 0) -> RunConfig:
@@ -40,7 +40,7 @@ def _config(setting: str = "synchronous", num_kv_heads: int = 0) -> RunConfig:
 def _backend(config: RunConfig) -> StageBackend:
     module = build_stage(config, 1, device="cpu")
     return StageBackend(
-        config=config, stage=1, module=module, weights=StageWeights(config, module, lineage=""),
+        config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""),
         staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from swarm.checkpoint import file
 from swarm.checkpoint.file import Header
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
+from swarm.stage.settings import weights_of
 from swarm.stage.weights import StageWeights
 
 CONFIG = RunConfig(
@@ -28,7 +29,7 @@ def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
 
 def trained(config: RunConfig, stage: int, num_rounds: int) -> StageWeights:
     """A stage after some rounds, each with gradients that follow from the parameters' names."""
-    weights = StageWeights(config, build_stage(config, stage, device="cpu"), lineage=_hash(f"stage {stage}"))
+    weights = weights_of(config, build_stage(config, stage, device="cpu"), lineage=_hash(f"stage {stage}"))
     while weights.round.number < num_rounds:
         train_round(weights)
     return weights

@@ -11,7 +11,8 @@ import torch
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder, Restored
 from swarm.config import RunConfig
-from swarm.stage.weights import Round, StageWeights, digest_of
+from swarm.stage.state import digest_of
+from swarm.stage.weights import Round, StageWeights
 from tests.checkpoint.states import CONFIG, cut, header_of, shapes_of, train_round, trained, write_cut
 
 

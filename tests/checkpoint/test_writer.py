@@ -17,7 +17,7 @@ import torch
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.stage.weights import digest_of
+from swarm.stage.state import digest_of
 from tests.checkpoint import kill_me
 from tests.checkpoint.states import cut, header_of, shapes_of, train_round, trained, write_cut
 

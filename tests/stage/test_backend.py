@@ -25,8 +25,8 @@ from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, logits_spec, reply_specs, request_specs
 from swarm.stage.buckets import GradientBucket, Source
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
 from swarm.stage.staging import Download, Staging
-from swarm.stage.weights import StageWeights
 from swarm.training import optim
 from tests.support.rounding import rounding_reference
 
@@ -46,7 +46,7 @@ _PLENTY = 1 << 30
 def _backend(config: RunConfig, stage: int, limit_bytes: int = _PLENTY) -> StageBackend:
     module = build_stage(config, stage, device="cpu")
     return StageBackend(
-        config=config, stage=stage, module=module, weights=StageWeights(config, module, lineage=""),
+        config=config, stage=stage, module=module, weights=weights_of(config, module, lineage=""),
         staging=Staging(), budget=GraphBudget(limit_bytes=limit_bytes),
     )  # fmt: skip
 

@@ -13,8 +13,8 @@ from swarm.errors import NotReady
 from swarm.machine.clock import SystemClock
 from swarm.stage.backend import StageBackend
 from swarm.stage.computation import Computation
+from swarm.stage.diloco.turns import Turns
 from swarm.stage.runtime import Runtime
-from swarm.stage.turns import Turns
 from swarm.training.microbatch import Microbatch
 from tests.support.chain import eventually
 

@@ -15,7 +15,7 @@ from swarm.config import RunConfig, StagesConfig, WireConfig
 from swarm.model.layers import attention
 from swarm.model.masks import random_mask
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
-from swarm.stage.weights import digest_of
+from swarm.stage.state import digest_of
 from swarm.training import optim
 from tests.support import reproducible
 from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, assert_close, reference, running_chain

@@ -13,7 +13,7 @@ from swarm.config import RunConfig
 from swarm.errors import IntegrityError
 from swarm.stage.member import StageMember
 from swarm.stage.staging import HostReader
-from swarm.stage.weights import digest_of
+from swarm.stage.state import digest_of
 from swarm.training.round_member import Contribution, RoundResult, Snapshot, Tensors
 from tests.support.chain import DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventually, running_chain
 

@@ -31,9 +31,9 @@ from swarm.stage.boundary import TOKENS, reply_specs
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
+from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import staging_of
-from swarm.stage.weights import StageWeights
 from swarm.training.microbatch import Microbatch
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 
@@ -119,7 +119,7 @@ class Peer:
         staging = staging_of(torch.device(device))
         module = build_stage(config, stage, device=device)
         self.peer_id = PeerId(f"{number:040x}")
-        self.weights = StageWeights(config, module, lineage="")
+        self.weights = weights_of(config, module, lineage="")
         self.backend = StageBackend(
             config=config, stage=stage, module=module, weights=self.weights, staging=staging,
             budget=GraphBudget(limit_bytes=graph_bytes),

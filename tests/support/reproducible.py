@@ -26,7 +26,9 @@ from swarm.config import (
 )
 from swarm.model.layers import seeded_generator
 from swarm.model.stages import build_stage
-from swarm.stage.weights import CPU, StageWeights, digest_of, moved
+from swarm.stage.anchors import CPU, moved
+from swarm.stage.settings import weights_of
+from swarm.stage.state import digest_of
 from swarm.training import optim
 from tests.compression.all_codecs import CODECS
 
@@ -81,7 +83,7 @@ def of_states() -> dict[str, str]:
     for setting in settings:
         rounds = RoundsConfig(setting=setting, round_samples=16, inner_batch_samples=4)
         config = dataclasses.replace(CONFIG, rounds=rounds)
-        weights = StageWeights(config, build_stage(config, 0, device="cpu"), lineage="")
+        weights = weights_of(config, build_stage(config, 0, device="cpu"), lineage="")
         digests[f"{setting}, initial"] = weights.state_digest()
         for number in range(3):
             average = drawn(weights.close().tensors, setting, number)

@@ -40,6 +40,7 @@ from swarm.stage.boundary import TOKENS, request_specs
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
+from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import Staging
 from swarm.stage.weights import FrozenContribution, StageWeights
@@ -69,23 +70,31 @@ class Times:
         self.cpu.append(time.thread_time() - cpu)
 
 
-class TimedWeights(StageWeights):
-    """Knows how long the ends of rounds took."""
+class RoundTimes:
+    """How long the ends of a stage's rounds took.
 
-    def __init__(self, config: RunConfig, module: torch.nn.Module, steps: Times) -> None:
-        super().__init__(config, module, lineage="")
+    Args:
+        weights: from now on their closings and commits are measured.
+        steps: the optimizer's.
+    """
+
+    def __init__(self, weights: StageWeights, steps: Times) -> None:
         self.closings, self.commits, self._steps = Times(), Times(), steps
         self.beyond_steps = Times()
         """Of commits, without the optimizer's steps within."""
+        self._close, self._commit = weights.close, weights.commit
+        weights.close, weights.commit = self.close, self.commit  # type: ignore[method-assign]
 
     def close(self) -> FrozenContribution:
+        """Measured."""
         with self.closings.taken():
-            return super().close()
+            return self._close()
 
     def commit(self, average: Mapping[str, torch.Tensor], **how: Any) -> float:
+        """Measured."""
         num_steps = len(self._steps.wall)
         with self.commits.taken():
-            rate = super().commit(average, **how)
+            rate = self._commit(average, **how)
         self.beyond_steps.wall.append(self.commits.wall[-1] - sum(self._steps.wall[num_steps:]))
         self.beyond_steps.cpu.append(self.commits.cpu[-1] - sum(self._steps.cpu[num_steps:]))
         return rate
@@ -144,7 +153,8 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
     )  # fmt: skip
     module = build_stage(config, 0, device="cpu")
     steps = Times()
-    weights = TimedWeights(config, module, steps)
+    weights = weights_of(config, module, lineage="")
+    times = RoundTimes(weights, steps)
     backend = StageBackend(
         config=config, stage=0, module=module, weights=weights, staging=Staging(),
         budget=GraphBudget(limit_bytes=1 << 40),
@@ -188,10 +198,10 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
             {
                 "parameters": weights.num_elements, "digests": digests, "attempts": max(attempts),
                 "round_seconds": statistics.median(round_seconds[1:]),
-                "close_cpu_seconds": statistics.median(weights.closings.cpu[1:]),
-                "commit_cpu_seconds": statistics.median(weights.commits.cpu[1:]),
-                "commit_beyond_step_cpu_seconds": statistics.median(weights.beyond_steps.cpu[1:]),
-                "commit_beyond_step_seconds": statistics.median(weights.beyond_steps.wall[1:]),
+                "close_cpu_seconds": statistics.median(times.closings.cpu[1:]),
+                "commit_cpu_seconds": statistics.median(times.commits.cpu[1:]),
+                "commit_beyond_step_cpu_seconds": statistics.median(times.beyond_steps.cpu[1:]),
+                "commit_beyond_step_seconds": statistics.median(times.beyond_steps.wall[1:]),
                 "loop_held_seconds": longest[0], "loop_lag_seconds": lag.seconds,
             },
         )  # fmt: skip

@@ -47,9 +47,9 @@ from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
+from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import Staging
-from swarm.stage.weights import StageWeights
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -143,7 +143,7 @@ class Member:
         self._transport = transport
         self._tasks = tasks
         module = build_stage(config, STAGE, device="cpu")
-        self._weights = StageWeights(config, module, lineage="")
+        self._weights = weights_of(config, module, lineage="")
         backend = StageBackend(
             config=config, stage=STAGE, module=module, weights=self._weights, staging=Staging(),
             budget=GraphBudget(limit_bytes=graph_bytes),
@@ -254,7 +254,7 @@ def warm_up() -> None:
     )  # fmt: skip
     module = build_stage(config, 0, device="cpu")
     backend = StageBackend(
-        config=config, stage=0, module=module, weights=StageWeights(config, module, lineage=""),
+        config=config, stage=0, module=module, weights=weights_of(config, module, lineage=""),
         staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
     )  # fmt: skip
     _, _, accumulated = backend.forward_loss(

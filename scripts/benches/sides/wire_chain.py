@@ -16,8 +16,8 @@ from swarm.rpc.wire import TensorReader, TensorSpec, filled
 from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
-from swarm.stage.weights import StageWeights
 from swarm.training import optim
 
 KEPT_BYTES = 1 << 40
@@ -45,7 +45,7 @@ class WireChain:
             for parameter in module.parameters():
                 parameter.mul_(1.0 + self._nudge)
         return StageBackend(
-            config=self._config, stage=stage, module=module, weights=StageWeights(self._config, module, lineage=""),
+            config=self._config, stage=stage, module=module, weights=weights_of(self._config, module, lineage=""),
             staging=Staging(), budget=GraphBudget(limit_bytes=KEPT_BYTES),
         )  # fmt: skip
 

@@ -26,10 +26,10 @@ from swarm.stage.boundary import TOKENS
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
+from swarm.stage.settings import weights_of
 from swarm.stage.stage import Stage, StageLimits
 from swarm.stage.staging import Staging
 from swarm.stage.task_queue import Priority
-from swarm.stage.weights import StageWeights
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -63,7 +63,7 @@ class Worker:
 
     def __init__(self, number: int, config: RunConfig, network: MemoryNetwork, tasks: asyncio.TaskGroup) -> None:
         module = build_stage(config, 0, device="cpu")
-        self.weights = StageWeights(config, module, lineage="")
+        self.weights = weights_of(config, module, lineage="")
         backend = StageBackend(
             config=config, stage=0, module=module, weights=self.weights, staging=Staging(),
             budget=GraphBudget(limit_bytes=1 << 30),

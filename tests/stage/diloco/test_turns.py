@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 from swarm.machine.clock import ManualClock
-from swarm.stage.turns import FIRST_LATE_SECONDS, LATE, Turns
+from swarm.stage.diloco.turns import FIRST_LATE_SECONDS, LATE, Turns
 from tests.support.chain import eventually
 
 

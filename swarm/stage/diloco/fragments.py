@@ -1,0 +1,58 @@
+"""The parts of a stage's parameters that are averaged in turn (Streaming DiLoCo, arXiv 2501.18512).
+
+Used by stage/diloco/weights. Knows names and numbers of samples, never a tensor.
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+class Fragments:
+    """Fragments, and by how many samples each has been stepped since it was last averaged.
+
+    Args:
+        names: of all parameters.
+
+    Raises:
+        ValueError: the stage has fewer blocks than fragments.
+    """
+
+    def __init__(self, names: Iterable[str], num_fragments: int) -> None:
+        self._dealt = dealt(names, num_fragments)
+        self.unaveraged_samples = [0] * num_fragments
+        """By fragment, samples of inner steps since it was last averaged."""
+
+    def turn(self, round_number: int) -> int:
+        """The fragment that a round averages."""
+        return round_number % len(self._dealt)
+
+    def names(self, fragment: int) -> Sequence[str]:
+        """The names of its parameters."""
+        return self._dealt[fragment]
+
+    def stepped(self, num_samples: int) -> None:
+        """An inner step has used so many samples."""
+        self.unaveraged_samples = [samples + num_samples for samples in self.unaveraged_samples]
+
+    def averaged(self, fragment: int, *, but_samples: int) -> None:
+        """A fragment was averaged, with all that was learnt of it but what these samples taught."""
+        self.unaveraged_samples[fragment] = but_samples
+
+    def forget(self) -> None:
+        """Nothing is left of what was learnt."""
+        self.unaveraged_samples = [0] * len(self._dealt)
+
+
+def dealt(names: Iterable[str], num_fragments: int) -> list[list[str]]:
+    """Parameter names dealt out by block (embedding, each layer, head), so that a fragment's layers are far apart.
+
+    Raises:
+        ValueError: there are fewer blocks than fragments.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        blocks.setdefault(".".join(parts[: 2 if parts[0] == "layers" else 1]), []).append(name)
+    if len(blocks) < num_fragments:
+        raise ValueError(f"averaging.num_fragments is {num_fragments}, but a stage has only {len(blocks)} blocks")
+    in_order = list(blocks.values())
+    return [[name for block in in_order[first::num_fragments] for name in block] for first in range(num_fragments)]

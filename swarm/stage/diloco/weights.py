@@ -1,0 +1,202 @@
+"""A stage's weights with DiLoCo: inner steps of its own, and an outer step a round.
+
+Owned by the compute thread. A stage may be averaged in fragments, a round each, in turn, and may go on training while a
+round is exchanged (Streaming DiLoCo, arXiv 2501.18512): what was learnt since the contribution was closed is then
+carried over to the new anchor, and counts towards the next round. So is all that was learnt in rounds which were
+committed without this peer, a few at most: it contributes late (as in asynchronous local SGD, arXiv 2401.09135).
+Anchors and outer momentum are needed once a round: they are kept on the CPU, and the outer step is taken there,
+whatever device trains.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from swarm.config import RunConfig
+from swarm.events.kinds import Events, NoEvents, Step
+from swarm.stage.anchors import CPU
+from swarm.stage.buckets import GradientBucket, Tensors, Version
+from swarm.stage.diloco.fragments import Fragments
+from swarm.stage.weights import FrozenContribution, Round, StageWeights
+from swarm.training import optim
+from swarm.training.inner_steps import InnerSteps
+
+LATE_VERSIONS = 2
+"""Versions that are kept, beside the newest and those that `max_staleness` asks for, for microbatches that take much
+longer than others: their peer further on has died, say."""
+
+
+class _Closing(NamedTuple):
+    """A contribution, the weights it was taken from, and how many inner steps the round had seen by then."""
+
+    contribution: FrozenContribution
+    version: Version
+    num_steps: int
+
+
+class DilocoWeights(StageWeights):
+    """Inner steps whenever a batch is full, and an outer step from the anchor."""
+
+    def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
+        self._events = events or NoEvents()
+        self._adamw = optim.AdamW(config.optimizer)
+        self._fragments = Fragments([name for name, _ in module.named_parameters()], config.averaging.num_fragments)
+        self._closing: _Closing | None
+        """The newest of this round, also after it was reopened: its result may be decided all the same."""
+        self._failure: Exception | None = None
+        """Of an inner step."""
+        super().__init__(
+            config,
+            module,
+            ends_rounds=optim.OuterSgd(config.outer),
+            batch_samples=config.rounds.inner_batch_samples,
+            anchor_device=CPU,
+            lineage=lineage,
+        )
+
+    def version_for(self, round_number: int) -> Version:
+        """The newest, whichever round it is."""
+        return self.version
+
+    # -- inner steps -------------------------------------------------------------------------------------------
+
+    def step_if_due(self) -> None:
+        self.require_sound()
+        try:
+            self._step_if_due()
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def require_sound(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _step_if_due(self) -> None:
+        for bucket in self.buckets.ready:
+            if self.round.closed and self._num_overlapped() >= self._config.averaging.overlap_steps:
+                break
+            # A step that would need one more version waits, and so does what the stage admits: no batch grows.
+            if self._versions.num_old >= self._config.rounds.max_staleness + LATE_VERSIONS:
+                break
+            self.buckets.remove(bucket)
+            self._inner_step(bucket)
+
+    def _num_overlapped(self) -> int:
+        """Inner steps since the round was closed."""
+        return 0 if self._closing is None else self.inner_steps.count - self._closing.num_steps
+
+    def _inner_step(self, bucket: GradientBucket) -> None:
+        # In place: nobody adds to this bucket any more, nor takes anything out.
+        gradients = bucket.sums
+        torch._foreach_mul_(list(gradients.values()), bucket.scale)
+        factor = optim.clip_factor(optim.squared_norm(gradients.values()), self._config.optimizer.clip_norm)
+        torch._foreach_mul_(list(gradients.values()), factor)
+        optim.step(self._adamw, self.masters, gradients, self.learning_rate)
+        self._events.write(Step(bucket=bucket.number, samples=bucket.num_samples))
+        self.inner_steps.add(bucket.num_samples, bucket.versions, newest=self.version.number)
+        self.round.stepped_samples += bucket.num_samples
+        self._fragments.stepped(bucket.num_samples)
+        self._versions.publish()
+
+    # -- rounds ------------------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self) -> float:
+        elsewhere = self.round.stepped_samples * self.round.num_members
+        return optim.learning_rate(self._config.optimizer, self.round.run_samples + elsewhere)
+
+    @property
+    def round_samples(self) -> int:
+        return self.round.stepped_samples
+
+    def close(self) -> FrozenContribution:
+        """Freeze the pseudo-gradient, anchor minus weights, of this round's fragment."""
+        self.round.closed = True
+        fragment, anchor = self._fragments.turn(self.round.number), self._anchor
+        tensors = self._memory.like({name: anchor[name] for name in self._fragments.names(fragment)})
+        with torch.no_grad():
+            for name, difference in tensors.items():
+                subtract = partial(torch.sub, anchor[name], out=difference)
+                self._staging.download(self.masters[name].detach(), subtract).wait()
+        contribution = FrozenContribution(
+            tensors=tensors,
+            num_samples=self._fragments.unaveraged_samples[fragment],
+            round_samples=self.round_samples,
+            fragment=fragment,
+        )
+        self._closing = _Closing(contribution, self.version, self.inner_steps.count)
+        return contribution
+
+    def _end_round(
+        self, average: Mapping[str, torch.Tensor], total_squared_norm: float, rate: float, *, contributed: bool
+    ) -> tuple[int, Tensors]:
+        """Step from the anchor.
+
+        What was learnt from samples that are not in the average is carried over: the weights get it on top of the new
+        anchor.
+        """
+        anchor, fragment = self._anchor, self._fragments.turn(self.round.number)
+        carried, carried_samples = self._carried(list(average), fragment, contributed=contributed)
+        self._closing = None  # Memory for what follows.
+        if contributed or not carried:
+            self._fragments.averaged(fragment, but_samples=carried_samples)
+        stepped = self._memory.copies({name: anchor[name] for name in average})
+        optim.step(self._ends_rounds, stepped, average, self._config.outer.learning_rate)
+        self._load_masters(stepped)
+        if carried:
+            self._add_to_masters(carried)
+        self._versions.publish(None if carried else stepped)
+        return carried_samples, {**anchor, **stepped}
+
+    def _carried(self, names: list[str], fragment: int, *, contributed: bool) -> tuple[Tensors, int]:
+        """What was learnt that the round's average does not hold, and from how many samples of this round."""
+        if not contributed:
+            learnt = self._learnt(names, self._fragments.unaveraged_samples[fragment])
+            return learnt, self.round.stepped_samples if learnt else 0
+        # A result that was decided without this peer's knowledge, after a restart of the attempt, has no closing.
+        closing = self._closing
+        if closing is None or closing.version is self.version or set(closing.contribution.tensors) != set(names):
+            return {}, 0
+        since = {name: (self.masters[name] - closing.version.parameters[name]).detach() for name in names}
+        return since, self.round.stepped_samples - closing.contribution.round_samples
+
+    def _learnt(self, names: Iterable[str], num_samples: int) -> Tensors:
+        """What inner steps have added to parameters since their last average.
+
+        Nothing if it is not finite: a peer that went astray is to come back.
+
+        Args:
+            num_samples: that these steps have used. With fragments they may all be of earlier rounds, in which it was
+                the turn of others.
+        """
+        if not num_samples:
+            return {}
+        anchor = self._anchor
+        learnt = {name: (self.masters[name] - anchor[name].to(self.masters[name].device)).detach() for name in names}
+        return learnt if all(bool(value.isfinite().all()) for value in learnt.values()) else {}
+
+    def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
+        learnt = self._learnt(self.masters, sum(self._fragments.unaveraged_samples)) if carry else {}
+        if learnt:
+            new_round.stepped_samples = self.round.stepped_samples
+        else:
+            self._fragments.forget()
+        super().install(tensors, new_round)
+        if learnt:
+            self._add_to_masters(learnt)
+            self._versions.publish()
+
+    def _begin(self, new_round: Round, anchor: Tensors) -> None:
+        self._closing = None
+        self.inner_steps = InnerSteps(configured_samples=self._config.rounds.inner_batch_samples)
+        super()._begin(new_round, anchor)
+
+    def _stepped(self) -> optim.Parameters:
+        return self._anchor
+
+    def _add_to_masters(self, values: Tensors) -> None:
+        torch._foreach_add_([self.masters[name].data for name in values], list(values.values()))

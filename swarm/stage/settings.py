@@ -1,0 +1,24 @@
+"""Which of the two settings a stage runs: chosen here, once, from the configuration.
+
+synchronous    stage/synchronous: a round is one optimizer step, as in one process
+DiLoCo         stage/diloco: peers take inner steps by themselves, and a round averages what they learnt
+"""
+
+from torch import nn
+
+from swarm.config import RunConfig
+from swarm.events.kinds import Events
+from swarm.stage.diloco.weights import DilocoWeights
+from swarm.stage.synchronous.weights import SynchronousWeights
+from swarm.stage.weights import StageWeights
+
+
+def weights_of(config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> StageWeights:
+    """A stage's weights, at round 0 with the module's own.
+
+    Raises:
+        ValueError: the stage has fewer blocks than the configuration has fragments.
+    """
+    if config.rounds.synchronous:
+        return SynchronousWeights(config, module, lineage=lineage)
+    return DilocoWeights(config, module, lineage=lineage, events=events)
