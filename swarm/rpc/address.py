@@ -1,4 +1,4 @@
-"""The check that every service makes first: is this request meant for me?
+"""The check that every service makes first: whether a request is meant for this peer.
 
 Used by the servicers of stage, averaging and leases.
 """

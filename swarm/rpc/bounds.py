@@ -1,8 +1,8 @@
-"""Whether the numbers and lists in a message are such as anybody could mean.
+"""Bounds on the numbers and lists in a message, beyond which no honest peer's are.
 
-Used by guard for every request, and by whoever reads answers of peers. What passes can be added up and sent on without
-overflowing, and lists cost the reader little. Knows nothing of what the fields are for. Looks at nothing else: every
-message of every stream passes here, and many have more text and bytes than numbers.
+Used by guard for every request, and by callers for answers of peers. What passes can be added up and sent on without
+overflowing, and its lists cost the reader little. Knows nothing of what the fields are for. Looks at numbers and lists
+alone: every message of every stream passes here, and many have more text and bytes than numbers.
 """
 
 import math
@@ -15,16 +15,16 @@ from swarm.errors import MalformedMessage
 from swarm.types import LARGEST_COUNT
 
 LONGEST_LIST = 1 << 18
-"""Of lists: a byte an entry on the wire is a hundred in memory."""
+"""Entries of a list: one takes a byte on the wire and a hundred in memory."""
 LONGEST_MESSAGE_LIST = 1 << 14
-"""Of lists of messages: each entry is looked at by itself, for microseconds, while nothing else is done."""
+"""Entries of a list of messages: each is looked at by itself, for microseconds, while nothing else is done."""
 
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
-"""Those that can be beyond LARGEST_COUNT."""
+"""The integers that can be beyond LARGEST_COUNT."""
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 
 _Fields = tuple[tuple[str, str, bool, Any], ...]
-"""Of all that are looked at in a message: name, kind, whether it is a list, and the fields of the messages in it."""
+"""Name and kind of each field that is looked at, whether it is a list, and the fields of the message in it."""
 
 
 def require_bounds(message: Any, *, finite: bool) -> None:
@@ -37,7 +37,7 @@ def require_bounds(message: Any, *, finite: bool) -> None:
 
 
 def num_entries(request: Any) -> int:
-    """Of the lists of messages in a request that comes as a whole: it has none in the messages inside it."""
+    """Entries of all lists of messages in a request that comes as a whole; messages inside it have no such lists."""
     return sum(
         len(getattr(request, name))
         for name, kind, is_list, _ in looked_at(request.DESCRIPTOR)
@@ -76,6 +76,7 @@ def _look_at_list(name: str, kind: str, values: Any, inner: _Fields, finite: boo
 
 @lru_cache(maxsize=256)
 def looked_at(descriptor: Descriptor) -> _Fields:
+    """The fields of a kind of message that can be out of bounds."""
     found: list[tuple[str, str, bool, Any]] = []
     for field in descriptor.fields:
         kind = _kind(field)

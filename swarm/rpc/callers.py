@@ -1,9 +1,9 @@
-"""Who calls, and how much of this peer a single caller may take.
+"""Callers: which one a call is from, and how much of this peer a single one may take.
 
-Used by guard, which counts the calls, and by servicers, which count what they keep for a call. A caller is a member's
-id in a locked run, and in an open one an address: all processes on one machine are one caller there. Of IPv6 that is a
-network of 64 bits, which is what a provider gives a customer: else one machine had as many addresses as it likes. Soon
-forgets callers that have no calls.
+Used by guard, which counts the calls, and by servicers, which count what they keep for a call. In a locked run a caller
+is a member's id. In an open one it is an IP address, so that all processes on one machine are one caller; of an IPv6
+address only the first 64 bits count, since a provider gives a customer all addresses that begin with these. A caller
+without calls is soon forgotten.
 """
 
 import ipaddress
@@ -16,31 +16,32 @@ from swarm.errors import IntegrityError, Overloaded
 from swarm.machine.clock import Clock, SystemClock
 
 MAX_CALLS = 1024
-"""Of one caller, under way at one time; waiting calls of a trainer are most of an honest one's."""
+"""Calls of one caller that may be under way at one time. Most calls of an honest caller are a trainer's that wait."""
 MAX_BYTES = 256 << 20
-"""Kept for the calls of one caller; for its microbatches there may be more (stage/incoming)."""
+"""What may be kept for the calls of one caller; for its microbatches it may be more (stage/incoming)."""
 RETRY_SECONDS = 1.0
+"""After how long a caller with too many calls may try again."""
 KEPT_RETRY_SECONDS = 0.05
-"""After which something more may be kept: as soon as one call ends, as with slots."""
+"""After how long a caller for which too much is kept may try again: there is room as soon as one of its calls ends."""
 CALLS_PER_SECOND = 500.0
-"""Begun by one caller; those beyond it wait, so that nobody has this peer busy with answering calls alone."""
+"""Calls that one caller may begin. Those beyond it wait, so that no caller keeps this peer busy with answers alone."""
 BURST_CALLS = 1000
-"""That may begin at once after a pause."""
+"""Calls that a caller may begin at once after a pause."""
 WASTED_CALLS = 5
-"""As so many counts a call that came to nothing: refused, or broken off. Whose calls do is not slowed by that before
+"""A call that came to nothing, refused or broken off, counts as this many. An honest caller is not slowed by that until
 there are hundreds of them."""
 ENTRIES_PER_CALL = 32
-"""Of the lists in a request: as many take about as long as a call."""
+"""Entries of the lists in a request that take about as long as a call."""
 NETWORK_BITS = 64
-"""Of an IPv6 address, that tell one caller from another."""
+"""Bits of an IPv6 address that tell one caller from another."""
 LONGEST_SECONDS = 10.0
-"""That a call waits. Who begins and breaks off calls faster than they are counted shuts out nobody for longer, who may
-be at the same address."""
+"""The longest that a call waits its turn. A caller that begins and breaks off calls faster than they are counted shuts
+out an honest one at the same address for no longer."""
 
 Caller = NewType("Caller", str)
 
 _THIS_MACHINE = ("ipv4:127.", "ipv6:[::1]", "unix:")
-"""In an open run, all that runs beside this peer is one caller; it must not wait for each other's turn."""
+"""In an open run all processes beside this peer are one caller; they must not wait for each other's turn."""
 
 
 class Callers:
@@ -53,7 +54,7 @@ class Callers:
         """
         Args:
             max_bytes: kept for the calls of one caller.
-            max_training_bytes: kept besides for its microbatches.
+            max_training_bytes: kept for its microbatches, besides.
         """
         self._clock = clock or SystemClock()
         self._max_calls = max_calls
@@ -62,19 +63,20 @@ class Callers:
         self._num_bytes = {True: Counter[Caller](), False: Counter[Caller]()}
         """Of microbatches, and of other calls."""
         self._due: dict[Caller, float] = {}
-        """By caller, when its next call would have come if all had come evenly; of those who are ahead of that."""
+        """When a caller's next call would be due if its calls came evenly; only of callers that are ahead of that."""
 
     def enter(self, caller: Caller, num_entries: int = 0) -> float:
         """One more call; `leave` ends it.
 
         Args:
-            num_entries: of the lists in its request; many count as calls of their own.
+            num_entries: entries of the lists in its request; every ENTRIES_PER_CALL of them count as one more call.
 
         Returns:
             The seconds that the call has to wait before it is served, because of those that came before it.
 
         Raises:
-            Overloaded: too many are under way, or too much waits for one with many entries to be counted.
+            Overloaded: too many are under way; or it has many entries, and those before it wait so long already that it
+                cannot be counted in full.
         """
         if self._num_calls[caller] >= self._max_calls:
             raise Overloaded(f"{self._max_calls} calls of this caller are under way", retry_after_seconds=RETRY_SECONDS)
@@ -112,7 +114,7 @@ class Callers:
         """Something is to be kept for a call; `release` ends that.
 
         Raises:
-            Overloaded: it would be too much for one caller, who has something here already.
+            Overloaded: it would be too much for one caller, for which something is kept already.
         """
         held = self._num_bytes[training][caller]
         if held and held + num_bytes > self._max_bytes[training]:
@@ -122,6 +124,10 @@ class Callers:
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
         """It is not kept any more."""
         subtract(self._num_bytes[training], caller, num_bytes)
+
+    def __len__(self) -> int:
+        """Callers of which anything is remembered."""
+        return len(self._due.keys() | self._num_calls.keys())
 
     @property
     def num_calls(self) -> int:
@@ -135,7 +141,7 @@ class Callers:
 
 
 def caller_of(context: Any) -> Caller:
-    """Who called, of which `context` is the ServicerContext."""
+    """The caller of the call whose ServicerContext this is."""
     shown = chain_of(context)
     if shown:
         try:
@@ -146,14 +152,14 @@ def caller_of(context: Any) -> Caller:
 
 
 def bearer_of(context: Any) -> Caller:
-    """Whose token the caller uses, with whatever key and id; in an open run, which address."""
+    """The token that the caller uses, whatever its key and id are; in an open run its address."""
     token = certificates.bearer_of(chain_of(context))
     return Caller(token) if token is not None else _address_of(context)
 
 
 def _address_of(context: Any) -> Caller:
-    """Without the port: ipv4:192.0.2.1, and for an IPv6 address ipv6:[2001:db8:0:1::/64]."""
-    # ipv4:192.0.2.1:5001, ipv6:[::1]:5001 with percent signs.
+    """The caller's address without its port: ipv4:192.0.2.1 or ipv6:[2001:db8:0:1::/64]."""
+    # gRPC gives ipv4:192.0.2.1:5001, or ipv6:[::1]:5001 with percent signs.
     address = unquote(context.peer()).rpartition(":")[0]
     family, _, host = address.partition(":")
     try:
@@ -175,7 +181,7 @@ def chain_of(context: Any) -> str:
 
 
 def subtract(counter: Counter[Caller], caller: Caller, amount: int) -> None:
-    """Count less for a caller, and forget one for whom nothing is left."""
+    """Count less for a caller, and forget it once nothing is left."""
     counter[caller] -= amount
     if counter[caller] <= 0:
         del counter[caller]

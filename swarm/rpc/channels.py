@@ -1,8 +1,8 @@
 """Channels to peers, the ports of servers, and errors across them.
 
-Used by everything that calls a peer or serves peers: one channel a peer, and a second one for bulk transfers, kept
-alive by pings so that a frozen or unreachable neighbour is noticed in seconds; and the exceptions of swarm.errors
-carried over the wire. Never retries.
+Used by everything that calls a peer or serves peers. A peer has one channel, and a second one for bulk transfers; pings
+show within seconds that a neighbour is frozen or out of reach. The exceptions of swarm.errors travel over the wire.
+Never retries.
 """
 
 import asyncio
@@ -26,49 +26,49 @@ _Key = tuple[str, str, bool]
 """Endpoint, certificate, and whether it is for bulk transfers."""
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Of one message; tensors travel in chunks of about 1 MiB."""
+"""Size of one message; tensors travel in chunks of about 1 MiB."""
 MESSAGE_SECONDS = 30.0
-"""Longest wait of a server for the next message of a stream, and for its caller to take one."""
+"""How long a server waits at most for the next message of a stream, and for its caller to take one."""
 
 UNUSED_SECONDS = 3600.0
-"""A channel that was not asked for during so long is closed when another one is opened: its peer has left, most likely.
-Calls that it still has may go on for as long."""
+"""A channel that nothing asked for in this time is closed when another one is opened: its peer has most likely left.
+Calls that it still has may go on for the same time."""
 
 
-def _client_options(silence_ms: int, answer_ms: int) -> Options:
-    """Options of a channel that sends a ping after so long a silence, and is broken if it has no answer by then.
+def client_options(silence_ms: int, answer_ms: int) -> Options:
+    """Options of a channel that sends a ping after a silence, and is broken if the answer takes too long.
 
-    To connect may take as long. A frozen peer's machine takes connections all the same, and says nothing.
+    Connecting may take both together. The machine of a frozen peer accepts connections, and says nothing.
     """
     return (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", silence_ms),
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.max_pings_without_data", 0),
-        # A minute unless told otherwise, which overrides the keepalive timeout.
+        # By default a minute, which would override the keepalive timeout.
         ("grpc.http2.ping_timeout_ms", answer_ms),
-        # The time for one attempt to connect, 20 s unless told otherwise, whatever its name says.
+        # Whatever its name says, this is the time for one attempt to connect. The default is 20 s.
         ("grpc.min_reconnect_backoff_ms", silence_ms + answer_ms),
-        # A peer that restarts is reached again in a second, not in minutes; who calls has pauses of his own.
+        # A peer that restarts is reached again in a second, not in minutes; callers make pauses of their own.
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 1000),
     )
 
 
-CLIENT_OPTIONS: Options = _client_options(1000, 2000)
+CLIENT_OPTIONS: Options = client_options(1000, 2000)
 BULK_OPTIONS: Options = (
-    # A ping waits behind the megabytes that the kernel has taken: for seconds, where a slow line is shared.
-    *_client_options(20_000, 20_000),
-    # Or it would share its connection with every other channel to the same address.
+    # A ping waits behind the megabytes that the kernel has taken, for seconds where a slow line is shared.
+    *client_options(20_000, 20_000),
+    # Without this the channel would share its connection with every other channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),
 )
 SERVER_OPTIONS: Options = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Of one connection; gRPC itself holds the rest back, or refuses it.
+    # On one connection; gRPC itself holds the rest back, or refuses it.
     ("grpc.max_concurrent_streams", MAX_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    # Or two servers would share one port, and each other's calls.
+    # Otherwise two servers could share one port, and each other's calls.
     ("grpc.so_reuseport", 0),
 )
 
@@ -93,22 +93,23 @@ _CODES: dict[type[SwarmError], grpc.StatusCode] = {
     errors.RetriesExhausted: grpc.StatusCode.ABORTED,
 }
 _TIMED_OUT = re.compile("timed? ?-?out|deadline|endpoint closing", re.IGNORECASE)
-"""What gRPC says of an attempt to connect that took too long; of a TLS handshake, that it closed the socket itself."""
+"""What gRPC says of an attempt to connect that took too long. Of a TLS handshake that did, it says that it closed the
+socket itself."""
 _CLASSES = {error_class.__name__: error_class for error_class in _CODES}
 
 
 class ChannelPool:
     """Two channels for each server and certificate; reused by all calls, which may run at the same time.
 
-    One is for bulk transfers: what is called on a connection waits behind all that was written to it, and behind
-    megabytes on a slow line a call of a few bytes would miss its deadline.
+    One is for bulk transfers. A call waits behind all that was written to its connection before, and a call of a few
+    bytes behind megabytes on a slow line would miss its deadline.
     """
 
     def __init__(self, *, insecure: bool = False, identity: Identity | None = None, clock: Clock | None = None) -> None:
         """
         Args:
-            insecure: such peers talk in the clear, and with nobody who does not.
-            identity: who calls. The member of a locked run shows it, and calls nobody but the run's peers.
+            insecure: talk in the clear, and only with peers that do so too.
+            identity: this peer's own. A member of a locked run shows it, and calls only peers of the run.
             clock: tells whether certificates hold.
         """
         self._insecure = insecure
@@ -156,7 +157,7 @@ class ChannelPool:
         await _close(channels, None)
 
     def _close_unused(self, now: float) -> None:
-        """Close them once their calls have ended: peers come and go for weeks."""
+        """Close unused channels once their calls have ended. Peers come and go for weeks."""
         unused = [key for key, used_at in self._used_at.items() if now - used_at >= UNUSED_SECONDS]
         if unused:
             channels = [self._channels.pop(key) for key in unused]
@@ -186,7 +187,7 @@ class ChannelPool:
 
 
 def bind_server(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Have a server, made with SERVER_OPTIONS, listen; port 0 takes a free one, no credentials means no TLS.
+    """Have a server, made with SERVER_OPTIONS, listen. Port 0 takes a free one; without credentials there is no TLS.
 
     Returns:
         The port.
@@ -251,12 +252,10 @@ def translate(error: grpc.aio.AioRpcError) -> SwarmError:
         return error_class(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(details)
-    # Connected to nobody; but where a network is parted, that takes until a time-out.
+    # There is no connection and so no peer, unless the attempt timed out, as it does where a network is parted.
     is_gone = "failed to connect" in details and not _TIMED_OUT.search(details)
     is_unreachable = error.code() is grpc.StatusCode.UNAVAILABLE
-    return errors.PeerUnavailable(
-        f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable
-    )  # fmt: skip
+    return errors.PeerUnavailable(f"{error.code().name}: {details}", is_gone=is_gone, is_unreachable=is_unreachable)
 
 
 async def _close(channels: Iterable[grpc.aio.Channel], grace_seconds: float | None) -> None:

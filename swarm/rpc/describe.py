@@ -1,4 +1,4 @@
-"""What a stage peer says of itself: everybody who wants to know asks with this one call.
+"""What a stage peer says of itself: the one call with which anything else asks for it.
 
 Used by the trainer, which follows rounds, by peers that begin or move, by swarm-status, and by the benches. It believes
 nothing beyond the bounds of a message: what the answer means is for the caller to judge.
@@ -26,7 +26,7 @@ async def describe(channel: grpc.aio.Channel, request: pb.DescribeRequest, *, se
     Raises:
         DeadlineExceeded: there was no answer in this time.
         WrongRun: the peer is of another run by now; it may have been started again at the same port.
-        MalformedMessage: the answer has a number or a list that nobody means.
+        MalformedMessage: the answer has a number or a list that is out of bounds.
         SwarmError: what the peer refused with, or PeerUnavailable where it cannot be reached.
     """
     call: Any = StageServiceStub(channel).Describe

@@ -1,7 +1,7 @@
 """Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, as a swarm-peer prints it for swarm-status.
 
-Used by swarm-peer, which prints it, and by lookup, which connects. The id makes it safe to copy: whoever answers there
-has to show the certificate of that id before it is told or asked anything. Never looks up where a peer is.
+Used by swarm-peer, which prints it, and by dht/lookup, which connects. The id makes it safe to copy: a peer that
+answers there has to show the certificate of that id before it is told or asked anything. Never looks up where a peer is.
 """
 
 import asyncio
@@ -49,11 +49,11 @@ class Entry:
         """A channel to this very peer. Cancellation leaves nothing behind.
 
         Args:
-            own: who calls.
+            own: the caller's identity.
             insecure: the run does without TLS; then the id is taken on trust.
 
         Raises:
-            PeerUnavailable: nobody there, somebody else, or somebody without TLS.
+            PeerUnavailable: no peer answers there, another one does, or one without TLS.
             ValueError: the run is locked, and there is no token.
         """
         if insecure:
@@ -76,13 +76,13 @@ class Entry:
         return grpc.aio.secure_channel(self.endpoint, credentials, options=(*CLIENT_OPTIONS, *tls.PINNED_OPTIONS))
 
     async def _shown_certificate(self) -> str:
-        """Of whoever listens there. Raises OSError."""
+        """The certificate of the server that listens there. Raises OSError."""
         host, _, port = self.endpoint.rpartition(":")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # gRPC gives no certificate that it has not verified, and this one is checked against the id.
+        # gRPC shows only certificates that it has verified, and this one is checked against the id instead.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-        # Before 1.3 a locked run's server would refuse us before it has shown anything.
+        # With an earlier TLS a locked run's server would refuse us before it has shown anything.
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.set_alpn_protocols(["h2"])
         _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context)
@@ -90,7 +90,7 @@ class Entry:
             shown: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         finally:
             writer.close()
-            # What it says to our leaving like that is nothing to us.
+            # The server may complain that we leave like that.
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
         return ssl.DER_cert_to_PEM_cert(shown)
@@ -104,7 +104,7 @@ def _id_of(certificate_pem: str) -> PeerId | None:
 
 
 def _is_self_signed(certificate_pem: str) -> bool:
-    """As in an open run; in a locked one a token has signed it."""
+    """Whether it is a certificate of an open run; in a locked one a token has signed it."""
     certificate = certificates.load(certificate_pem)
     try:
         certificate.verify_directly_issued_by(certificate)

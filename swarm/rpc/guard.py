@@ -1,7 +1,7 @@
-"""Who may call what: asked once, here, before any servicer sees a call.
+"""Which caller may call what: decided once, here, before any servicer sees a call.
 
 Given to every peer's gRPC server. In a locked run a caller needs a certificate that holds now, a trainer may call what
-trainers need and nothing else, and nobody may speak for another member. In both kinds of run the calls of one caller
+trainers need and nothing else, and no member may speak for another one. In both kinds of run the calls of one caller
 are counted. Never looks at what a call is about.
 """
 
@@ -32,9 +32,9 @@ FOR_TRAINERS = frozenset({
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
 """Later stages take activations from peers alone."""
 SMALL_BYTES = 64 << 10
-"""Of a request or an answer that is not counted: as many as may be under way are little."""
+"""Up to this size a request or an answer is not counted: even with as many as may be under way it is little."""
 PIECE_SECONDS = 120.0
-"""Longest wait for a caller to take a piece of what is averaged or downloaded: a whole group may share a slow line."""
+"""How long a caller may take for one piece of what is averaged or downloaded: a whole group may share a slow line."""
 
 Context = Any
 """grpc.aio.ServicerContext; its type arguments differ between calls."""
@@ -43,19 +43,20 @@ Behaviour = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In the place of a message that is none. gRPC itself would write a traceback into the log for each."""
+    """Stands in for bytes that are no message; gRPC itself would write a traceback into the log for each.
+
+    It looks like a message that has no field, so that servicers refuse it as they refuse others.
+    """
 
     reason: str
     chunks: Sequence[Any] = ()
 
-    # It has nothing that a servicer knows, so that it is refused as other messages are.
-
     def WhichOneof(self, _: str) -> str:
-        """Of a message that says one thing at a time."""
+        """Which field is set, as a protobuf message tells it."""
         return "nothing that can be read"
 
     def HasField(self, _: str) -> bool:
-        """Of a message that may say several."""
+        """Whether a field is set, as a protobuf message tells it."""
         return False
 
 
@@ -77,7 +78,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._num_refused: Counter[Caller] = Counter()
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """What gRPC asks for the handler of a call."""
+        """Wrap the handler of a call, which gRPC asks for when the call comes in."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -86,14 +87,14 @@ class Guard(grpc.aio.ServerInterceptor):
             guarded = self._single
         else:
             guarded = self._generator if isasyncgenfunction(behaviour) else self._coroutine
-        # A single answer is sent as a stream of one, which is the same to the caller: here its end can be waited for.
+        # A single answer is sent as a stream of one: the caller sees no difference, and here one can wait for its end.
         is_streamed = handler.request_streaming
         make = grpc.stream_stream_rpc_method_handler if is_streamed else grpc.unary_stream_rpc_method_handler
         return make(
             guarded(handler_call_details.method, behaviour),
             request_deserializer=partial(_read, handler.request_deserializer, is_streamed),
             response_serializer=handler.response_serializer,
-        )  # fmt: skip
+        )
 
     def _single(self, method: str, behaviour: Behaviour) -> Behaviour:
         async def guarded(request: Any, context: Context) -> None:
@@ -104,7 +105,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 except Overloaded as error:
                     await abort(context, error)
                 try:
-                    # Until the caller takes it or is gone: so long gRPC keeps the bytes, however the call ends.
+                    # This waits until the caller takes it or is gone. Until then gRPC keeps the bytes.
                     await context.write(reply)
                 finally:
                     self._callers.release(caller, num_bytes)
@@ -128,19 +129,19 @@ class Guard(grpc.aio.ServerInterceptor):
                         is_begun = False
                         async for reply in replies:
                             if not is_begun:
-                                # Along with a reply that is not taken it would not be sent, nor could the call end.
+                                # Sent with a reply that is not taken, it would wait too, and the call could not end.
                                 await context.send_initial_metadata(())
                                 is_begun = True
                             await send(context, reply, PIECE_SECONDS)
                 except DeadlineExceeded as error:
-                    # Waits as well, until the caller reads or is gone; but what the answer was made from is let go.
+                    # This waits as well, until the caller reads or is gone; but what the answer was made from is freed.
                     await abort(context, error)
 
         return guarded
 
     @asynccontextmanager
     async def _admitted(self, method: str, request: Any, context: Context) -> AsyncIterator[Caller]:
-        """Serve the call inside the block. Counts before it looks at anything: nonsense costs as much to answer."""
+        """Serve the call inside the block. It is counted before it is checked: nonsense costs as much to answer."""
         caller = caller_of(context)
         try:
             seconds = self._callers.enter(caller, num_entries(request) if isinstance(request, Message) else 0)
@@ -169,7 +170,7 @@ class Guard(grpc.aio.ServerInterceptor):
             self._callers.leave(caller, wasted=is_wasted)
 
     def _keep(self, caller: Caller, message: Any) -> int:
-        """Count what a large request or answer takes that is here as a whole; gives its bytes. Raises Overloaded."""
+        """Count the bytes of a large request or answer that is held as a whole, and return them. Raises Overloaded."""
         num_bytes: int = message.ByteSize() if isinstance(message, Message) else 0
         if num_bytes <= SMALL_BYTES:
             return 0
@@ -177,7 +178,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return num_bytes
 
     async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
-        """Or it would ask again at once; but those that are held back take memory."""
+        """Wait before refusing, or the caller would ask again at once. As calls that wait take memory, not all do."""
         if self._num_refused[caller] < MAX_CALLS:
             self._num_refused[caller] += 1
             try:
@@ -212,7 +213,7 @@ class Guard(grpc.aio.ServerInterceptor):
 def _read(deserialize: Callable[[bytes], Any], is_streamed: bool, data: bytes) -> Any:
     try:
         message = deserialize(data)
-        # A request that comes as a whole has to wait its turn for that.
+        # A request that comes as a whole is checked once it has waited its turn.
         if is_streamed:
             require_bounds(message, finite=True)
     except DecodeError:
@@ -223,7 +224,7 @@ def _read(deserialize: Callable[[bytes], Any], is_streamed: bool, data: bytes) -
 
 
 def _claimed_id(request: Any) -> str | None:
-    """As whom the sender of a request speaks; None where it does not say."""
+    """The id that the sender of a request gives as its own; None if it gives none."""
     match request:
         case averaging_pb2.ReportRequest():
             return request.sender.peer_id

@@ -1,6 +1,6 @@
-"""The caller's side of a call in which both sides send messages: how long to wait for each, and errors that are ours.
+"""The caller's side of a call in which both sides send messages: a deadline for each, and errors of swarm.errors.
 
-Used by swarm/hop.
+Used by hop.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from swarm.rpc.channels import translate
 class Stream:
     """One call, in an `async with` block.
 
-    A block that returns normally leaves the call as it is, for whoever keeps it; else it is cancelled, and gRPC's error
-    becomes the one of swarm.errors that says the same.
+    A block that ends normally leaves the call as it is: it may go on elsewhere. If the block raises, the call is
+    cancelled, and gRPC's error becomes the one of swarm.errors that says the same.
     """
 
     def __init__(self, call: Any) -> None:
@@ -43,7 +43,7 @@ class Stream:
             raise translate(error) from None
 
     async def write(self, message: Any, seconds: float) -> None:
-        """Send a message. Raises PeerUnavailable if nothing is taken for so long."""
+        """Send a message. Raises PeerUnavailable if the peer does not take it in this time."""
         try:
             async with asyncio.timeout(seconds):
                 await self._call.write(message)
@@ -51,7 +51,7 @@ class Stream:
             raise PeerUnavailable(f"took nothing for {seconds:.0f} s", is_unreachable=True) from None
 
     async def read(self, seconds: float) -> Any:
-        """The next message. Raises PeerUnavailable if there is none for so long; at the end, what the status says."""
+        """The next message. Raises PeerUnavailable if none comes in this time; at the end, what the status says."""
         try:
             async with asyncio.timeout(seconds):
                 message = await self._call.read()
@@ -85,7 +85,9 @@ class Stream:
         if await call.code() is grpc.StatusCode.OK:
             return PeerUnavailable("the peer ended the stream early")
         error = grpc.aio.AioRpcError(
-            await call.code(), await call.initial_metadata(), await call.trailing_metadata(),
+            await call.code(),
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
             details=await call.details(),
-        )  # fmt: skip
+        )
         return translate(error)

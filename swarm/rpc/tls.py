@@ -2,7 +2,7 @@
 
 Used by channels and by the programs that start servers. In an open run a certificate is right if it is the one in the
 peer's signed record, and callers show none. In a locked run both sides also show that a token of the owner's issued
-theirs; without one the handshake fails. Which peer may call what is decided by guard.
+theirs; without that the handshake fails. Which peer may call what is decided by guard.
 """
 
 import grpc
@@ -27,9 +27,9 @@ def pinned_credentials(certificate_pem: str, own: Identity | None = None) -> grp
     """What a client uses to talk to the one server that holds the key to this certificate.
 
     Args:
-        own: who calls; shown to the servers of a locked run.
+        own: the caller's identity; servers of a locked run are shown its certificates.
     """
-    # Of a chain the server's own certificate alone: the token's would let in all whom that token lets in.
+    # Of a chain the server's own certificate alone is pinned: with the token's, any peer with that token would do.
     root = first_pem(certificate_pem).encode()
     if own is None or own.authority is None:
         return grpc.ssl_channel_credentials(root_certificates=root)

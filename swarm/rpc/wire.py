@@ -1,8 +1,8 @@
 """Tensors to messages and back.
 
-Used by both ends of every call that carries tensors. A tensor travels as its own bytes, cut into chunks, so
-that no message is large; the receiver knows which shapes it wants and allocates nothing else. Never converts
-between element types, and never encodes: that is work for the compute thread.
+Used by both ends of every call that carries tensors. A tensor travels as its own bytes, cut into chunks, so that no
+message is large; the receiver knows which shapes it wants and allocates nothing else. Never converts between element
+types, and never encodes: that is work for the compute thread.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,11 @@ from swarm.errors import MalformedMessage
 from swarm.rpc.v1.tensor_pb2 import TensorChunk, TensorHeader
 
 CHUNK_BYTES = 1 << 20
-"""Most bytes of a tensor in one chunk; a message has at least as many, if there are so many left, and less than twice
-as many."""
+"""Most bytes of a tensor in one chunk. A message is sent once it has this many, so it has less than twice as many."""
 
 LARGEST_ACTIVATION = 65504.0
 """Largest magnitude of an activation or its gradient: float16's largest number, whatever the element type. Beyond it
-training has diverged, or somebody wants it to: products of such numbers overflow float32."""
+training has diverged, or a peer wants it to: products of such numbers overflow float32."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -69,8 +68,8 @@ _Message = TypeVar("_Message", bound=_WithChunks)
 def filled(first: _Message, tensors: Mapping[str, torch.Tensor]) -> Iterator[_Message]:
     """The messages that carry CPU tensors, each of one of the ENCODINGS, as chunks: `first`, and new ones after it.
 
-    At least one comes. Each but the last has CHUNK_BYTES, and up to as many again. They are filled in place, since a
-    message that is put into another is copied twice.
+    There is at least one, and each but the last has CHUNK_BYTES or more. They are filled in place, since a message that
+    is put into another is copied twice.
     """
     message, num_bytes = first, 0
     for name, tensor in tensors.items():
@@ -103,9 +102,9 @@ class TensorReader:
         return not self._missing and self._current is None
 
     def clear(self) -> None:
-        """Keep nothing. An error that `feed` has raised holds this reader for as long as it is looked at.
+        """Let go of all bytes: an error that `feed` has raised refers to this reader for as long as it is looked at.
 
-        Who has taken `tensors` keeps them.
+        Whatever has taken `tensors` keeps them.
         """
         self._buffer, self.tensors = bytearray(), {}
 

@@ -20,7 +20,7 @@ from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc import guard, tls
-from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, WASTED_CALLS, Callers
+from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_BYTES, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
 from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
@@ -85,9 +85,9 @@ class Server:
 async def start() -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def start_one(identity: Identity = PEER) -> Server:
+        async def start_one(identity: Identity = PEER, *, max_calls: int = 2, max_bytes: int = MAX_BYTES) -> Server:
             # Time stands still for the rate of calls.
-            clock, callers = Clock(), Callers(ManualClock(), max_calls=2)
+            clock, callers = Clock(), Callers(ManualClock(), max_calls=max_calls, max_bytes=max_bytes)
             guarding = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
             server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[guarding])
             # Abstract for the type checker only.
@@ -315,8 +315,7 @@ async def test_the_calls_of_one_caller_are_counted(start: Any, server_is: Identi
 
 async def test_nonsense_waits_its_turn_as_well(start: Any) -> None:
     """A refusal costs as much as an answer."""
-    server = await start()
-    server.callers._max_calls = 1000
+    server = await start(max_calls=1000)
     async with server.called_by(OTHER_PEER) as channel:
         nonsense = channel.unary_unary("/swarm.rpc.v1.AveragingService/Begin")
         for at_once in (BURST_CALLS // WASTED_CALLS, 20):
@@ -352,8 +351,7 @@ async def test_small_answers_that_are_not_taken_are_calls_under_way(start: Any) 
 
 
 async def test_answers_that_are_not_taken_have_a_limit(start: Any) -> None:
-    server = await start(locked.OPEN)
-    server.callers._max_calls, server.callers._max_bytes[False] = 1000, 3 << 19
+    server = await start(locked.OPEN, max_calls=1000, max_bytes=3 << 19)
     async with server.called_by(locked.OPEN) as channel:
         stub: Any = DirectoryServiceStub(channel)
         async with _asking_without_taking(server, READ, LARGE):
