@@ -1,7 +1,7 @@
 """Where a run is entered by gRPC alone: PEER_ID@HOST:PORT, as a swarm-peer prints it for swarm-status.
 
 Used by swarm-peer, which prints it, and by dht/lookup, which connects. The id makes it safe to copy: a peer that
-answers there has to show the certificate of that id before it is told or asked anything. Never looks up where a peer is.
+answers has to show that id's certificate before it is told or asked anything. Never looks up where a peer is.
 """
 
 import asyncio
