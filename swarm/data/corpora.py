@@ -1,11 +1,9 @@
 """Corpora: a dataset's text as one memory-mapped file of tokens.
 
-Trainers and evaluation call `prepare`; the first peer publishes the digest, and every other one calls
-`check_digest`. Never trains on what it holds out, and never depends on where the files lie: two machines with
-the same files get the same tokens in the same order.
-
-Documents (files, or rows of a Hugging Face dataset) stay whole, and each is followed by the tokenizer's
-separator. Which files there are, and in what order, data/text_files says; those that it skips are named in the log.
+The first peer and the trainers call `prepare`. The first peer publishes the digest, and the trainers call
+`check_digest`. A corpus does not depend on where the files lie: two machines with the same files get the same tokens in
+the same order. Its documents (data/sources) stay whole, and the tokenizer's separator follows each of them. Files that
+are skipped are named in the log.
 """
 
 import contextlib
@@ -19,51 +17,28 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from swarm.config import DataConfig
 from swarm.data import text_files, tokenizers
+from swarm.data.sources import HUGGING_FACE, Document, Source, open_source
 from swarm.data.tokenizers import TokenIds, Tokenizer
 from swarm.errors import CorpusMismatch
 
 logger = logging.getLogger(__name__)
 
-_HUGGING_FACE = "hf:"
 _CACHE_VERSION = 2
 _PREPARING, _LOCK = ".preparing-", "lock"
 _LOCKED_SECONDS = 60.0
-"""How long it may take until a folder that is new is locked."""
+"""A new folder is locked within this time."""
 _MOST_NAMED = 20
-"""Skipped files that are named in the log; of the others only their number is told."""
+"""So many skipped files are named in the log. Of the others only their number is told."""
 _SAY_SECONDS = 10.0
-"""Between two lines that say how far a long one is."""
-
-_Document = Iterable[str]
-"""The pieces of one document, in order."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Source:
-    """Where a corpus comes from.
-
-    Attributes:
-        identity: what tells on this machine whether the source has changed.
-        documents: reads them, and adds to `no_text` what it skips.
-        unreadable: reason by path, of files that were skipped without being read.
-        no_text: likewise, of those that hold no text.
-        num_files: skipped ones included.
-    """
-
-    identity: list[Any]
-    documents: Callable[[], Iterator[_Document]]
-    unreadable: Mapping[str, str]
-    no_text: dict[str, str]
-    num_files: int
+"""Between two lines that say how far a long preparation is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,8 +71,8 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     """Tokenize the dataset into `cache_dir`, unless it is there already, and map it into memory.
 
     Local files are recognised by path, size and modification time; a Hugging Face dataset by its name alone.
-    Several processes may call this at once: each writes a file of its own, and the last rename wins. What a process
-    left that was killed meanwhile is removed.
+    Several processes may call this at once: each writes a file of its own, and the last rename wins. What killed
+    processes left is removed.
 
     Raises:
         ValueError: one line, if the dataset or the tokenizer is missing, unreadable, empty, or too short for one
@@ -106,7 +81,7 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     tokenizer = tokenizers.load(config.tokenizer)
     _sweep(cache_dir)
     try:
-        source = _open(config)
+        source = open_source(config)
         origin = [_CACHE_VERSION, config.dataset, config.max_tokens, tokenizer.identity, source.identity]
         key = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         path = cache_dir / f"{key[:32]}.tokens"
@@ -122,9 +97,12 @@ def prepare(config: DataConfig, *, cache_dir: Path) -> Corpus:
     num_training_tokens = len(tokens) - int(len(tokens) * config.held_out_fraction)
     _check_length(config, num_training_tokens, len(tokens) - num_training_tokens)
     return Corpus(
-        tokens=tokens, num_training_tokens=num_training_tokens, vocab_size=tokenizer.vocab_size,
-        digest=about["digest"], tokenizer_identity=tokenizer.identity,
-    )  # fmt: skip
+        tokens=tokens,
+        num_training_tokens=num_training_tokens,
+        vocab_size=tokenizer.vocab_size,
+        digest=about["digest"],
+        tokenizer_identity=tokenizer.identity,
+    )
 
 
 def published(config: DataConfig, corpus: Corpus) -> DataConfig:
@@ -133,13 +111,13 @@ def published(config: DataConfig, corpus: Corpus) -> DataConfig:
 
 
 def check_digest(config: DataConfig, corpus: Corpus) -> None:
-    """Raise CorpusMismatch if the run was started with other text than `corpus`. A run without a digest takes any."""
+    """Raise CorpusMismatch if the run was started with other text. A run without a digest takes any text."""
     if config.digest in ("", corpus.digest):
         return
     if config.dataset == text_files.STDLIB:
         version = ".".join(map(str, sys.version_info[:3]))
         advice = f"use the Python that the run's first peer uses (this is {version}), or give the run a dataset"
-    elif config.dataset.startswith(_HUGGING_FACE):
+    elif config.dataset.startswith(HUGGING_FACE):
         advice = (
             "the dataset has changed: on the machine that is behind delete ~/.cache/swarm/corpora, or swarm/corpora in "
             "XDG_CACHE_HOME, which is made again"
@@ -152,35 +130,6 @@ def check_digest(config: DataConfig, corpus: Corpus) -> None:
     )
 
 
-def _open(config: DataConfig) -> _Source:
-    no_text: dict[str, str] = {}
-    if config.dataset.startswith(_HUGGING_FACE):
-        return _Source(
-            identity=[config.hf_config, config.hf_split, config.hf_text_field],
-            documents=lambda: _hugging_face_rows(config), unreadable={}, no_text=no_text, num_files=0,
-        )  # fmt: skip
-    found = text_files.find(config.dataset)
-
-    def documents() -> Iterator[_Document]:
-        for path in found.files:
-            if reason := text_files.fault(path):
-                no_text[_shown(path)] = reason
-            else:
-                yield text_files.pieces(path)
-
-    stats = [(str(path), path.stat()) for path in found.files]
-    return _Source(
-        identity=[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats], documents=documents,
-        unreadable={_shown(path): reason for path, reason in found.unreadable.items()}, no_text=no_text,
-        num_files=len(found.files) + len(found.unreadable),
-    )  # fmt: skip
-
-
-def _shown(path: Path) -> str:
-    """A path as a line of the log can hold it, whatever bytes its name is made of."""
-    return "".join(c if c.isprintable() else "?" for c in str(path))
-
-
 def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> None:
     for path, reason in sorted(skipped.items())[:_MOST_NAMED]:
         logger.warning("skipped %s: %s", path, reason)
@@ -188,34 +137,7 @@ def _say_skipped(dataset: str, skipped: Mapping[str, str], num_files: int) -> No
         logger.warning("skipped %d of the %d files of %s", len(skipped), num_files, dataset)
 
 
-def _hugging_face_rows(config: DataConfig) -> Iterator[_Document]:
-    try:
-        # The library is an extra, and slow to import.
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(
-            f"data.dataset {config.dataset!r} needs an extra; in swarm's folder: "
-            ".venv/bin/pip install -c constraints.txt -e '.[hf]'"
-        ) from None
-    name = config.dataset.removeprefix(_HUGGING_FACE)
-
-    def rows() -> Iterator[Any]:
-        try:
-            yield from load_dataset(name, config.hf_config or None, split=config.hf_split, streaming=True)
-        except Exception as error:  # noqa: BLE001 - the library raises many kinds, and as late as at the last row
-            reason = " ".join(str(error).split())
-            raise ValueError(f"cannot load data.dataset {config.dataset!r}: {reason}") from None
-
-    for row in rows():
-        if not isinstance(row.get(config.hf_text_field), str):
-            raise ValueError(
-                f"data.dataset {config.dataset!r} has no text in {config.hf_text_field!r}; "
-                f"set data.hf_text_field to one of: {', '.join(row)}"
-            )
-        yield [row[config.hf_text_field]]
-
-
-def _write(path: Path, source: _Source, tokenizer: Tokenizer, config: DataConfig) -> None:
+def _write(path: Path, source: Source, tokenizer: Tokenizer, config: DataConfig) -> None:
     dtype = tokenizers.token_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256(f"{tokenizer.identity}\n{dtype.str}\n".encode())
     remaining = most = config.max_tokens or sys.maxsize
@@ -233,9 +155,8 @@ def _write(path: Path, source: _Source, tokenizer: Tokenizer, config: DataConfig
                 if time.monotonic() - said_at >= _SAY_SECONDS:
                     said_at = time.monotonic()
                     end = f"of {most / 1e6:.1f}" if config.max_tokens else "so far; data.max_tokens would end it sooner"
-                    logger.info(
-                        "preparing %s: %.1f million tokens %s", config.dataset, (most - remaining) / 1e6, end
-                    )  # fmt: skip
+                    done = (most - remaining) / 1e6
+                    logger.info("preparing %s: %.1f million tokens %s", config.dataset, done, end)
             # A file that lost its end in a power cut would pass for the whole corpus.
             file.flush()
             os.fsync(file.fileno())
@@ -250,7 +171,7 @@ def _write(path: Path, source: _Source, tokenizer: Tokenizer, config: DataConfig
         written.replace(path)
 
 
-def _first_fault(source: _Source) -> str:
+def _first_fault(source: Source) -> str:
     skipped = sorted({**source.unreadable, **source.no_text}.items())
     if not skipped:
         return ""
@@ -261,18 +182,18 @@ def _first_fault(source: _Source) -> str:
 
 @contextlib.contextmanager
 def _own_folder(parent: Path) -> Iterator[Path]:
-    """A new folder, removed at the end. The lock, which ends with this process, keeps others' `_sweep` away."""
+    """A new folder, which is removed at the end. Others leave it alone while this process holds its lock."""
     with tempfile.TemporaryDirectory(dir=parent, prefix=_PREPARING) as name:
         folder = Path(name)
         with (folder / _LOCK).open("wb") as lock:
-            # A file system without locks gives none to those who sweep, either.
+            # A file system without locks gives none to `_sweep` either, which then removes nothing.
             with contextlib.suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
 
 
 def _sweep(cache_dir: Path) -> None:
-    """Remove what processes left that were killed while they prepared: folders that are not new, and not locked."""
+    """Remove what killed processes left: folders that are neither new nor locked."""
     for folder in cache_dir.glob(f"{_PREPARING}*"):
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime > _LOCKED_SECONDS:
@@ -281,14 +202,14 @@ def _sweep(cache_dir: Path) -> None:
                     shutil.rmtree(folder)
 
 
-def _encode(documents: Iterator[_Document], tokenizer: Tokenizer) -> Iterator[TokenIds]:
+def _encode(documents: Iterator[Document], tokenizer: Tokenizer) -> Iterator[TokenIds]:
     for document in documents:
         yield from map(tokenizer.encode, document)
         yield tokenizer.separator
 
 
 def _about_path(tokens_path: Path) -> Path:
-    """Of the file that says about a corpus: its digest, and which files hold no text."""
+    """Path of the file that holds a corpus's digest, and says which files hold no text."""
     return tokens_path.with_suffix(".json")
 
 

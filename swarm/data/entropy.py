@@ -1,8 +1,8 @@
 """Entropies of a corpus: what a model that only counts would reach, in nats per token.
 
-Experiments and tests hold a trained model's held-out loss against them: below the bigram entropy it has learnt
-more than which token follows which. Counts come from the training part, and the cross entropy from the held-out
-part. Never loads the corpus whole.
+A trainer's summary compares the model's held-out loss with them: below the bigram entropy the model has learnt more
+than which token follows which. Counts come from the training part, and the cross entropy from the held-out part. The
+corpus is read in chunks.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ def unigram_entropy(corpus: Corpus) -> float:
 def bigram_entropy(corpus: Corpus) -> float:
     """Held-out cross entropy of each token given the one before it, in nats per token.
 
-    Smoothed like add-one, except that the vocab_size imaginary observations of each context are spread as the
+    The smoothing is like add-one, except that the vocab_size imaginary observations of each context are spread as the
     unigram spreads them, not evenly (the Dirichlet prior of MacKay and Peto 1995, with a fixed strength):
 
         p(b | a) = (count(ab) + vocab_size * p(b)) / (count(a) + vocab_size)
 
-    so that it still tells something where the vocabulary is large and most pairs were never seen. Only the pairs
-    that occur in the held-out part are counted: memory does not grow with the square of the vocabulary.
+    So it still says something where the vocabulary is large and most pairs were never seen. Only the pairs that occur
+    in the held-out part are counted: memory does not grow with the square of the vocabulary.
     """
     pairs, where = np.unique(_pairs(corpus.held_out, corpus.vocab_size), return_inverse=True)
     pair_counts = np.zeros(len(pairs), dtype=np.int64)

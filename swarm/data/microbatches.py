@@ -1,7 +1,7 @@
 """Microbatches: the deterministic order in which a run sees its text.
 
-Trainers ask for microbatch i, and any trainer can regenerate any other's, because it is a pure function of the
-configuration and i. Evaluation asks for the held-out windows. Never mixes the two, and keeps no state.
+Trainers ask for microbatch i, and any trainer can make any other trainer's microbatches again, because a microbatch is
+a pure function of the configuration and i. Evaluation asks for the held-out windows.
 
 The training part is cut into windows of `sequence_length` tokens, each with one more token, the next window's
 first, as its last target. An epoch visits every window once, in an order of its own.
@@ -66,9 +66,9 @@ class Microbatches:
 def _permute(positions: _Words, size: int, *, seed: int, epochs: _Words) -> _Words:
     """Each position's place in its epoch's permutation of range(size).
 
-    A Feistel network permutes the next larger power of four, whatever its round function; whoever lands outside
-    the range walks on until inside (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So the
-    permutation costs no memory, however long the corpus is.
+    A Feistel network permutes the next larger power of four, whatever its round function. A position that lands
+    outside the range is permuted again until it is inside (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"). So the permutation costs no memory, however long the corpus is.
     """
     half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half_bits) - np.uint64(1)

@@ -1,8 +1,8 @@
 """Text files: which files a dataset names, in the corpus's order, and their text in pieces.
 
-Used by data/corpora. The choice, the order and the pieces follow from the contents of the files and from their paths
+Used by data/sources. The choice, the order and the pieces follow from the contents of the files and from their paths
 below their common folder, so that machines with the same files get the same text. A file counts as text if all of it is
-UTF-8 without NUL characters; a file that is not is left out whole. Never holds more than a few pieces of a file.
+UTF-8 without NUL characters; any other file is left out whole. No more than a few pieces of a file are in memory.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from pathlib import Path
 STDLIB = "stdlib"
 PIECE_CHARACTERS = 2**18
 """A piece has about so many characters, and never more than three times as many."""
-_CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**20
 _NOT_STDLIB_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 # The build's own settings: they differ between machines with the same Python.
 _NOT_STDLIB_FILES = ("_sysconfigdata", "python-config")
@@ -29,7 +29,7 @@ class Found:
     """What a dataset names.
 
     Attributes:
-        files: those that can be opened, in the corpus's order. Whether they hold text only `fault` tells.
+        files: those that can be opened, in the corpus's order. Only `fault` tells whether they hold text.
         unreadable: reason by path, of files and folders that cannot be opened.
     """
 
@@ -56,14 +56,15 @@ def find(dataset: str) -> Found:
 
 
 def fault(path: Path) -> str:
-    """Read a whole file; gives why it is no text, or cannot be read, and nothing for a text."""
+    """Read a whole file and say why it is no text, or cannot be read. Empty for a text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_read = 0
     try:
         with path.open("rb") as file:
             while True:
-                chunk = file.read(_CHUNK_BYTES)
-                num_pending = len(decoder.getstate()[0])  # Bytes of a character that is not complete yet.
+                chunk = file.read(CHUNK_BYTES)
+                # Bytes of a character that is not complete yet.
+                num_pending = len(decoder.getstate()[0])
                 try:
                     decoder.decode(chunk, final=not chunk)
                 except UnicodeDecodeError as error:
@@ -80,10 +81,10 @@ def fault(path: Path) -> str:
 def pieces(path: Path) -> Iterator[str]:
     """The text of a file that has no `fault`, in pieces of whole lines.
 
-    Only a line that runs on for more than `PIECE_CHARACTERS` beyond the end of a piece is cut: before the spaces in
-    front of its last word, where most tokenizers begin a token as well, or at that length where it has no space. In the
-    latter case, and with a tokenizer that marks the beginning of a text, the tokens at a cut may be others than those
-    of the uncut line; they are the same on every machine.
+    Only a line that runs on for more than `PIECE_CHARACTERS` beyond the end of a piece is cut. The cut is before the
+    spaces in front of its last word, where most tokenizers begin a token as well, or at that length if the line has no
+    space. In the latter case, and with a tokenizer that marks the beginning of a text, the tokens at a cut may differ
+    from those of the uncut line. They are the same on every machine.
     """
     rest = ""
     with path.open(encoding="utf-8", newline="") as file:
@@ -99,12 +100,13 @@ def pieces(path: Path) -> Iterator[str]:
 
 
 def _last_word(line: str) -> int:
-    """Where the spaces before the last word of a line begin; its length, if nothing stands before them."""
+    """Where the spaces before the last word of a line begin. The line's length if nothing stands before them."""
     return len(line.rpartition(" ")[0].rstrip(" ")) or len(line)
 
 
 def _named(dataset: str, unreadable: dict[Path, str]) -> list[Path]:
-    path = Path(os.path.expanduser(dataset)).absolute()  # Of an unknown user it leaves as it is what Path refuses.
+    # Path.expanduser would raise for an unknown user; this leaves such a name as it is.
+    path = Path(os.path.expanduser(dataset)).absolute()
     if path.is_dir():
         return _walk(path, unreadable)
     if os.path.lexists(path):
@@ -131,7 +133,8 @@ def _walk(root: Path, unreadable: dict[Path, str], *, skipped_folders: frozenset
 def _why_unreadable(path: Path) -> str:
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            return "not a regular file"  # Nor is it opened: a pipe that nobody writes to would block.
+            # It is not opened: a pipe that nothing writes to would block.
+            return "not a regular file"
         path.open("rb").close()
     except OSError as error:
         return error.strerror or str(error)
@@ -139,7 +142,7 @@ def _why_unreadable(path: Path) -> str:
 
 
 def _in_corpus_order(files: list[Path]) -> list[Path]:
-    """By the hash of the path: so the end, which is held out, is a fair sample of the whole."""
+    """Sorted by the hash of the path, so that the end, which is held out, is a fair sample of the whole."""
     if not files:
         return []
     root = os.path.commonpath([path.parent for path in files])

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-corpora tokenizes with them, and the programs decode what a model generates. Either the bytes of UTF-8, or any
-tokenizer.json. Never downloads one, and never adds tokens of its own to a text (no BOS, no padding).
+data/corpora tokenizes with them, and the programs decode what a model generates. A tokenizer is either the bytes of
+UTF-8 or any tokenizer.json. None is downloaded, and none adds tokens of its own to a text (no BOS, no padding).
 """
 
 import hashlib
@@ -89,7 +89,7 @@ class JsonTokenizer:
 
         Raises:
             ValueError: it has no tokens.
-            Exception: whatever the library raises for an invalid one.
+            Exception: what the library raises for an invalid one.
         """
         self._tokenizer = tokenizers.Tokenizer.from_str(definition)
         self._tokenizer.no_truncation()
@@ -147,7 +147,7 @@ def load(spec: str) -> Tokenizer:
 def load_for_run(data: DataConfig, *, vocab_size: int) -> Tokenizer:
     """The tokenizer that `data` names on this machine, if it is the run's and the model has all its tokens.
 
-    Warns of a model that has so many more that it must be meant for another tokenizer.
+    A warning is logged if the model has so many more that it must be meant for another tokenizer.
 
     Args:
         vocab_size: the model's.
@@ -176,5 +176,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if vocab_size > 4 * tokenizer.vocab_size:
         logger.warning(
             "model.vocab_size is %d, and the tokenizer has %d tokens: most of the embedding will never be used; name "
-            "the right one in data.tokenizer", vocab_size, tokenizer.vocab_size,
-        )  # fmt: skip
+            "the right one in data.tokenizer",
+            vocab_size,
+            tokenizer.vocab_size,
+        )

@@ -52,9 +52,14 @@ def _hash(text: str) -> str:
 def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7) -> Header:
     """What a checkpoint of it says."""
     return Header(
-        config=config, stage=stage, round=weights.round.number, run_samples=weights.round.run_samples,
-        lineage=weights.round.lineage, highest_microbatch=highest_microbatch, state_digest=weights.state_digest(),
-    )  # fmt: skip
+        config=config,
+        stage=stage,
+        round=weights.round.number,
+        run_samples=weights.round.run_samples,
+        lineage=weights.round.lineage,
+        highest_microbatch=highest_microbatch,
+        state_digest=weights.state_digest(),
+    )
 
 
 def write_cut(folder: Path, config: RunConfig, num_rounds: int) -> list[Path]:

@@ -131,8 +131,11 @@ def test_the_configuration_picks_the_codec(name: str, tile: int, needs_feedback:
     config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # One of the literals.
     for codec in (contribution_codec(config), result_codec(config)):
         assert (codec.name, codec.tile, codec.needs_feedback, codec.is_sparse) == (
-            name, tile, needs_feedback, is_sparse,
-        )  # fmt: skip
+            name,
+            tile,
+            needs_feedback,
+            is_sparse,
+        )
     grows = result_codec(config).num_bytes(1 << 20) > contribution_codec(config).num_bytes(1 << 20)
     assert grows == is_sparse
 

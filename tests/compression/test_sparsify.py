@@ -28,9 +28,7 @@ def _codec(values: str = "2bit", indices: str = "elias-fano", *, top_k: int = 64
         ("lut8", "12bit", 1024, 64 * 12 + 64 * 8),
     ],
 )
-def test_sizes_follow_the_documented_formula(
-    values: str, indices: str, header_bytes: int, bits_of_a_tile: int
-) -> None:  # fmt: skip
+def test_sizes_follow_the_documented_formula(values: str, indices: str, header_bytes: int, bits_of_a_tile: int) -> None:
     for num_elements, tiles in ((0, 0), (1, 1), (4096, 1), (4097, 2), (1 << 20, 256)):
         expected = header_bytes + -(-tiles * bits_of_a_tile // 8)
         assert _codec(values, indices).num_bytes(num_elements) == expected
@@ -69,7 +67,7 @@ def test_of_equal_magnitudes_the_first_are_kept(top_k: int, distinct: int) -> No
     codec = _codec("sign", "12bit", top_k=top_k)
     columns = packing.unpack(
         np.frombuffer(codec.encode(vector_N), dtype=np.uint8)[4:], [Field(top_k, 12), Field(1, 8), Field(top_k, 1)], 3
-    )  # fmt: skip
+    )
     tiles_TE = np.append(vector_N.abs().numpy(), np.zeros(17, dtype=np.float32)).reshape(3, 4096)
     expected = np.sort(np.argsort(-tiles_TE, axis=1, kind="stable")[:, :top_k], axis=1)
     assert (columns[0] == expected).all()

@@ -19,6 +19,7 @@ from swarm.config import DataConfig
 from swarm.data import corpora, text_files, tokenizers
 from swarm.errors import CorpusMismatch
 
+ROOT = Path(__file__).parents[2]
 NUM_FILES = 30
 
 
@@ -211,8 +212,11 @@ def test_a_file_of_one_line_is_not_held_whole(
     )
     answer = subprocess.run(
         [sys.executable, "-c", program, str(path), tokenizer, str(cache), str(piece_characters)],
-        capture_output=True, text=True, check=True, cwd=Path(corpora.__file__).parents[2],
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
     assert int(answer.stdout) < 80
 
 
@@ -239,7 +243,7 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(corpora.__file__).parents[2],
+            cwd=ROOT,
         )
         for _ in range(2)
     ]
@@ -259,22 +263,29 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
 
 def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> None:
     """But not the folder of one that lives, nor one that its process has just made and not yet locked."""
-    program = (
-        "import sys; from pathlib import Path; from swarm.data import corpora\n"
-        "with corpora._own_folder(Path(sys.argv[1])) as folder: print(folder, flush=True); sys.stdin.readline()"
-    )
-    cache.mkdir(parents=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(cache)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            cwd=Path(corpora.__file__).parents[2],
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    folders = []
-    for process in processes:
+    program = """
+import sys
+from pathlib import Path
+from swarm.config import DataConfig
+from swarm.data import corpora, text_files
+
+def wait_before_reading(path, pieces=text_files.pieces):
+    print("preparing", flush=True)
+    sys.stdin.readline()
+    return pieces(path)
+
+text_files.pieces = wait_before_reading
+corpora.prepare(DataConfig(dataset=sys.argv[1], sequence_length=8, microbatch_size=2), cache_dir=Path(sys.argv[2]))
+"""
+    command = [sys.executable, "-c", program, str(folder), str(cache)]
+    processes: list[subprocess.Popen[str]] = []
+    folders: list[Path] = []
+    for _ in range(2):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdout is not None
-        folders.append(Path(process.stdout.readline().strip()))
+        process.stdout.readline()
+        processes.append(process)
+        folders += set(cache.glob(".preparing-*")) - set(folders)
     alive, dead = folders
     processes[1].kill()
     processes[1].wait()
@@ -289,7 +300,7 @@ def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> Non
     os.utime(new, (1, 1))
     corpora.prepare(_config(folder), cache_dir=cache)
     assert set(cache.glob(".preparing-*")) == {alive}, "also when the corpus is there already"
-    processes[0].communicate("go\n", timeout=30)
+    processes[0].communicate(timeout=30)
     assert not list(cache.glob(".preparing-*"))
 
 
@@ -375,9 +386,10 @@ def test_no_text_says_where(tmp_path: Path, cache: Path) -> None:
     os.mkfifo(folder / "b")
     _refused(_config(folder / "b"), cache, f"holds no text .*folder/b: not a regular file.; {advice}")
     _refused(
-        _config(folder), cache,
+        _config(folder),
+        cache,
         f"holds no text .*folder/a: not UTF-8 at byte 240000, and 1 more were skipped.; {advice}",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.98])

@@ -16,7 +16,7 @@ PIECE = 16
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "PIECE_CHARACTERS", PIECE)
-    monkeypatch.setattr(text_files, "_CHUNK_BYTES", 4)
+    monkeypatch.setattr(text_files, "CHUNK_BYTES", 4)
 
 
 def _pieces(folder: Path, text: str) -> list[str]:
@@ -45,8 +45,10 @@ def test_a_long_line_is_cut_before_the_spaces_of_a_last_word(tmp_path: Path) -> 
     given = _pieces(tmp_path, text)
     assert "".join(given) == text
     assert given == [
-        "one two  three four five six", "   seven eight nine ten eleven", " twelve thirteen\nfourteen\n",
-    ]  # fmt: skip
+        "one two  three four five six",
+        "   seven eight nine ten eleven",
+        " twelve thirteen\nfourteen\n",
+    ]
 
 
 @pytest.mark.parametrize("text", ["\u4e2d" * 100, " " * 100, "a" * 20 + " " * 100, "\u4e2d" * 40 + "\r\n" + "b" * 60])
@@ -70,7 +72,7 @@ def test_a_line_without_words_is_cut_by_its_length(tmp_path: Path, text: str) ->
         (b"0123456789\0123", "a NUL character at byte 10"),
         (b"\xed\xa0\x80", "not UTF-8 at byte 0"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_file_and_where(tmp_path: Path, content: bytes, reason: str) -> None:
     """Also where a character lies across two chunks that are read."""
     path = tmp_path / "file"

@@ -16,7 +16,7 @@ from swarm.model.layers import (
     dropout,
     has_grouped_kernel,
     rotary_tables,
-)  # fmt: skip
+)
 
 KEY = DropoutKey(seed=1, microbatch=7)
 CPU = torch.device("cpu")

@@ -38,8 +38,11 @@ def test_a_mask_is_the_hash_of_key_and_place(shape: tuple[int, ...], probability
 
 
 def _digest() -> str:
-    masks = [random_mask((3, 777), probability, CPU, 5, microbatch, "layers.1.attention")
-             for microbatch in range(8) for probability in (0.1, 0.5)]  # fmt: skip
+    masks = [
+        random_mask((3, 777), probability, CPU, 5, microbatch, "layers.1.attention")
+        for microbatch in range(8)
+        for probability in (0.1, 0.5)
+    ]
     return hashlib.sha256(torch.stack(masks).numpy().tobytes()).hexdigest()
 
 
@@ -48,7 +51,7 @@ def test_another_instruction_set_draws_the_same() -> None:
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
     answer = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )  # fmt: skip
+    )
     assert answer.stdout.strip() == _digest()
 
 
@@ -65,8 +68,9 @@ def test_masks_are_as_good_as_chance(probability: float) -> None:
     size, width = 1 << 16, 256
     masks = {
         (microbatch, site): random_mask((size,), probability, CPU, 3, microbatch, site)
-        for microbatch in range(32) for site in ("layers.0.attention", "layers.0.feed_forward")
-    }  # fmt: skip
+        for microbatch in range(32)
+        for site in ("layers.0.attention", "layers.0.feed_forward")
+    }
     deviation = (probability * (1 - probability)) ** 0.5
     centred = {key: (mask.float() - probability) / deviation for key, mask in masks.items()}
     for (microbatch, site), values in centred.items():
