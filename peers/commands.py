@@ -1,10 +1,12 @@
-"""Entry points of the commands. Each program is imported late, after its process has been prepared.
+"""Entry points of the commands, and the command lines with which other processes start them.
 
-A program is a module in peers/ with `main(argv) -> exit code`.
+Each program is imported late, after its process has been prepared. A program is a module in peers/ with
+`main(argv) -> exit code`.
 """
 
 import gc
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 
@@ -40,19 +42,27 @@ def keys() -> None:
     _run("swarm-keys", "peers.keys")
 
 
+def command_line(program: str, arguments: Iterable[str]) -> list[str]:
+    """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
+
+    With -P, modules that happen to lie in the current folder are not imported instead of ours.
+    """
+    return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
+
+
 def _run(prog: str, module: str, *, address_bytes: int = 0) -> None:
     process.prepare_environment()
     process.keep_freed_memory()
 
     def main() -> int:
         process.require_addresses(address_bytes)
-        exit_code: int = _load(module).main(sys.argv[1:])
+        exit_code: int = load(module).main(sys.argv[1:])
         return exit_code
 
     sys.exit(process.run_program(prog, main))
 
 
-def _load(module: str) -> ModuleType:
+def load(module: str) -> ModuleType:
     """Import a program, out of the cycle collector's sight.
 
     What it imports stays until the process ends. The collector would look through all of it again and again, meanwhile

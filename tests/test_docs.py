@@ -14,9 +14,9 @@ import pytest
 from peers.keys import IssueOptions
 from peers.local.program import LocalOptions
 from peers.shared import cli
-from peers.stage_peer.program import PeerOptions
+from peers.stage_peer.options import PeerOptions
 from peers.status.program import StatusOptions
-from peers.trainer.program import TrainerOptions
+from peers.trainer.options import TrainerOptions
 from scripts.benches import __main__ as bench
 from scripts.benches import catalogue
 from scripts.benches.all import Options as AllOptions

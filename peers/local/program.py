@@ -22,15 +22,18 @@ from typing import Any
 
 from rich.console import Console
 
+from peers.commands import command_line
 from peers.local.supervisor import GRACE_SECONDS, Child, Supervisor
 from peers.shared import cli, devices, process
 from peers.shared.devices import Device
 from peers.shared.sole_writer import require_sole_writer
 from peers.shared.token_option import VARIABLE, admitted, find_token
+from peers.stage_peer.options import PeerOptions
 from peers.status.live_table import LiveTable
 from peers.status.observe import observe
 from peers.status.peer_row import PeerRow
 from peers.status.view import StageRow, SwarmView, TrainerRow
+from peers.trainer.options import TrainerOptions
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
@@ -253,40 +256,54 @@ class LocalSwarm:
         ready_file = self.folder / f"{name}.json"
         device = self.places[self.num_started - 1]
         graph_bytes = devices.graph_bytes(device, num_processes=self.places.count(device))
-        arguments = [
-            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--device", device.name,
-            "--graph-memory-mib", str(graph_bytes >> 20),
-            "--threads", str(options.threads), "--max-in-flight", str(options.max_in_flight),
-            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
-        ]  # fmt: skip
-        addresses = [peer.dht_address for peer in self.peers if peer.dht_address][:4]
-        if addresses:
-            own_class = self.config.model.custom_class
-            arguments += ["--initial-peers", *addresses, *(["--allow-class", own_class] if own_class else [])]
-        else:
-            arguments += ["--config", str(options.config)] if options.config else ["--preset", options.preset or PRESET]
-            arguments += ["--stages", str(options.stages)] if options.stages else []
-            arguments += ["--dataset", options.dataset] if options.dataset else []
-        arguments += ["--insecure"] if options.insecure else []
-        arguments += ["--checkpoint", str(options.checkpoint)] if options.checkpoint else []
-        arguments += ["--checkpoint-every", str(options.checkpoint_every)] if options.checkpoint_every else []
-        arguments += ["--resume", str(options.resume)] if options.resume else []
-        child = self.children.start(name, _command("peer", arguments))
+        own = PeerOptions(
+            stage=stage,
+            name=name,
+            host="127.0.0.1",
+            device=device.name,
+            graph_memory_mib=graph_bytes >> 20,
+            threads=options.threads,
+            max_in_flight=options.max_in_flight,
+            identity=self.folder / f"{name}.pem",
+            ready_file=ready_file,
+            insecure=options.insecure,
+            checkpoint=options.checkpoint,
+            checkpoint_every=options.checkpoint_every,
+            resume=options.resume,
+            **self._run_options(),
+        )
+        child = self.children.start(name, command_line("peer", cli.arguments(own)))
         peer = LocalPeer(child=child, stage=stage, ready_file=ready_file)
         self.peers.append(peer)
         return peer
 
+    def _run_options(self) -> dict[str, Any]:
+        """How a peer joins the run: at the addresses of those that serve, or as the first, which begins it."""
+        options = self.options
+        if addresses := self._addresses():
+            return {"initial_peers": addresses, "allow_class": self.config.model.custom_class or None}
+        preset = None if options.config else options.preset or PRESET
+        return {
+            "config": options.config, "preset": preset, "stages": options.stages, "dataset": options.dataset,
+        }  # fmt: skip
+
+    def _addresses(self) -> tuple[str, ...]:
+        return tuple(peer.dht_address for peer in self.peers if peer.dht_address)[:4]
+
     def _start_trainer(self) -> None:
         options = self.options
-        arguments = [
-            "--steps", str(options.steps), "--output", str(options.output), "--name", "trainer",
-            "--evaluate-every", str(options.evaluate_every), "--sample-tokens", str(options.sample_tokens),
-            "--initial-peers", *[peer.dht_address for peer in self.peers][:4],
-        ]  # fmt: skip
-        arguments += ["--wandb", options.wandb] if options.wandb else []
-        arguments += ["--wandb-online"] if options.wandb_online else []
-        arguments += ["--insecure"] if options.insecure else []
-        self.trainer = self.children.start("trainer", _command("trainer", arguments))
+        own = TrainerOptions(
+            initial_peers=self._addresses(),
+            steps=options.steps,
+            output=options.output,
+            name="trainer",
+            evaluate_every=options.evaluate_every,
+            sample_tokens=options.sample_tokens,
+            wandb=options.wandb,
+            wandb_online=options.wandb_online,
+            insecure=options.insecure,
+        )
+        self.trainer = self.children.start("trainer", command_line("trainer", cli.arguments(own)))
 
     async def _until_ready(self, table: LiveTable) -> None:
         seconds = START_SECONDS + START_SECONDS_PER_PEER * len(self.peers)
@@ -419,11 +436,6 @@ class LocalSwarm:
         console.print(f"Figures, plot and logs are in {output}", highlight=False, soft_wrap=True)
         for run in sorted((output / "wandb").glob("offline-run-*"))[-1:]:
             console.print(f"To upload this run to Weights & Biases: wandb sync {run}", highlight=False, soft_wrap=True)
-
-
-def _command(program: str, arguments: Sequence[str]) -> list[str]:
-    # With -P, modules that happen to lie in the current folder are not imported instead of ours.
-    return [sys.executable, "-P", "-c", f"from peers.commands import {program}; {program}()", *arguments]
 
 
 def _without_prefix(reason: str) -> str:

@@ -1,19 +1,21 @@
-"""Command lines from dataclasses: one frozen dataclass a program, a docstring under each field.
+"""Command lines from dataclasses, and back: one frozen dataclass a program, a docstring under each field.
 
-Every program calls `parse` once, at its start.
+Every program calls `parse` once, at its start. Those that start other programs call `arguments`.
 """
 
 import contextlib
+import dataclasses
 import io
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
 from peers.shared.process import EXIT_USAGE
+from swarm.types import LONGEST_NAME, NAME_PATTERN
 
 Options = TypeVar("Options")
 
@@ -42,6 +44,30 @@ def parse(options: type[Options], *, prog: str, argv: Sequence[str]) -> Options:
             raise
         print(f"{prog}: error: {_one_line(complaint.getvalue(), options)} (see {prog} --help)", file=sys.stderr)
         raise
+
+
+def arguments(options: Any) -> list[str]:
+    """The command line that `parse` reads into these options: each that is not the default, and no positional one."""
+    words = []
+    for field in dataclasses.fields(options):
+        value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(option)
+        elif isinstance(value, tuple):
+            words += [option, *map(str, value)]
+        else:
+            words += [option, str(value)]
+    return words
+
+
+def require_name(name: str) -> None:
+    """Raise ValueError for a --name that no announcement can hold."""
+    if len(name) > LONGEST_NAME:
+        raise ValueError(f"--name must have at most {LONGEST_NAME} characters, not {len(name)}")
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise ValueError(f"--name must have no control characters: not {name!r}")
 
 
 def require_at_least(options: object, least: Mapping[str, int]) -> None:

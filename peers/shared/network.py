@@ -5,7 +5,6 @@ Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or ser
 
 import logging
 import os
-import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from swarm.errors import PeerUnavailable
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
 from swarm.rpc.entry import Entry
-from swarm.types import LONGEST_NAME, NAME_PATTERN, PeerId, PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState
 
 logger = logging.getLogger(__name__)
 
@@ -156,14 +155,6 @@ async def _try_for_a_while(call: Callable[[], Awaitable[Result]], clock: Clock) 
             if clock.monotonic() > deadline:
                 raise
             await clock.sleep(LOOK_SECONDS)
-
-
-def require_name(name: str) -> None:
-    """Raise ValueError for a --name that no announcement can hold."""
-    if len(name) > LONGEST_NAME:
-        raise ValueError(f"--name must have at most {LONGEST_NAME} characters, not {len(name)}")
-    if re.fullmatch(NAME_PATTERN, name) is None:
-        raise ValueError(f"--name must have no control characters: not {name!r}")
 
 
 def default_name() -> str:

@@ -15,15 +15,12 @@ import dataclasses
 import errno
 import json
 import logging
-import math
 import os
 import random
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -36,7 +33,6 @@ from peers.shared.network import (
     KnownPeers,
     agree_on_config,
     default_name,
-    require_name,
     say_who_may_join,
 )
 from peers.shared.token_option import admitted, find_token, stop_or_expiry, with_token
@@ -45,6 +41,7 @@ from peers.stage_peer.claim import Claim
 from peers.stage_peer.identity_file import claim_identity
 from peers.stage_peer.incarnation import Rivals
 from peers.stage_peer.mover import Listen, Mover
+from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_addresses import own_hosts
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
@@ -57,7 +54,7 @@ from swarm.credentials.identity import Identity
 from swarm.credentials.token import Token
 from swarm.data import corpora, tokenizers
 from swarm.dht import node as dht_node
-from swarm.dht.addresses import OwnAddress, is_host
+from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable, SwarmError
@@ -71,122 +68,12 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 PROG = "swarm-peer"
-DEFAULT_REBALANCE_SECONDS = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerOptions:
-    """Serve one stage of a run."""
-
-    stage: int | Literal["auto"] = 0
-    """Stage to serve, from 0, and to stay at: 0 if left out, also where others serve it already. auto takes the one
-    that needs a peer most, and moves when another one does."""
-    rebalance_every: float | None = None
-    """Seconds between two looks whether another stage needs this peer more, 60 if left out; 0 never moves. Only with
-    --stage auto."""
-    initial_peers: tuple[str, ...] = ()
-    """DHT addresses of peers that are there already; without any, a new run begins."""
-    token: str | None = None
-    """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
-    come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
-    allow_class: str | None = None
-    """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
-    config: Path | None = None
-    """TOML file of a new run."""
-    preset: str | None = None
-    """Configuration of a new run that comes with swarm: tiny, small, llama-124m, sparseloco or targon."""
-    dataset: str | None = None
-    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
-    tokenizer: str | None = None
-    """Tokenizer of a new run, instead of the configuration's: bytes, or the path of a tokenizer.json."""
-    stages: int | None = None
-    """Number of stages of a new run, instead of the configuration's."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
-    free memory, as cuda does."""
-    threads: int = 0
-    """CPU threads for computing; 0 leaves the choice to PyTorch."""
-    host: str = "0.0.0.0"
-    """IP address to listen on."""
-    port: int = 0
-    """TCP port for tensors (gRPC); 0 takes a free one."""
-    dht_port: int = 0
-    """TCP port for the DHT; 0 takes a free one."""
-    announce: str | None = None
-    """Host name or IP address at which others reach this machine; left out, its own address on the way to the initial
-    peers, or on its default way."""
-    identity: Path | None = None
-    """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
-    name: str = ""
-    """What others see; by default host name and process id."""
-    max_in_flight: int = 0
-    """Microbatches to work on at once; 0 takes two more than there are stages, and more where links are so long or slow
-    that these do not keep the peer busy."""
-    graph_memory_mib: int | None = None
-    """Memory for what backward needs of forward; beyond it forwards are computed again. Left out, it is half of the GPU
-    memory, or a quarter of the RAM, that is free beside the stage's weights and optimizer."""
-    insecure: bool = False
-    """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
-    checkpoint: Path | None = None
-    """Write checkpoints of this stage to this folder."""
-    checkpoint_every: int | None = None
-    """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
-    rounds."""
-    keep_checkpoints: int | None = None
-    """Checkpoints to keep, 3 if left out; older ones are deleted."""
-    resume: Path | None = None
-    """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
-    resume_round: int | None = None
-    """Go on from the checkpoint of this round instead."""
-    start_over: bool = False
-    """Where nobody holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
-    weights; what it had learnt is gone."""
-    events: Path | None = None
-    """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
-    ready_file: Path | None = None
-    """Write a JSON object with this peer's addresses here once it serves."""
-    log_level: process.LogLevel = "info"
-    """debug, info, warning or error."""
-
-    def __post_init__(self) -> None:
-        if self.rebalance_every is not None:
-            if self.stage != "auto":
-                raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
-            if not 0 <= self.rebalance_every < math.inf:
-                raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
-        if self.stage != "auto" and self.stage < 0:
-            raise ValueError(f"--stage must not be negative, not {self.stage}")
-        cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
-        if self.config is not None and self.preset is not None:
-            raise ValueError("--config and --preset exclude each other")
-        own = self.config is not None or self.preset is not None
-        if not own and not self.initial_peers:
-            raise ValueError(
-                "a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS"
-            )
-        if not own and (self.dataset or self.tokenizer or self.stages):
-            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset or --config")
-        for name in ("port", "dht_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
-        for name in ("checkpoint_every", "keep_checkpoints"):
-            if getattr(self, name) is not None and self.checkpoint is None:
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
-        if self.announce is not None and not is_host(self.announce.lower()):
-            raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")
-        require_name(self.name)
-        if self.resume_round is not None and self.resume is None:
-            raise ValueError("--resume-round needs --resume DIR")
-        for name in ("threads", "max_in_flight", "graph_memory_mib"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; gives its exit code."""
     options = cli.parse(PeerOptions, prog=PROG, argv=argv)
-    process.setup_logging(options.name or _label(options), options.log_level)
+    process.setup_logging(options.name or options.label, options.log_level)
     clock = SystemClock()
     addresses, token = find_token(
         options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
@@ -200,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
         torch.set_num_threads(options.threads)
     with process.interruptible():
         own = own_config(options, token, cache)
-    identity = claim_identity(options.identity, cache / "identities", _label(options).replace(" ", "-"))
+    identity = claim_identity(options.identity, cache / "identities", options.label.replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
     # Whoever begins a run at an address that it has had before may find the run still there.
@@ -241,10 +128,6 @@ def enter_dht(options: PeerOptions, member: Identity, libp2p_path: Path) -> DhtN
             finally:
                 node.shutdown()
         raise
-
-
-def _label(options: PeerOptions) -> str:
-    return "auto" if options.stage == "auto" else f"stage {options.stage}"
 
 
 def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | None:
@@ -317,7 +200,6 @@ async def run(
     known = KnownPeers(router, own_id=identity.peer_id)
     stages = range(config.stages.num_stages)
     name = options.name or default_name()
-    every_seconds = DEFAULT_REBALANCE_SECONDS if options.rebalance_every is None else options.rebalance_every
     channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
     incarnation = incarnations.begin(clock)
     rivals = Rivals(config=config, identity=identity, own=incarnation, known=known, channels=channels, clock=clock)
@@ -325,7 +207,7 @@ async def run(
     rebalancer = Rebalancer(
         config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
         channels=channels, clock=clock, rng=rng, checkpoints=options.resume,
-        every_seconds=every_seconds if options.stage == "auto" else 0.0,
+        every_seconds=options.rebalance_seconds,
     )  # fmt: skip
 
     def make_server(stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
@@ -338,7 +220,7 @@ async def run(
                 joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
                 had_checkpoints=checkpoints is not None and checkpoints.had_any, starts_over=options.start_over,
             ),
-            movable=options.stage == "auto" and every_seconds > 0, moves=moves, incarnation=incarnation,
+            movable=options.rebalance_seconds > 0, moves=moves, incarnation=incarnation,
         )  # fmt: skip
         return StageServer(
             config=config, stage=stage, identity=identity, known=known, router=router, directory=directory,

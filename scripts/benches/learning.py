@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from peers.commands import command_line
 from peers.local.supervisor import Supervisor, last_line
 from peers.shared import cli
 from scripts.benches.shared.common import (
     POLL_SECONDS,
     BenchOptions,
     SwarmProcesses,
-    program,
     require_multiple,
     say,
     with_corpus,
@@ -173,7 +173,7 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
 
     def command(name: str, arguments: Sequence[str]) -> list[str]:
         keeping = ["--checkpoint", str(kept), "--checkpoint-every", str(every), "--keep-checkpoints", str(rounds + 1)]
-        return program(name, [*arguments, *(keeping if name == "peer" else [])])
+        return command_line(name, [*arguments, *(keeping if name == "peer" else [])])
 
     with Throttle(FAST, round_trip_seconds=round_trip_ms / 1e3) as throttle, (
         Lines(folder / "logs", throttle) if round_trip_ms else Supervisor(folder / "logs")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.commands import command_line
 from peers.local.supervisor import Supervisor
 from peers.shared import cli
 from scripts.benches.shared import paired, proc
@@ -27,7 +28,6 @@ from scripts.benches.shared.common import (
     ServingPeer,
     SwarmProcesses,
     fail_on_exit,
-    program,
     say,
     stalled,
     with_corpus,
@@ -119,7 +119,7 @@ def _starts(swarm: SwarmProcesses) -> dict[str, float]:
     figures |= _serves(swarm, 1, "joiner")
     joiner = swarm.peers[-1]
     for way, where in (("status", ["--peer", _entry(joiner)]), ("status_dht", ["--initial-peers", joiner.dht_address])):
-        cpu_seconds, seconds = _to_the_end(program("status", [*where, "--json"]))
+        cpu_seconds, seconds = _to_the_end(command_line("status", [*where, "--json"]))
         figures |= {f"{way}_cpu_seconds": cpu_seconds, f"{way}_seconds": seconds}
     return figures
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from peers.commands import command_line
 from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, command, run, wait_until
+from tests.support.swarm import RealSwarm, run, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -56,7 +57,7 @@ def test_a_joiner_imports_what_its_user_named_and_nothing_else(swarm: RealSwarm,
     printed = next(line for line in log.splitlines() if line.strip().startswith("join:"))
     line = ["1" if word == "N" else word for word in shlex.split(printed)[2:]]
     ready = swarm.folder / "second.json"
-    second = swarm.children.start("second", command("peer", *line, *own, "--ready-file", str(ready)))
+    second = swarm.children.start("second", command_line("peer", [*line, *own, "--ready-file", str(ready)]))
     wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")
     assert imported.read_text().count("imported") == 2
     trainer = swarm.start_trainer("trainer", steps=2)

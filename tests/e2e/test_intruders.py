@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
 from swarm.config import load as load_config
 from swarm.credentials.certificates import Role
@@ -25,7 +26,7 @@ from swarm.rpc.v1.lease_pb2_grpc import LeaseServiceStub
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
-from tests.support.swarm import RealPeer, RealSwarm, command
+from tests.support.swarm import RealPeer, RealSwarm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -100,7 +101,7 @@ def _start_trainer(swarm: RealSwarm, name: str, *, steps: int) -> Child:
         "--initial-peers", f"{swarm.address}#{locked.TRAINER_TOKEN}", "--steps", str(steps), "--output",
         str(swarm.folder / name), "--evaluate-every", "0", "--evaluation-samples", "16",
     ]  # fmt: skip
-    return swarm.children.start(name, command("trainer", *arguments))
+    return swarm.children.start(name, command_line("trainer", arguments))
 
 
 def _run_id(swarm: RealSwarm) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.swarm import CONFIG, command, wait_until, write_text
+from peers.commands import command_line
+from tests.support.swarm import CONFIG, wait_until, write_text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -21,7 +22,7 @@ def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     # Every process of it inherits the mark, so that leftovers can be told from other tests' processes.
     environment = {**os.environ, "SWARM_TEST_MARK": str(folder)}
     return subprocess.Popen(
-        command("local", "--config", str(config), "--output", str(folder / "out"), *arguments),
+        command_line("local", ["--config", str(config), "--output", str(folder / "out"), *arguments]),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True,
     )  # fmt: skip
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from peers.commands import command_line
 from peers.local.supervisor import Supervisor
 from tests.support import locked
-from tests.support.swarm import RealSwarm, command, run, wait_until
+from tests.support.swarm import RealSwarm, run, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -34,11 +35,11 @@ def test_a_peer_and_a_trainer_join_by_the_printed_lines(swarm: RealSwarm) -> Non
     ready = swarm.folder / "second.json"
     line = ["1" if word == "N" else word for word in _printed(swarm, "join")]
     own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
-    second = swarm.children.start("second", command("peer", *line, *own, "--ready-file", str(ready)))
+    second = swarm.children.start("second", command_line("peer", [*line, *own, "--ready-file", str(ready)]))
     wait_until(ready.exists, 60.0, f"the second peer to serve; see {second.log}")
     line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "train")]
     options = ["--steps", "6", "--output", str(swarm.folder / "trainer"), "--evaluation-samples", "16"]
-    trainer = swarm.children.start("trainer", command("trainer", *line, *options))
+    trainer = swarm.children.start("trainer", command_line("trainer", [*line, *options]))
     assert swarm.wait_for_end(trainer) == 0
     steps = swarm.steps("trainer")
     assert len(steps) == 6

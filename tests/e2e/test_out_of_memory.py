@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from peers.commands import command_line
 from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, command, wait_until
+from tests.support.swarm import RealSwarm, wait_until
 
 pytestmark = [
     pytest.mark.e2e, pytest.mark.timeout(180),
@@ -35,7 +36,7 @@ def _run(program: str, *arguments: str, limit_mib: int) -> subprocess.CompletedP
         resource.setrlimit(resource.RLIMIT_AS, (limit_mib * MIB, limit_mib * MIB))
 
     return subprocess.run(
-        command(program, *arguments), capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit
+        command_line(program, arguments), capture_output=True, text=True, timeout=60, check=False, preexec_fn=limit
     )
 
 

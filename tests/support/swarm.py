@@ -3,14 +3,17 @@
 import inspect
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor
+from peers.shared import cli
+from peers.stage_peer.options import PeerOptions
+from peers.trainer.options import TrainerOptions
 
 CONFIG = """
 run = "test"
@@ -49,15 +52,10 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def command(program: str, *arguments: str) -> list[str]:
-    """A program's command line."""
-    return [sys.executable, "-c", f"from peers.commands import {program}; {program}()", *arguments]
-
-
 def run(program: str, *arguments: str, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run a program to its end."""
     return subprocess.run(
-        command(program, *arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False
+        command_line(program, arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
 
 
@@ -136,14 +134,20 @@ class RealSwarm:
         self._num_started += 1
         name = f"peer-{self._num_started}"
         ready_file = self.folder / f"{name}.json"
-        joining = ["--initial-peers", self.address] if self.peers else ["--config", str(self.config)]
-        arguments = [
-            "--stage", str(stage), "--name", name, "--host", "127.0.0.1", "--device", "cpu", "--threads", "1",
-            *joining,
-            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(ready_file),
-            "--events", str(self.events / f"{name}.jsonl"), *options,
-        ]  # fmt: skip
-        return self.children.start(name, command("peer", *arguments), environment=environment), ready_file
+        own = PeerOptions(
+            stage="auto" if stage == "auto" else int(stage),
+            name=name,
+            host="127.0.0.1",
+            device="cpu",
+            threads=1,
+            initial_peers=(self.address,) if self.peers else (),
+            config=None if self.peers else self.config,
+            identity=self.folder / f"{name}.pem",
+            ready_file=ready_file,
+            events=self.events / f"{name}.jsonl",
+        )
+        command = command_line("peer", [*cli.arguments(own), *options])
+        return self.children.start(name, command, environment=environment), ready_file
 
     def kill(self, peer: RealPeer) -> None:
         """Kill -9."""
@@ -152,12 +156,16 @@ class RealSwarm:
 
     def start_trainer(self, name: str, *, steps: int) -> Child:
         """Start a trainer; its figures go to `folder/name`."""
-        arguments = [
-            "--initial-peers", self.address, "--steps", str(steps), "--output", str(self.folder / name),
-            "--name", name, "--evaluate-every", "0", "--evaluation-samples", "16",
-            "--events", str(self.events / f"{name}.jsonl"),
-        ]  # fmt: skip
-        return self.children.start(name, command("trainer", *arguments))
+        options = TrainerOptions(
+            initial_peers=(self.address,),
+            steps=steps,
+            output=self.folder / name,
+            name=name,
+            evaluate_every=0,
+            evaluation_samples=16,
+            events=self.events / f"{name}.jsonl",
+        )
+        return self.children.start(name, command_line("trainer", cli.arguments(options)))
 
     def steps(self, trainer: str) -> list[dict[str, Any]]:
         """The steps that a trainer has logged."""

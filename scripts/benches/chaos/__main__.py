@@ -31,7 +31,7 @@ from scripts.benches.chaos import figures
 from scripts.benches.chaos.cast import Cast
 from scripts.benches.chaos.faults import KINDS, fault
 from scripts.benches.chaos.figures import Struck
-from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, allow_class, say, with_corpus, write_config
+from scripts.benches.shared.common import POLL_SECONDS, BenchOptions, say, with_corpus, write_config
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE
 from swarm.config import (
@@ -120,7 +120,7 @@ def run(options: Options) -> dict[str, Any]:
         cast = Cast(
             folder=folder, config=folder / "run.toml", children=children, throttle=throttle,
             environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
-            checkpoint_every=1 if options.setting == "synchronous" else 5, joining=allow_class(config),
+            checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.model.custom_class,
         )  # fmt: skip
         cast.add(options.stages, options.peers_per_stage, options.trainers)
         say(f"{options.stages} x {options.peers_per_stage} peers and {options.trainers} trainers start")

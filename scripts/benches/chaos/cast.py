@@ -9,16 +9,20 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.local.supervisor import Child, Exit, Supervisor
+from peers.shared import cli
+from peers.stage_peer.options import PeerOptions
+from peers.trainer.options import TrainerOptions
 from scripts.benches.chaos.program import TASKS_FILE, set_clock
 from scripts.benches.shared import proc
-from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, program, say
+from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, say
 from scripts.benches.shared.throttle import Link, Throttle
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 
@@ -97,8 +101,8 @@ class Cast:
     disk: Path
     """Where all checkpoints are written."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    joining: Sequence[str] = ()
-    """Further options of a peer that joins."""
+    allow_class: str = ""
+    """The run's model.custom_class, which a peer that joins has to allow."""
     roles: list[Role] = field(default_factory=list)
     unexpected: list[Exit] = field(default_factory=list)
     """Who ended without having been told to, and why."""
@@ -183,8 +187,7 @@ class Cast:
         set_clock(role.clock, 0.0)
         arguments = self._trainer(role) if role.stage is None else self._peer(role)
         name = "trainer" if role.stage is None else "peer"
-        command = program(name, arguments)
-        command[1:3] = ["-m", "scripts.benches.chaos.program", name, str(role.clock)]
+        command = [sys.executable, "-m", "scripts.benches.chaos.program", name, str(role.clock), *arguments]
         environment = {**self.environment, **role.link.environment}
         role.child = self.children.start(role.name, command, environment=environment)
         role.ready = role.stage is None
@@ -233,29 +236,44 @@ class Cast:
         self.roles.append(role)
 
     def _peer(self, role: Role) -> list[str]:
-        arguments = [
-            "--stage", str(role.stage), "--host", "127.0.0.1", "--port", role.endpoint.rsplit(":", 1)[1],
-            "--dht-port", str(role.dht_port), "--threads", "1", "--device", "cpu", "--ready-file", str(role.ready_file),
-            "--identity", str(role.folder / "identity.pem"), "--checkpoint", str(self.disk / role.name),
-            "--checkpoint-every", str(self.checkpoint_every), "--resume", str(self.disk / role.name),
-        ]  # fmt: skip
-        (self.disk / role.name).mkdir(exist_ok=True)
+        assert role.stage is not None
+        checkpoints = self.disk / role.name
+        checkpoints.mkdir(exist_ok=True)
         addresses = self._addresses(role)
-        joining = ["--initial-peers", *addresses, *self.joining] if addresses else ["--config", str(self.config)]
-        return [*arguments, *joining, *self._common(role)]
+        options = PeerOptions(
+            stage=role.stage,
+            name=role.name,
+            host="127.0.0.1",
+            port=int(role.endpoint.rsplit(":", 1)[1]),
+            dht_port=role.dht_port,
+            threads=1,
+            device="cpu",
+            ready_file=role.ready_file,
+            identity=role.folder / "identity.pem",
+            checkpoint=checkpoints,
+            checkpoint_every=self.checkpoint_every,
+            resume=checkpoints,
+            events=role.events,
+            initial_peers=addresses,
+            allow_class=(self.allow_class or None) if addresses else None,
+            config=None if addresses else self.config,
+        )
+        return cli.arguments(options)
 
     def _trainer(self, role: Role) -> list[str]:
-        return [
-            "--steps", str(NEVER), "--output", str(role.folder / "output"), "--evaluate-every", "0",
-            "--initial-peers", *self._addresses(role), *self._common(role),
-        ]  # fmt: skip
+        options = TrainerOptions(
+            initial_peers=self._addresses(role),
+            steps=NEVER,
+            output=role.folder / "output",
+            evaluate_every=0,
+            name=role.name,
+            events=role.events,
+        )
+        return cli.arguments(options)
 
-    def _common(self, role: Role) -> list[str]:
-        return ["--name", role.name, "--events", str(role.events)]
-
-    def _addresses(self, role: Role) -> list[str]:
+    def _addresses(self, role: Role) -> tuple[str, ...]:
         """Of the others that have ever served."""
-        return [other.address for other in self.peers() if other is not role and other.address]
+        return tuple(other.address for other in self.peers() if other is not role and other.address)
 
 
 def _usage(role: Role, now: float) -> Usage | None:

@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
+from peers.commands import command_line
 from peers.local.supervisor import Child, Supervisor, last_line
-from peers.shared import process
+from peers.shared import cli, process
 from peers.shared.cache import cache_folder
+from peers.stage_peer.options import PeerOptions
+from peers.trainer.options import TrainerOptions
 from swarm.config import RunConfig
 from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
@@ -109,7 +112,7 @@ class SwarmProcesses:
     peers: list[ServingPeer] = field(default_factory=list)
     logs_events: bool = False
     """Whether every process writes an event log, to `events`."""
-    program: Callable[[str, Sequence[str]], list[str]] = field(default=lambda name, arguments: program(name, arguments))
+    program: Callable[[str, Sequence[str]], list[str]] = field(default=command_line)
     """The command line of a program, by its name and arguments."""
     _num_started: int = 0
 
@@ -177,13 +180,17 @@ class SwarmProcesses:
         self, name: str, steps: int, *, evaluation_samples: int = 1, max_in_flight: int = MOST_IN_FLIGHT
     ) -> Child:
         """Start a trainer and do not wait."""
-        arguments = [
-            "--steps", str(steps), "--output", str(self.folder / name), "--name", name, "--evaluate-every", "0",
-            "--evaluation-samples", str(evaluation_samples), "--max-in-flight", str(max_in_flight),
-            *self._event_log(name),
-            "--initial-peers", *(peer.dht_address for peer in self.peers[:4]),
-        ]  # fmt: skip
-        return self.children.start(f"{self.folder.name}-{name}", self.program("trainer", arguments))
+        options = TrainerOptions(
+            initial_peers=tuple(peer.dht_address for peer in self.peers[:4]),
+            steps=steps,
+            output=self.folder / name,
+            name=name,
+            evaluate_every=0,
+            evaluation_samples=evaluation_samples,
+            max_in_flight=max_in_flight,
+            events=self._event_log(name),
+        )
+        return self.children.start(f"{self.folder.name}-{name}", self.program("trainer", cli.arguments(options)))
 
     def steps(self, name: str) -> list[dict[str, Any]]:
         """The metrics that a trainer has written so far, one dictionary a step."""
@@ -204,22 +211,28 @@ class SwarmProcesses:
         """Start a peer and do not wait; `environment` is added to this process's own."""
         name = f"{self.folder.name}-stage-{stage}-peer-{self._num_started}"
         self._num_started += 1
-        addresses = [peer.dht_address for peer in self.peers[:8]]
-        joining = ["--initial-peers", *addresses, *allow_class(self.config)]
-        arguments = [
-            "--stage", str(stage), "--name", name[:64], "--host", "127.0.0.1", "--threads", "1", "--device", "cpu",
-            "--identity", str(self.folder / f"{name}.pem"), "--ready-file", str(self.ready_file(name)),
-            *self._event_log(name),
-            *(joining if addresses else ["--config", str(self.folder / "run.toml")]),
-        ]  # fmt: skip
-        return self.children.start(name, self.program("peer", arguments), environment=environment)
+        addresses = tuple(peer.dht_address for peer in self.peers[:8])
+        options = PeerOptions(
+            stage=stage,
+            name=name[:64],
+            host="127.0.0.1",
+            threads=1,
+            device="cpu",
+            identity=self.folder / f"{name}.pem",
+            ready_file=self.ready_file(name),
+            events=self._event_log(name),
+            initial_peers=addresses,
+            allow_class=(self.config.model.custom_class or None) if addresses else None,
+            config=None if addresses else self.folder / "run.toml",
+        )
+        return self.children.start(name, self.program("peer", cli.arguments(options)), environment=environment)
 
     def ready_file(self, name: str) -> Path:
         """Of a peer: it is there once the peer serves."""
         return self.folder / f"{name}.json"
 
-    def _event_log(self, name: str) -> list[str]:
-        return ["--events", str(self.events / f"{name}.jsonl")] if self.logs_events else []
+    def _event_log(self, name: str) -> Path | None:
+        return self.events / f"{name}.jsonl" if self.logs_events else None
 
     def until_ready(self, child: Child, stage: int) -> ServingPeer:
         """Wait until a peer serves. Raises as `start_peers` does."""
@@ -229,16 +242,6 @@ class SwarmProcesses:
             endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
         )  # fmt: skip
         return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
-
-
-def allow_class(config: RunConfig) -> list[str]:
-    """What a joiner has to be told of a run with a model of its own."""
-    return ["--allow-class", config.model.custom_class] if config.model.custom_class else []
-
-
-def program(name: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of one of the project's programs."""
-    return [sys.executable, "-c", f"from peers.commands import {name}; {name}()", *arguments]
 
 
 def wait_for_json(path: Path, children: Supervisor, *, timeout_seconds: float = START_SECONDS) -> dict[str, Any]:

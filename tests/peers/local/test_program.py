@@ -229,16 +229,6 @@ def test_what_an_earlier_run_left_is_deleted_once_the_first_peer_serves(resume: 
     assert left == {"logs/peer-1.log", "logs/mine.txt", *kept}
 
 
-def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
-    (tmp_path / "swarm").mkdir()
-    for name in ("swarm/__init__.py", "random.py"):
-        (tmp_path / name).write_text("raise SystemExit('the wrong one')\n")
-    program = subprocess.run(
-        local._command("keys", ["--help"]), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert program.returncode == 0, program.stderr
-
-
 @pytest.mark.parametrize(
     ("reason", "told"),
     [

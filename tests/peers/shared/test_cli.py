@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import tyro
 
-from peers.shared.cli import parse, require_distinct, require_positive
+from peers.shared.cli import arguments, parse, require_distinct, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,3 +112,20 @@ def test_a_list_names_something_and_nothing_twice(values: tuple[str, ...]) -> No
     require_distinct(SimpleNamespace(some_names=("a", "b")), ["some_names"])
     with pytest.raises(ValueError, match=r"^--some-names must name at least one, and none twice$"):
         require_distinct(SimpleNamespace(some_names=values), ["some_names"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        _Options(stage=0),
+        _Options(stage=3, initial_peers=("a", "b"), output=Path("x y"), log_level="debug", insecure=True),
+        _Options(stage=1, goes="auto", every=7, seconds=0.25),
+        _Options(stage=1, goes=5),
+    ],
+)
+def test_the_arguments_of_options_are_read_into_the_same_options(options: _Options) -> None:
+    assert parse(_Options, prog="swarm-x", argv=arguments(options)) == options
+
+
+def test_the_default_needs_no_argument() -> None:
+    assert arguments(_Options(stage=0)) == ["--stage", "0"]

@@ -1,22 +1,16 @@
 """Exit codes, one-line errors, logging, and death with the parent."""
 
 import asyncio
-import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from collections.abc import Iterator
-from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from peers import commands
 from peers.shared import process
 from swarm.errors import ConfigMismatch, PeerUnavailable
 from tests.support.processes import wait_until_gone
@@ -151,35 +145,6 @@ def test_what_a_microbatch_leaves_is_there_for_the_next_one_unless_the_user_says
     num_pages = 2 * 16 * 8_000_000 // 4096
     assert faults({}) < num_pages / 10
     assert faults({"MALLOC_TRIM_THRESHOLD_": "131072"}) > num_pages / 2
-
-
-def test_every_script_has_its_entry_point() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"]
-    for entry_point in project["scripts"].values():
-        module, name = entry_point.split(":")
-        assert callable(getattr(import_module(module), name))
-
-
-def test_what_a_program_imports_is_never_looked_at_by_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str) -> ModuleType:
-        assert not gc.isenabled()
-        return ModuleType(name)
-
-    monkeypatch.setattr(commands, "import_module", load)
-    before = gc.get_freeze_count()
-    try:
-        assert commands._load("x").__name__ == "x"
-        assert gc.get_freeze_count() > before
-        assert gc.isenabled()
-    finally:
-        gc.unfreeze()
-
-
-def test_an_import_that_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ModuleNotFoundError):
-        commands._load("peers.no_such_program")
-    assert gc.isenabled()
 
 
 async def test_stop_event_on_sigterm() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from peers.shared import process
 from peers.stage_peer import program as stage_peer
-from peers.stage_peer.program import PeerOptions, open_checkpoints, require_allowed_class
+from peers.stage_peer.options import PeerOptions
+from peers.stage_peer.program import open_checkpoints, require_allowed_class
 from swarm.config import ModelConfig, RunConfig
 
 

@@ -14,9 +14,11 @@ import numpy.typing as npt
 import pytest
 from rich.console import Console
 
-from peers.stage_peer.program import PeerOptions, own_config
+from peers.stage_peer.options import PeerOptions
+from peers.stage_peer.program import own_config
 from peers.trainer import program as trainer
-from peers.trainer.program import Session, TrainerOptions, finish, open_corpus
+from peers.trainer.options import TrainerOptions
+from peers.trainer.program import Session, finish, open_corpus
 from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate

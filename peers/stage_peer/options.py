@@ -1,0 +1,135 @@
+"""The options of swarm-peer, for the program itself and for those that start it.
+
+It imports neither torch nor hivemind, which swarm-local needs as little.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from peers.shared import cli, process
+from swarm.dht.addresses import is_host
+
+DEFAULT_REBALANCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Serve one stage of a run."""
+
+    stage: int | Literal["auto"] = 0
+    """Stage to serve, from 0, and to stay at: 0 if left out, also where others serve it already. auto takes the one
+    that needs a peer most, and moves when another one does."""
+    rebalance_every: float | None = None
+    """Seconds between two looks whether another stage needs this peer more, 60 if left out; 0 never moves. Only with
+    --stage auto."""
+    initial_peers: tuple[str, ...] = ()
+    """DHT addresses of peers that are there already; without any, a new run begins."""
+    token: str | None = None
+    """A peer's token, or @FILE: a new run that is begun with one is locked, and one is needed to join it. It may also
+    come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    allow_class: str | None = None
+    """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
+    config: Path | None = None
+    """TOML file of a new run."""
+    preset: str | None = None
+    """Configuration of a new run that comes with swarm: tiny, small, llama-124m, sparseloco or targon."""
+    dataset: str | None = None
+    """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    tokenizer: str | None = None
+    """Tokenizer of a new run, instead of the configuration's: bytes, or the path of a tokenizer.json."""
+    stages: int | None = None
+    """Number of stages of a new run, instead of the configuration's."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
+    free memory, as cuda does."""
+    threads: int = 0
+    """CPU threads for computing; 0 leaves the choice to PyTorch."""
+    host: str = "0.0.0.0"
+    """IP address to listen on."""
+    port: int = 0
+    """TCP port for tensors (gRPC); 0 takes a free one."""
+    dht_port: int = 0
+    """TCP port for the DHT; 0 takes a free one."""
+    announce: str | None = None
+    """Host name or IP address at which others reach this machine; left out, its own address on the way to the initial
+    peers, or on its default way."""
+    identity: Path | None = None
+    """File with this peer's key, made if missing; by default one per stage in ~/.cache/swarm."""
+    name: str = ""
+    """What others see; by default host name and process id."""
+    max_in_flight: int = 0
+    """Microbatches to work on at once; 0 takes two more than there are stages, and more where links are so long or slow
+    that these do not keep the peer busy."""
+    graph_memory_mib: int | None = None
+    """Memory for what backward needs of forward; beyond it forwards are computed again. Left out, it is half of the GPU
+    memory, or a quarter of the RAM, that is free beside the stage's weights and optimizer."""
+    insecure: bool = False
+    """Speak plain TCP instead of TLS: for debugging, and for the whole run or not at all."""
+    checkpoint: Path | None = None
+    """Write checkpoints of this stage to this folder."""
+    checkpoint_every: int | None = None
+    """Rounds from one checkpoint to the next, 10 if left out; the same at all peers, so that all stages have the same
+    rounds."""
+    keep_checkpoints: int | None = None
+    """Checkpoints to keep, 3 if left out; older ones are deleted."""
+    resume: Path | None = None
+    """Go on from the newest checkpoint in this folder, unless peers that hold the stage are there."""
+    resume_round: int | None = None
+    """Go on from the checkpoint of this round instead."""
+    start_over: bool = False
+    """Where nobody holds the stage of a run that has gone on, and there is no checkpoint, begin it again from initial
+    weights; what it had learnt is gone."""
+    events: Path | None = None
+    """Append what this peer does with each microbatch and round to this file, for swarm-status --audit."""
+    ready_file: Path | None = None
+    """Write a JSON object with this peer's addresses here once it serves."""
+    log_level: process.LogLevel = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if self.rebalance_every is not None:
+            if self.stage != "auto":
+                raise ValueError("--rebalance-every needs --stage auto: at a stage that it was given a peer stays")
+            if not 0 <= self.rebalance_every < math.inf:
+                raise ValueError(f"--rebalance-every must be 0 or positive, not {self.rebalance_every}")
+        if self.stage != "auto" and self.stage < 0:
+            raise ValueError(f"--stage must not be negative, not {self.stage}")
+        cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
+        if self.config is not None and self.preset is not None:
+            raise ValueError("--config and --preset exclude each other")
+        own = self.config is not None or self.preset is not None
+        if not own and not self.initial_peers:
+            raise ValueError(
+                "a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS"
+            )
+        if not own and (self.dataset or self.tokenizer or self.stages):
+            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset or --config")
+        for name in ("port", "dht_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
+        for name in ("checkpoint_every", "keep_checkpoints"):
+            if getattr(self, name) is not None and self.checkpoint is None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} needs --checkpoint DIR: without it nothing is written")
+        if self.announce is not None and not is_host(self.announce.lower()):
+            raise ValueError(f"--announce takes a host name or an IP address, without port: not {self.announce!r}")
+        cli.require_name(self.name)
+        if self.resume_round is not None and self.resume is None:
+            raise ValueError("--resume-round needs --resume DIR")
+        for name in ("threads", "max_in_flight", "graph_memory_mib"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
+
+    @property
+    def label(self) -> str:
+        """What the peer is called where no name was given: in its log, and in its key's file."""
+        return "auto" if self.stage == "auto" else f"stage {self.stage}"
+
+    @property
+    def rebalance_seconds(self) -> float:
+        """Time between two looks whether another stage needs this peer more; 0 never moves."""
+        if self.stage != "auto":
+            return 0.0
+        return DEFAULT_REBALANCE_SECONDS if self.rebalance_every is None else self.rebalance_every

@@ -1,0 +1,59 @@
+"""The options of swarm-trainer, for the program itself and for those that start it.
+
+It imports neither torch nor hivemind.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.shared import cli, process
+from swarm.pipeline.window import MOST_IN_FLIGHT
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """Train: feed text into a running swarm. A step is one round of the whole swarm."""
+
+    initial_peers: tuple[str, ...]
+    """DHT addresses of the swarm's peers."""
+    token: str | None = None
+    """Token of a locked run, or @FILE; it may also come with an address (ADDRESS#TOKEN) or in SWARM_TOKEN."""
+    steps: int = 100
+    """Steps to train from where the swarm is now."""
+    dataset: str | None = None
+    """Where this machine has the run's text; its contents must be the run's. By default the run's own name for it."""
+    tokenizer: str | None = None
+    """Likewise, the path of this machine's copy of the run's tokenizer.json."""
+    output: Path = Path("swarm-output")
+    """Folder for metrics.jsonl, summary.json, loss.png and sample.txt."""
+    evaluate_every: int = 10
+    """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
+    evaluation_samples: int = 256
+    """Held-out samples in an evaluation."""
+    sample_tokens: int = 0
+    """Tokens of text that the trained swarm writes at the end."""
+    max_in_flight: int = MOST_IN_FLIGHT
+    """Largest number of microbatches under way at once; the trainer finds how many are worth while."""
+    wandb: str | None = None
+    """Report to this Weights & Biases project, into local files."""
+    wandb_online: bool = False
+    """Report to the Weights & Biases service as it happens."""
+    events: Path | None = None
+    """Append what this trainer does with each microbatch to this file, for swarm-status --audit."""
+    name: str = ""
+    """What others see; by default host name and process id."""
+    insecure: bool = False
+    """For a run whose peers were started with --insecure."""
+    log_level: process.LogLevel = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        if not self.initial_peers:
+            raise ValueError("--initial-peers needs the address of at least one peer; every swarm-peer prints its own")
+        cli.require_at_least(
+            self,
+            {"steps": 1, "evaluate_every": 0, "evaluation_samples": 1, "sample_tokens": 0, "max_in_flight": 1},
+        )
+        cli.require_name(self.name)
+        if self.wandb_online and self.wandb is None:
+            raise ValueError("--wandb-online needs --wandb PROJECT")

@@ -1,0 +1,51 @@
+"""Every program has an entry point, its modules are out of the collector's sight, and others can start it."""
+
+import gc
+import subprocess
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from peers import commands
+
+
+def test_every_script_has_its_entry_point() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"]
+    for entry_point in project["scripts"].values():
+        module, name = entry_point.split(":")
+        assert callable(getattr(import_module(module), name))
+
+
+def test_what_a_program_imports_is_never_looked_at_by_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> ModuleType:
+        assert not gc.isenabled()
+        return ModuleType(name)
+
+    monkeypatch.setattr(commands, "import_module", load)
+    before = gc.get_freeze_count()
+    try:
+        assert commands.load("x").__name__ == "x"
+        assert gc.get_freeze_count() > before
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        commands.load("peers.no_such_program")
+    assert gc.isenabled()
+
+
+def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "swarm").mkdir()
+    for name in ("swarm/__init__.py", "random.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong one')\n")
+    program = subprocess.run(
+        commands.command_line("keys", ["--help"]), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert program.returncode == 0, program.stderr
