@@ -52,6 +52,7 @@ from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.evaluate import generate as generate_text
 from swarm.pipeline.evaluate import held_out_loss
 from swarm.pipeline.lease_service import LeaseClient
+from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.routing.router import Router
@@ -129,9 +130,12 @@ async def run(
         why_silent=watcher.why_silent,
     )  # fmt: skip
     with metrics, report:
+        work = LeasedWork(
+            config=config, leases=leases, clock=clock, max_in_flight=options.max_in_flight, on_waiting=report.waiting
+        )
         loop = TrainLoop(
-            config=config, data=data, hop=hop, leases=leases, watcher=watcher, clock=clock,
-            max_in_flight=options.max_in_flight, on_waiting=report.waiting, events=events,
+            config=config, data=data, hop=hop, work=work, watcher=watcher, clock=clock, on_waiting=report.waiting,
+            events=events,
         )  # fmt: skip
         session = Session(options, config, data, hop, watcher, directory, identity, loop, report)
         stop = process.stop_event()

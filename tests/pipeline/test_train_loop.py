@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -14,9 +14,10 @@ from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
 from swarm.machine.clock import ManualClock
 from swarm.pipeline.lease_service import LeaseClient, Leased
+from swarm.pipeline.leased_work import HOLD_SECONDS, LeasedWork
 from swarm.pipeline.leases import LEASE_SECONDS
 from swarm.pipeline.round_watcher import RoundWatcher
-from swarm.pipeline.train_loop import HOLD_SECONDS, Step, TrainLoop
+from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
@@ -49,7 +50,7 @@ class World:
         self.reply = Reply()
         self.answer = asyncio.Event()
         self.reachable = True
-        self.loop: TrainLoop
+        self.work: LeasedWork
         self.released: list[int] = []
         self.released_later: list[int] = []
         """To later stages."""
@@ -135,12 +136,14 @@ async def running(config: RunConfig = DILOCO, max_in_flight: int = 6, first: int
     """A loop that has begun with the microbatch, and ends with round `first`, which the stages are in."""
     world = World()
     world.round = first
-    loop = TrainLoop(
-        config=config, data=cast(Microbatches, world), hop=cast(Hop, world), leases=cast(LeaseClient, world),
-        watcher=cast(RoundWatcher, world), clock=world.clock, max_in_flight=max_in_flight,
+    world.work = LeasedWork(
+        config=config, leases=cast(LeaseClient, world), clock=world.clock, max_in_flight=max_in_flight,
         on_waiting=lambda stage: None,
     )  # fmt: skip
-    world.loop = loop
+    loop = TrainLoop(
+        config=config, data=cast(Microbatches, world), hop=cast(Hop, world), work=world.work,
+        watcher=cast(RoundWatcher, world), clock=world.clock, on_waiting=lambda stage: None,
+    )  # fmt: skip
     task = asyncio.create_task(loop.run(first, 1, world.on_step))
     await eventually(lambda: world.num_runs == 1, meanwhile=lambda: world.clock.advance(0.02))
     try:
@@ -184,23 +187,6 @@ async def test_nobody_waits_for_an_ack_that_is_under_way() -> None:
         assert not world.released
 
 
-async def test_a_full_window_is_counted_once_for_all_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After each answer, whatever the number of those that wait."""
-    async with running(max_in_flight=4) as world:
-        world.num_there = 100
-        await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
-        assert len(world.loop._queue) > 1
-        counted: list[int] = []
-
-        def has_room(round_number: int) -> bool:
-            counted.append(round_number)
-            return False
-
-        monkeypatch.setattr(world.loop, "_has_room", has_room)
-        assert world.loop._next() is None
-        assert counted == [0]
-
-
 async def test_a_stage_0_that_came_back_from_a_checkpoint_gets_its_round_though_the_window_is_full() -> None:
     """What fills it, and what waits, belongs to the next round, which waits for this one."""
     async with running(SYNCHRONOUS, max_in_flight=4, first=1) as world:
@@ -228,11 +214,11 @@ async def test_a_trainer_that_evaluates_holds_nothing_that_others_would_wait_for
     async with running(SYNCHRONOUS, max_in_flight=4) as world:
         world.num_there = 100
         await eventually(lambda: world.wanted[-1] == 0, meanwhile=lambda: world.clock.advance(0.02))
-        with world.loop.paused():
+        with world.work.paused():
             await eventually(lambda: world.released == [4, 5], meanwhile=lambda: pass_time(world))
             asked = len(world.wanted), len(world.wanted_later)
             world.answer.set()
-            await eventually(lambda: world.loop.num_in_flight == 0)
+            await eventually(lambda: world.work.num_in_flight == 0)
             await eventually(
                 lambda: len(world.wanted) > asked[0] + 1 and len(world.wanted_later) > asked[1] + 2,
                 meanwhile=lambda: pass_time(world),
@@ -246,23 +232,20 @@ async def test_what_is_granted_while_a_trainer_evaluates_is_given_back() -> None
     async with running(SYNCHRONOUS, max_in_flight=4) as world:
         world.num_there = 4
         await eventually(lambda: world.num_granted == 4, meanwhile=lambda: world.clock.advance(0.02))
-        acquire = world.acquire
+        acquire, pause = world.acquire, ExitStack()
 
         async def acquire_late(stage: int, count: int, **options: Any) -> Leased | None:
-            if stage:
-                return await acquire(stage, count, **options)
-            with world.loop.paused():
-                world.num_there = 6
-                leased = await acquire(stage, 2, **options)
+            if stage == 0:
                 world.acquire = acquire  # type: ignore[method-assign]
-                assert leased is not None
-                world.loop._take(leased, last_round=0)
-            return await acquire(stage, 0, **options)
+                world.num_there = 6
+                pause.enter_context(world.work.paused())
+            return await acquire(stage, count, **options)
 
         world.acquire = acquire_late  # type: ignore[method-assign]
-        began_at = world.clock.monotonic()
-        await eventually(lambda: world.released == [4, 5], meanwhile=lambda: pass_time(world))
-        assert world.clock.monotonic() - began_at < HOLD_SECONDS / 2, "not because its leases end"
+        await eventually(lambda: world.acquire is acquire, meanwhile=lambda: pass_time(world))
+        with pause:
+            # No time passes, so it is not because its leases end.
+            await eventually(lambda: world.released == [4, 5])
         assert world.num_runs == 4
 
 
@@ -360,12 +343,12 @@ async def test_a_replay_that_nobody_needs_any_more_makes_room(reason: str) -> No
     async with running(SYNCHRONOUS) as world:
         world.lost = [5, 6]
         await eventually(lambda: world.num_runs == 3, meanwhile=lambda: pass_time(world))
-        assert world.loop.num_in_flight == 3
+        assert world.work.num_in_flight == 3
         if reason == "it counts there":
             world.counted = {0, 5, 6}
         else:
             world.later_round = 1
-        await eventually(lambda: world.loop.num_in_flight == 1, meanwhile=lambda: pass_time(world))
+        await eventually(lambda: world.work.num_in_flight == 1, meanwhile=lambda: pass_time(world))
         await eventually(lambda: world.released_later == [5, 6], meanwhile=lambda: pass_time(world))
         assert world.released == [], "what is new goes on"
 
@@ -393,16 +376,16 @@ async def test_what_was_about_to_begin_after_a_freeze_is_given_up_too() -> None:
     async with running(max_in_flight=1) as world:
         world.num_there = 2
         await eventually(lambda: world.num_granted == 2, meanwhile=lambda: world.clock.advance(0.02))
-        with world.loop.paused():
+        with world.work.paused():
             world.answer.set()
-            await eventually(lambda: world.loop.num_in_flight == 0)
+            await eventually(lambda: world.work.num_in_flight == 0)
         await asyncio.sleep(0)
         # One more is begun, and before it has had its first turn, the leases are overdue.
-        assert world.loop.num_in_flight == 1
-        world.loop._let_go()
+        assert world.work.num_in_flight == 1
+        world.work.let_go()
         await eventually(lambda: 1 in world.released, meanwhile=lambda: pass_time(world))
         assert world.num_runs == 1
-        await eventually(lambda: world.loop.num_in_flight == 0)
+        await eventually(lambda: world.work.num_in_flight == 0)
 
 
 async def test_without_renewal_all_is_given_up_before_the_lease_ends() -> None:

@@ -26,6 +26,7 @@ from swarm.events.log import EventLog
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.pipeline.lease_service import LeaseClient
+from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import Step, TrainLoop
 from swarm.routing.router import Router
@@ -120,12 +121,11 @@ class WholeSwarm:
             run_id=config.run_id, num_stages=len(stages), synchronous=config.rounds.synchronous, peers=known.peers,
             channels=channels,
         )  # fmt: skip
+        leases = LeaseClient(config=config, trainer_id=own.peer_id, peers=known.peers, channels=channels, clock=CLOCK)
+        work = LeasedWork(config=config, leases=leases, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage: None)
         loop = TrainLoop(
-            config=config, data=cast(Microbatches, _Data(config)), hop=hop,
-            leases=LeaseClient(
-                config=config, trainer_id=own.peer_id, peers=known.peers, channels=channels, clock=CLOCK
-            ),
-            watcher=watcher, clock=CLOCK, max_in_flight=16, on_waiting=lambda stage: None, events=log,
+            config=config, data=cast(Microbatches, _Data(config)), hop=hop, work=work, watcher=watcher, clock=CLOCK,
+            on_waiting=lambda stage: None, events=log,
         )  # fmt: skip
 
         async def take(step: Step) -> None:

@@ -31,6 +31,7 @@ from swarm.machine.clock import SystemClock
 from swarm.metrics.log import MetricsLog
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
+from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
 from swarm.pipeline.train_loop import TrainLoop
 from swarm.stage import servicer
@@ -55,9 +56,12 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path) -> Session:
     report = Report(
         config, steps=1, output=folder, metrics=metrics, console=Console(quiet=True), why_silent=watcher.why_silent
     )
+    work = LeasedWork(
+        config=config, leases=cast(LeaseClient, None), clock=SystemClock(), max_in_flight=1, on_waiting=report.waiting
+    )
     loop = TrainLoop(
-        config=config, data=data, hop=chain.trainer, leases=cast(LeaseClient, None), watcher=watcher,
-        clock=SystemClock(), max_in_flight=1, on_waiting=report.waiting,
+        config=config, data=data, hop=chain.trainer, work=work, watcher=watcher, clock=SystemClock(),
+        on_waiting=report.waiting,
     )  # fmt: skip
     options = TrainerOptions(initial_peers=("x",), evaluation_samples=2, sample_tokens=2)
     return Session(

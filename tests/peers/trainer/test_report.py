@@ -12,7 +12,8 @@ from peers.trainer.report import Report
 from swarm.config import RunConfig
 from swarm.metrics.log import MetricsLog, StepMetrics
 from swarm.pipeline.round_watcher import StepReport
-from swarm.pipeline.train_loop import Step, StepTotals
+from swarm.pipeline.tally import StepTotals
+from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
 
 
