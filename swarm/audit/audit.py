@@ -1,6 +1,6 @@
 """Proves from a run's event logs that its microbatches counted as docs/fault-model.md says, or says what refutes it.
 
-    files -> log_file (lines) -> history (one each) -> committed_rounds (all together) -> verdict
+    files -> log_file (lines) -> history (one each, with its holdings) -> committed_rounds (all together) -> verdict
 
 Called by swarm-status. Trusts no figure that it can recompute. Files are read side by side, always the one that has
 come least far in the run, so that no more than the rounds between the slowest and the fastest are held at once; what
@@ -41,7 +41,7 @@ def audit(paths: Sequence[Path]) -> Report:
     rounds = CommittedRounds(findings)
     first: tuple[Path, Start] | None = None
     num_named = Counter(path.name for path in paths)
-    # Peers' files are told apart by what they are called here.
+    # In the findings a file goes by its name, or by its path if another has the same name.
     called = {path: path.name if num_named[path.name] == 1 else str(path) for path in paths}
     readings = [_Reading(path, log_file.read(path), History(called[path], findings, rounds)) for path in paths]
     order = [(0, number) for number in range(len(readings))]
@@ -56,7 +56,7 @@ def audit(paths: Sequence[Path]) -> Report:
                 first = first or (reading.path, line.event)
                 _check_same_run(reading.path, line.event, *first)
             reading.history.feed(line)
-            # Whoever has no state has not been at its stage yet.
+            # A process without a state has not been at its stage yet.
             if isinstance(line.event, Install) or reading.history.stage == TRAINER_STAGE:
                 seen.add(reading.history.stage)
             if reading.history.round > position:

@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from swarm.audit.findings import Findings
+from swarm.audit.holdings import Closing
 from swarm.audit.id_set import IdSet
 from swarm.events.kinds import Commit
 
 Ballot = tuple[int, str]
+"""An attempt: its number, and its leader's peer id."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contribution:
-    """What one member gave to one exchange, as its own events have it.
+    """What one member gave to one attempt, as its own events have it.
 
     Attributes:
-        counts: microbatches, each as often as it was accumulated.
-        replays: of these, the ones that were accumulated at this stage alone.
-        monotonic: when it promised the attempt, or had the result.
+        parent: the lineage that the attempt's result would follow.
+        monotonic: when the member promised the attempt, or had the result.
     """
 
     stage: int
@@ -31,10 +32,7 @@ class Contribution:
     parent: str
     peer: str
     ballot: Ballot
-    fragment: int
-    counts: Counter[int]
-    replays: frozenset[int]
-    round_samples: int
+    closing: Closing
     file: str
     boot: str
     monotonic: float
@@ -60,6 +58,18 @@ class CommittedRound:
     prepared_at: dict[str, float] = field(default_factory=dict)
     """By boot, when the last member had the result."""
 
+    @property
+    def number(self) -> int:
+        """Which round it is."""
+        return self.event.round
+
+    def violation(
+        self, findings: Findings, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
+    ) -> None:
+        """Note something that refutes the round. Unless files are named, it is in all that tell of the round."""
+        files = files or self.files
+        findings.violation(what, microbatches=microbatches, stage=self.stage, round=self.number, files=files)
+
 
 class CommittedRounds:
     """Those of a whole run."""
@@ -69,9 +79,9 @@ class CommittedRounds:
         self.rounds: dict[tuple[int, str], CommittedRound] = {}
         """By stage and the lineage that they led to."""
         self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
-        """By stage and lineage before; by attempt and member: what was given to it, whatever came of it."""
+        """By stage and parent, then by attempt and member: what was given to an attempt, whatever came of it."""
         self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
-        """By stage, lineage before and result: contributions to what is not committed, as far as is known."""
+        """By stage, parent and result: contributions to what is not committed, as far as is known."""
         self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
         self._states: dict[tuple[int, str], tuple[str, str]] = {}
         """By stage and lineage: digest, and the file that told it first."""
@@ -88,7 +98,7 @@ class CommittedRounds:
     # -- what the files tell -------------------------------------------------------------------------------------------
 
     def acknowledged(self, microbatch: int, *, by_trainer: bool) -> None:
-        """Somebody acknowledged a microbatch."""
+        """A process acknowledged a microbatch."""
         (self.acknowledged_by_trainers if by_trainer else self.acknowledged_by_stages).add(microbatch)
 
     def begun(self, stage: int, parent: str, ballot: Ballot) -> None:
@@ -109,24 +119,38 @@ class CommittedRounds:
         self._waiting[key][contribution.peer] = _Prepared(contribution, members)
         self._merge(key)
 
-    def committed(
-        self, stage: int, event: Commit, *, file: str, boot: str, monotonic: float, synchronous: bool
-    ) -> None:  # fmt: skip
-        """A peer applied a result."""
+    def committed(self, stage: int, event: Commit, *, file: str, at: tuple[str, float] | None) -> None:
+        """A peer applied a result.
+
+        Args:
+            at: boot and monotonic time; None if it does not matter when.
+        """
         known = self.rounds.get((stage, event.lineage))
         if known is None:
             known = self.rounds[stage, event.lineage] = CommittedRound(stage=stage, event=event)
             key = stage, event.parent, event.digest
             self._unmerged[key] = known
             self._merge(key)
-        if (known.event.parent, known.event.round, known.event.samples) != (event.parent, event.round, event.samples):
-            self._findings.violation(
-                "two peers tell different stories of one lineage", stage=stage, round=event.round,
-                files=[file, *known.files],
-            )  # fmt: skip
+        if (known.event.parent, known.number, known.event.samples) != (event.parent, event.round, event.samples):
+            files = [file, *known.files]
+            what = "two peers tell different stories of one lineage"
+            self._findings.violation(what, stage=stage, round=event.round, files=files)
         known.files.add(file)
-        if synchronous and boot:
+        if at is not None:
+            boot, monotonic = at
             known.committed_at[boot] = min(monotonic, known.committed_at.get(boot, monotonic))
+
+    def entered(self, stage: int, lineage: str, *, renamed_from: str | None, is_beginning: bool) -> None:
+        """A peer took over a state as a whole.
+
+        Args:
+            renamed_from: the lineage that this one goes on from under another name.
+            is_beginning: whether the state is an initial one or a checkpoint's, and no other peer's.
+        """
+        if is_beginning:
+            self.beginnings.add((stage, renamed_from or lineage))
+        if renamed_from is not None:
+            self.renamed[stage, lineage] = renamed_from
 
     def stood(self, stage: int, round_number: int, lineage: str, digest: str, file: str) -> None:
         """A peer reached a state."""
@@ -136,10 +160,9 @@ class CommittedRounds:
         self._findings.digests_compared += 1
         if first != digest:
             self._findings.digests_differing += 1
-            self._findings.violation(
-                f"the state of lineage {lineage[:12]} has the digest {digest[:12]} at one peer and {first[:12]} at "
-                "another", stage=stage, round=round_number, files=[file, first_file],
-            )  # fmt: skip
+            digests = f"{digest[:12]} at one peer and {first[:12]} at another"
+            what = f"the state of lineage {lineage[:12]} has the digest {digests}"
+            self._findings.violation(what, stage=stage, round=round_number, files=[file, first_file])
 
     def held(self, stage: int, fragment: int, round_number: int, microbatches: Collection[int]) -> None:
         """A process ended at this round with microbatches that no round had taken yet."""
@@ -149,7 +172,7 @@ class CommittedRounds:
     # -- merging -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All is read: who was in an exchange, and never had its result, gave to it what it had promised."""
+        """All is read: a member of an exchange that never had its result gave to it what it had promised."""
         for (stage, parent, digest), round_ in list(self._unmerged.items()):
             if not (given := self._waiting.get((stage, parent, digest))):
                 continue
@@ -165,53 +188,49 @@ class CommittedRounds:
         del self._unmerged[key], self._waiting[key]
         self._check_members(round_, [given[peer] for peer in round_.event.members])
         members = [given[peer].contribution for peer in round_.event.members]
-        # Those of other attempts may be of another branch, which is committed as well.
+        # Offers to other attempts stay: they may be of another branch, which is committed as well.
         merged, offers = {member.ballot for member in members}, self._offers[key[:2]]
         for place in [place for place in offers if place[0] in merged]:
             del offers[place]
         count: Counter[int] = Counter()
         for member in members:
-            count.update(member.counts)
+            count.update(member.closing.counts)
         twice = [index for index, times in count.items() if times > 1]
         if twice:
             self._findings.duplicates += sum(count[index] - 1 for index in twice)
-            files = [member.file for member in members if any(index in member.counts for index in twice)]
-            self._violation(round_, "counts more than once in the round", microbatches=twice, files=files)
+            files = [member.file for member in members if any(index in member.closing.counts for index in twice)]
+            round_.violation(self._findings, "counts more than once in the round", twice, files)
         round_.microbatches = IdSet(count)
-        round_.num_replayed = len(frozenset[int]().union(*(member.replays for member in members)))
+        round_.num_replayed = len(frozenset[int]().union(*(member.closing.replays for member in members)))
         round_.ballot = min(member.ballot for member in members)
         round_.prepared_at = _latest(members)
 
     def _check_members(self, round_: CommittedRound, members: Collection[_Prepared]) -> None:
         event = round_.event
-        samples = sum(given.round_samples for given, _ in members)
+        samples = sum(given.closing.round_samples for given, _ in members)
         if samples != event.samples:
-            self._violation(round_, f"is said to be of {event.samples} samples, and its members gave {samples}")
+            what = f"is said to be of {event.samples} samples, and its members gave {samples}"
+            round_.violation(self._findings, what)
         for given, group in members:
             if group != event.members or given.round != event.round:
-                self._violation(round_, "a member prepared it for another round or group", files=[given.file])
-        if len({given.fragment for given, _ in members}) > 1:
-            self._violation(round_, "its members gave different fragments", files=[given.file for given, _ in members])
-
-    def _violation(
-        self, round_: CommittedRound, what: str, microbatches: Collection[int] = (), files: Collection[str] = ()
-    ) -> None:  # fmt: skip
-        self._findings.violation(
-            what, microbatches=microbatches, stage=round_.stage, round=round_.event.round, files=files or round_.files
-        )
+                what = "a member prepared it for another round or group"
+                round_.violation(self._findings, what, files=[given.file])
+        if len({given.closing.fragment for given, _ in members}) > 1:
+            files = [given.file for given, _ in members]
+            round_.violation(self._findings, "its members gave different fragments", files=files)
 
     # -- readings, once all is read ------------------------------------------------------------------------------------
 
     def unmerged(self) -> Iterator[tuple[CommittedRound, list[str]]]:
-        """Rounds with members of whose contribution no file tells, and these members."""
+        """Rounds for which some members' contributions are in no file, and these members."""
         for key, round_ in self._unmerged.items():
             given = self._waiting.get(key, {})
             yield round_, [peer for peer in round_.event.members if peer not in given]
 
     def decided(self) -> Iterator[tuple[int, int, dict[str, float]]]:
-        """Stage, round, and when it was so, of every result that all its members held, committed or not."""
+        """Every result that all its members held, committed or not: its stage, its round, and when that was so."""
         for round_ in self.rounds.values():
-            yield round_.stage, round_.event.round, round_.prepared_at
+            yield round_.stage, round_.number, round_.prepared_at
         for given in self._waiting.values():
             first = next(iter(given.values()))
             if given.keys() >= set(first.members):
@@ -219,7 +238,7 @@ class CommittedRounds:
                 yield first.contribution.stage, first.contribution.round, _latest(held)
 
     def held_back(self, stage: int, fragment: int, since_round: int) -> IdSet:
-        """What processes held in the end of rounds that were not over."""
+        """What processes held at their ends and no round had taken, from this round on."""
         ids = IdSet()
         for held_stage, held_fragment, round_number, microbatches in self._held:
             if (held_stage, held_fragment) == (stage, fragment) and round_number >= since_round:
@@ -244,6 +263,7 @@ class CommittedRounds:
 
 
 def _latest(members: Iterable[Contribution]) -> dict[str, float]:
+    """By boot, the latest of their times."""
     latest: dict[str, float] = {}
     for member in members:
         latest[member.boot] = max(member.monotonic, latest.get(member.boot, member.monotonic))

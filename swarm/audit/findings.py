@@ -1,13 +1,13 @@
 """What an audit has found so far: figures, and one line for everything that must not be.
 
-Written to by audit/history and audit/committed_rounds. Decides nothing.
+Written to by audit/history, audit/committed_rounds and audit/verdict. Decides nothing.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 MAX_LINES = 1000
-"""Violations that are kept word for word; of a file that is missing there would be one for every round."""
+"""Violations that are kept word for word: if a file is missing, there is one for every round."""
 _NAMED = 8
 
 
@@ -29,10 +29,15 @@ class Findings:
     violations: list[str] = field(default_factory=list)
 
     def violation(
-        self, what: str, *, microbatches: Collection[int] = (), stage: int, round: int | None = None,
+        self,
+        what: str,
+        *,
+        stage: int,
+        round: int | None = None,
+        microbatches: Collection[int] = (),
         files: Collection[str] = (),
-    ) -> None:  # fmt: skip
-        """Something that refutes the run, or leaves it unproven."""
+    ) -> None:
+        """Note something that refutes the run, or leaves it unproven."""
         self.num_violations += 1
         if len(self.violations) >= MAX_LINES:
             return

@@ -25,11 +25,11 @@ class StageReport:
     stage: int
     rounds: int
     first_attempt: int
-    """Of these, the ones whose first attempt succeeded."""
+    """Those of them whose first attempt succeeded."""
     microbatches: int
-    """In them; with fragments, in each on average."""
+    """Microbatches in them; with fragments, in those of one fragment on average."""
     lost: int
-    """DiLoCo: acknowledged somewhere, and in no round here."""
+    """DiLoCo: microbatches that were acknowledged somewhere, and are in no round here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,15 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
     rounds.settle()
     _check_all_seen(start, seen, findings)
     for round_, silent in rounds.unmerged():
-        findings.violation(
-            f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed", stage=round_.stage,
-            round=round_.event.round, files=round_.files,
-        )  # fmt: skip
+        round_.violation(findings, f"no file tells what {', '.join(peer[:8] for peer in silent)} contributed")
     for round_ in rounds.rounds.values():
-        if round_.microbatches is not None and TRAINER_STAGE in seen:
-            _check_acknowledged(round_, rounds, findings)
-        if round_.microbatches is not None and start.setting == "synchronous":
-            _check_complete(round_, start, findings)
+        if round_.microbatches is None:
+            continue
+        unknown = round_.microbatches.without(rounds.acknowledged_by_trainers)
+        if unknown and TRAINER_STAGE in seen:
+            round_.violation(findings, "counts, and no trainer acknowledged it", list(unknown))
+        if start.setting == "synchronous":
+            _check_complete(round_, round_.microbatches, start, findings)
     if start.setting == "synchronous":
         _check_together(start, rounds, findings)
     branches = [_main_branch(stage, start, rounds, findings) for stage in range(start.num_stages)]
@@ -91,7 +91,7 @@ def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: i
     acknowledged = _acknowledged(rounds)
     committed: list[set[int]] = [set() for _ in branches]
     for (stage, _), round_ in rounds.rounds.items():
-        committed[stage].add(round_.event.round)
+        committed[stage].add(round_.number)
     return Report(
         run=start.run, setting=start.setting, files=files, events=findings.num_events,
         rounds_committed=len(set.intersection(*committed)), rounds_aborted=rounds.num_aborted(),
@@ -110,7 +110,7 @@ def _acknowledged(rounds: CommittedRounds) -> IdSet:
 
 
 def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
-    """Of whom no file tells, nothing can be refuted: it is not proven either."""
+    """Where no file tells of a stage or of the trainers, nothing can be refuted, and nothing is proven either."""
     if TRAINER_STAGE not in seen:
         findings.violation("no file of any was given, so nothing tells what they acknowledged", stage=TRAINER_STAGE)
     for stage in range(start.num_stages):
@@ -121,55 +121,36 @@ def _check_all_seen(start: Start, seen: Set[int], findings: Findings) -> None:
 # -- each round --------------------------------------------------------------------------------------------------------
 
 
-def _check_acknowledged(round_: CommittedRound, rounds: CommittedRounds, findings: Findings) -> None:
-    assert round_.microbatches is not None
-    if unknown := round_.microbatches.without(rounds.acknowledged_by_trainers):
-        findings.violation(
-            "counts, and no trainer acknowledged it", microbatches=list(unknown), stage=round_.stage,
-            round=round_.event.round, files=round_.files,
-        )  # fmt: skip
-
-
-def _check_complete(round_: CommittedRound, start: Start, findings: Findings) -> None:
-    assert round_.microbatches is not None
-    size, number = start.round_microbatches, round_.event.round
-    wanted = IdSet(range(number * size, (number + 1) * size))
-    if missing := wanted.without(round_.microbatches):
+def _check_complete(round_: CommittedRound, microbatches: IdSet, start: Start, findings: Findings) -> None:
+    size = start.round_microbatches
+    wanted = IdSet(range(round_.number * size, (round_.number + 1) * size))
+    if missing := wanted.without(microbatches):
         findings.missing += len(missing)
-        findings.violation(
-            "missing in a committed round", microbatches=list(missing), stage=round_.stage, round=number,
-            files=round_.files,
-        )  # fmt: skip
-    if others := round_.microbatches.without(wanted):
-        findings.violation(
-            "counts in a round that is not its own", microbatches=list(others), stage=round_.stage, round=number,
-            files=round_.files,
-        )  # fmt: skip
+        round_.violation(findings, "missing in a committed round", list(missing))
+    if others := microbatches.without(wanted):
+        round_.violation(findings, "counts in a round that is not its own", list(others))
 
 
 def _check_together(start: Start, rounds: CommittedRounds, findings: Findings) -> None:
-    """No stage stepped before all stages held their results of the round."""
+    """Check that no stage stepped before all stages held their results of the round."""
     decided: dict[tuple[int, int], list[Mapping[str, float]]] = defaultdict(list)
     for stage, number, at in rounds.decided():
         decided[stage, number].append(at)
     for round_ in rounds.rounds.values():
         for other in range(start.num_stages):
-            results = decided.get((other, round_.event.round), [])
-            # Without times of one machine there is no telling what came first.
+            results = decided.get((other, round_.number), [])
+            # Only times of one boot of one machine tell what came first.
             if not any(
                 all(at.get(boot, seconds) <= seconds for boot, seconds in round_.committed_at.items()) for at in results
             ):
-                findings.violation(
-                    f"committed before stage {other} held its result", stage=round_.stage, round=round_.event.round,
-                    files=round_.files,
-                )  # fmt: skip
+                round_.violation(findings, f"committed before stage {other} held its result")
 
 
 # -- branches ----------------------------------------------------------------------------------------------------------
 
 
 def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Findings) -> list[CommittedRound]:
-    """The branch of a stage that has come farthest; on the way, what counts twice on any."""
+    """The branch of a stage that has come farthest. What counts twice on any branch is found on the way."""
     children: dict[str, list[CommittedRound]] = defaultdict(list)
     for (at, _), round_ in rounds.rounds.items():
         if at == stage:
@@ -181,13 +162,10 @@ def _main_branch(stage: int, start: Start, rounds: CommittedRounds, findings: Fi
     for root in [parent for parent in children if parent not in reached]:
         if (stage, root) not in rounds.beginnings:
             for round_ in children[root]:
-                findings.violation(
-                    "follows from a state of which no file tells how it came about", stage=stage,
-                    round=round_.event.round, files=round_.files,
-                )  # fmt: skip
+                round_.violation(findings, "follows from a state of which no file tells how it came about")
         for samples, branch in _branches(root, children, start, findings):
-            # A stage of which nobody was left begins again at the present round, with fewer samples.
-            if (reached_round := (branch[-1].event.round + 1, samples)) > most:
+            # A stage that had lost all its peers begins again at the present round, with fewer samples.
+            if (reached_round := (branch[-1].number + 1, samples)) > most:
                 most, best = reached_round, branch
     return best
 
@@ -216,13 +194,10 @@ def _branches(
 def _count(round_: CommittedRound, counted: list[IdSet], findings: Findings) -> None:
     if round_.microbatches is None:
         return
-    before = counted[round_.event.round % len(counted)]
+    before = counted[round_.number % len(counted)]
     if again := before.common(round_.microbatches):
         findings.duplicates += len(again)
-        findings.violation(
-            "counts in an earlier round of the branch as well", microbatches=list(again), stage=round_.stage,
-            round=round_.event.round, files=round_.files,
-        )  # fmt: skip
+        round_.violation(findings, "counts in an earlier round of the branch as well", list(again))
     before.update(round_.microbatches)
 
 
@@ -230,10 +205,10 @@ def _stage_report(stage: int, branch: list[CommittedRound], start: Start, rounds
     counted = [IdSet() for _ in range(start.num_fragments)]
     for round_ in branch:
         if round_.microbatches is not None:
-            counted[round_.event.round % len(counted)].update(round_.microbatches)
+            counted[round_.number % len(counted)].update(round_.microbatches)
     lost = 0
     if start.setting != "synchronous":
-        newest = max((round_.event.round + 1 for round_ in branch), default=0)
+        newest = max((round_.number + 1 for round_ in branch), default=0)
         for fragment, ids in enumerate(counted):
             ids_or_held = ids.copy()
             ids_or_held.update(rounds.held_back(stage, fragment, newest))

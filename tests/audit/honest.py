@@ -130,13 +130,13 @@ class HonestRun:
         stages = [[peer for peer in self.members(s) if peer in contributions] for s in range(NUM_STAGES)]
         for stage, members in enumerate(stages):
             for peer in [peer for peer in members if peer not in silent]:
-                self._promise(peer, stage, number, contributions[peer], attempt=attempt, leader=members[0])
+                self.promise(peer, stage, number, contributions[peer], attempt=attempt, leader=members[0])
                 if peer in lost:
                     self.write(peer, Abort(round=number, attempt=1, leader=members[0], reason="the line broke"))
                     others = contributions[members[0]]
                     self.train(peer, others[0])
                     held = [others[0], *contributions[peer]]
-                    self._promise(peer, stage, number, held, attempt=2, leader=members[0])
+                    self.promise(peer, stage, number, held, attempt=2, leader=members[0])
         totals = [SAMPLES * sum(len(contributions[peer]) for peer in members) for members in stages]
         for stage, members in enumerate(stages):
             for peer in [peer for peer in members if peer not in {*lost, *silent}]:
@@ -162,7 +162,7 @@ class HonestRun:
                 self.write(peer, State(round=reached, lineage=lineage, digest=f"state {stage} {reached}"))
         self.bucket += 1
 
-    def _promise(
+    def promise(
         self, peer: str, stage: int, number: int, ids: Sequence[int], *, attempt: int, leader: str
     ) -> None:  # fmt: skip
         samples, named = SAMPLES * len(ids), ranges(ids) if self.setting == "synchronous" else ""

@@ -452,7 +452,7 @@ def test_who_committed_without_the_others_is_judged_by_what_they_had_closed_for_
     for stage in range(2):
         first, _ = run.members(stage)
         run.write(first, Step(bucket=run.bucket, samples=8))
-        run._promise(first, stage, 1, given[first], attempt=1, leader=first)
+        run.promise(first, stage, 1, given[first], attempt=1, leader=first)
         run.write(first, Abort(round=1, attempt=1, leader=first, reason="the line broke"))
     run.average(1, {peer: ids for peer, ids in given.items() if peer.endswith("a")}, stepped=given, attempt=2)
     run.lineages = before

@@ -1,0 +1,184 @@
+"""What one process holds: buckets of gradients, and inner steps that no round has taken yet.
+
+Fed by audit/history with what the process's events say; recomputes what each contribution must hold. Knows nothing of
+other processes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from swarm.events.kinds import Accumulate, Close, Commit, RollBack, Step, ranges
+
+Report = Callable[[str, Collection[int]], None]
+"""Takes what must not be, and the microbatches that it is about."""
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Microbatches whose gradients are in it, each as often as it was added."""
+
+    counts: Counter[int] = field(default_factory=Counter)
+    acked: set[int] = field(default_factory=set)
+    replays: set[int] = field(default_factory=set)
+    """Those that were accumulated because this stage alone lacked them."""
+    samples: int = 0
+
+    @property
+    def ids(self) -> set[int]:
+        return {index for index, count in self.counts.items() if count > 0}
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """An inner step, numbered from 1 within a process, and what it was taken with."""
+
+    number: int
+    counts: Counter[int]
+    samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class Closing:
+    """A contribution: the microbatches in it, and the last inner step in it."""
+
+    round: int
+    fragment: int
+    counts: Counter[int]
+    replays: frozenset[int]
+    round_samples: int
+    last_step: int
+
+
+class Holdings:
+    """Those of a process since it began, or since it moved to its stage."""
+
+    def __init__(self, *, is_synchronous: bool, num_fragments: int, report: Report) -> None:
+        self._is_synchronous = is_synchronous
+        self._report = report
+        self._buckets: dict[int, _Bucket] = {}
+        self._highest_bucket = -1
+        self._steps: list[_Step] = []
+        self._num_steps = 0
+        self._bases = [0] * num_fragments
+        """By fragment, the last inner step whose share of it was averaged, or lost."""
+        self._round_samples = 0
+        """Samples of the inner steps that count towards the round."""
+
+    def accumulate(self, event: Accumulate) -> None:
+        """A gradient was added to a bucket."""
+        self._highest_bucket = max(self._highest_bucket, event.bucket)
+        bucket = self._buckets.setdefault(event.bucket, _Bucket())
+        bucket.counts[event.microbatch] += 1
+        bucket.samples += event.samples
+        if event.only_at is not None:
+            bucket.replays.add(event.microbatch)
+
+    def roll_back(self, event: RollBack) -> None:
+        """A gradient was taken out of its bucket again."""
+        bucket = self._buckets.get(event.bucket)
+        if bucket is None:
+            # A bucket of a round that is over, or of a state that was given up, counts nowhere any more.
+            if event.bucket > self._highest_bucket:
+                self._report("rolled back from a bucket that holds nothing", [event.microbatch])
+            return
+        if bucket.counts[event.microbatch] < 1:
+            self._report("rolled back, and was not accumulated", [event.microbatch])
+        bucket.counts[event.microbatch] -= 1
+        bucket.samples -= event.samples
+        bucket.acked.discard(event.microbatch)
+        bucket.replays.discard(event.microbatch)
+
+    def acknowledge(self, microbatch: int) -> None:
+        """A microbatch counts from now on."""
+        for bucket in self._buckets.values():
+            if bucket.counts[microbatch] > 0:
+                bucket.acked.add(microbatch)
+                return
+        self._report("acknowledged, and is in no bucket", [microbatch])
+
+    def step(self, event: Step) -> None:
+        """An inner step was taken with a bucket."""
+        bucket = self._buckets.pop(event.bucket, _Bucket())
+        if tentative := bucket.ids - bucket.acked:
+            self._report("stepped with before it was acknowledged", tentative)
+        if bucket.samples != event.samples:
+            self._report(
+                f"an inner step used {event.samples} samples, and {bucket.samples} were accumulated less rolled back",
+                (),
+            )
+        self._num_steps += 1
+        self._round_samples += event.samples
+        self._steps.append(_Step(self._num_steps, +bucket.counts, bucket.samples))
+
+    def close(self, event: Close) -> Closing:
+        """A contribution was frozen as things are now."""
+        if self._is_synchronous:
+            buckets = self._buckets.values()
+            counts, samples = _sum(+bucket.counts for bucket in buckets), sum(bucket.samples for bucket in buckets)
+            round_samples, replays = samples, frozenset[int]().union(*(bucket.replays for bucket in buckets))
+            if tentative := set(counts).difference(*(bucket.acked for bucket in buckets)):
+                self._report("contributed before it was acknowledged", tentative)
+            if ranges(counts) != event.microbatches:
+                self._report(f"the contribution is said to hold {event.microbatches}, not {ranges(counts)}", ())
+        else:
+            taken = [step for step in self._steps if step.number > self._bases[event.fragment]]
+            counts, samples = _sum(step.counts for step in taken), sum(step.samples for step in taken)
+            round_samples, replays = self._round_samples, frozenset()
+        if (samples, round_samples) != (event.samples, event.round_samples):
+            self._report(
+                f"the contribution is said to be of {event.samples} samples, {event.round_samples} of them of the "
+                f"round; accumulated less rolled back are {samples} and {round_samples}",
+                (),
+            )
+        return Closing(event.round, event.fragment, counts, replays, round_samples, self._num_steps)
+
+    def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
+        """A round was committed: what it took does not count towards a later one, nor does what was learnt in vain.
+
+        Args:
+            closing: the contribution that the process closed last in this round.
+            is_member: whether the contribution is in the result.
+        """
+        if self._is_synchronous:
+            self._buckets.clear()
+            return
+        if event.carried and not is_member:
+            # Nothing of its own is in the result: it goes on with all that it has learnt.
+            self._check_carried(event.carried)
+            return
+        fragment = event.round % len(self._bases)
+        # What came after the last closing is carried over, or lost together with what came before it.
+        last = closing.last_step if closing is not None else self._num_steps
+        after = sum(step.samples for step in self._steps if step.number > last)
+        if event.carried not in (0, after):
+            self._report(f"{event.carried} samples were carried over, and {after} came after the closing", ())
+        self._bases[fragment] = last if event.carried else self._num_steps
+        self._round_samples = event.carried
+        self._steps = [step for step in self._steps if step.number > min(self._bases)]
+
+    def install(self, carried: int) -> None:
+        """A state became the process's as a whole, of which this many samples count towards the round."""
+        self._buckets.clear()
+        if carried:
+            self._check_carried(carried)
+        else:
+            self._steps.clear()
+            self._bases = [self._num_steps] * len(self._bases)
+            self._round_samples = 0
+
+    def untaken(self) -> list[set[int]]:
+        """By fragment, the microbatches that no round has taken yet."""
+        in_buckets = set[int]().union(*(bucket.ids for bucket in self._buckets.values()))
+        return [in_buckets.union(*(step.counts for step in self._steps if step.number > base)) for base in self._bases]
+
+    def _check_carried(self, num_samples: int) -> None:
+        if num_samples != self._round_samples:
+            self._report(f"{num_samples} samples were carried over, and {self._round_samples} learnt from", ())
+
+
+def _sum(counts: Iterable[Counter[int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for part in counts:
+        total.update(part)
+    return total
