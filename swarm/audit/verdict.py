@@ -214,6 +214,9 @@ def _stage_report(stage: int, branch: list[CommittedRound], start: Start, rounds
             ids_or_held.update(rounds.held_back(stage, fragment, newest))
             lost += len(_acknowledged(rounds).without(ids_or_held))
     return StageReport(
-        stage=stage, rounds=len(branch), first_attempt=sum(map(rounds.is_first_attempt, branch)),
-        microbatches=sum(map(len, counted)) // len(counted), lost=lost // len(counted),
-    )  # fmt: skip
+        stage=stage,
+        rounds=len(branch),
+        first_attempt=sum(map(rounds.is_first_attempt, branch)),
+        microbatches=sum(map(len, counted)) // len(counted),
+        lost=lost // len(counted),
+    )

@@ -80,9 +80,11 @@ def _verified(owner_pem: str, chain_pem: str) -> Member:
             raise NotAllowed("a certificate that never holds")
         _verify_chain(owner, own, token, begins_at)
         return Member(
-            peer_id=certificates.peer_id_of(chain_pem), role=certificates.role_of(token),
-            begins_at=begins_at.timestamp(), expires_at=expires_at.timestamp(),
-        )  # fmt: skip
+            peer_id=certificates.peer_id_of(chain_pem),
+            role=certificates.role_of(token),
+            begins_at=begins_at.timestamp(),
+            expires_at=expires_at.timestamp(),
+        )
     except (IntegrityError, *certificates.FAULTS) as error:
         raise NotAllowed(f"no certificate of this run: {error}") from None
 

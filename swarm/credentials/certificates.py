@@ -24,9 +24,14 @@ PEER_NAME = "swarm-peer"
 OWNER_NAME = "swarm-owner"
 
 FAULTS = (
-    ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.DuplicateExtension, x509.ExtensionNotFound,
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.InvalidVersion,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
     x509.UnsupportedGeneralNameType,
-)  # fmt: skip
+)
 """What the library raises for certificates that nobody made with it."""
 
 _LONG = datetime.timedelta(days=3650)
@@ -86,9 +91,14 @@ def owner(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certi
 
 
 def token(
-    key: ec.EllipticCurvePrivateKey, owner_key: ec.EllipticCurvePrivateKey, *, role: Role, name: str,
-    now: datetime.datetime, expires: datetime.datetime,
-) -> x509.Certificate:  # fmt: skip
+    key: ec.EllipticCurvePrivateKey,
+    owner_key: ec.EllipticCurvePrivateKey,
+    *,
+    role: Role,
+    name: str,
+    now: datetime.datetime,
+    expires: datetime.datetime,
+) -> x509.Certificate:
     """For those whom the owner lets in: issues certificates to peers, and to nobody who could pass them on."""
     builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
     builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
@@ -129,9 +139,12 @@ def _builder(
 
 
 def _authority(
-    builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey, issuer_key: ec.EllipticCurvePrivateKey,
-    *, path_length: int,
-) -> x509.CertificateBuilder:  # fmt: skip
+    builder: x509.CertificateBuilder,
+    key: ec.EllipticCurvePrivateKey,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    *,
+    path_length: int,
+) -> x509.CertificateBuilder:
     signs_only = x509.KeyUsage(
         digital_signature=False, content_commitment=False, key_encipherment=False, data_encipherment=False,
         key_agreement=False, key_cert_sign=True, crl_sign=False, encipher_only=False, decipher_only=False,

@@ -136,9 +136,14 @@ def new_validator(clock: Clock) -> RecordValidator:
 
 
 async def launch(
-    known: Sequence[str], *, options: Sequence[str], client_mode: bool, validator: RecordValidator, clock: Clock,
+    known: Sequence[str],
+    *,
+    options: Sequence[str],
+    client_mode: bool,
+    validator: RecordValidator,
+    clock: Clock,
     must_join: bool = False,
-) -> Kademlia:  # fmt: skip
+) -> Kademlia:
     """Start p2pd and a node over it, and join those that answer.
 
     Args:

@@ -70,7 +70,7 @@ class DirectoryServicer(DirectoryServiceServicer):
         answer = self._answers.get(key)
         if answer is None or (
             answer.found_at is not None and self._clock.monotonic() > answer.found_at + FRESH_SECONDS
-        ):  # fmt: skip
+        ):
             answer = self._answers[key] = _Answer(asyncio.create_task(self._look_up(key)))
         return answer.lookup
 

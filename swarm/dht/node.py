@@ -144,9 +144,7 @@ class DhtNode:
 
     # -- calls from any loop -------------------------------------------------------------------------------------------
 
-    async def _call(
-        self, call: Callable[["Kademlia"], Coroutine[Any, Any, Result]], timeout_seconds: float
-    ) -> Result:  # fmt: skip
+    async def _call(self, call: Callable[["Kademlia"], Coroutine[Any, Any, Result]], timeout_seconds: float) -> Result:
         if not self._thread.is_open:
             raise PeerUnavailable("this peer has left the DHT")
         try:
@@ -223,10 +221,16 @@ class DhtNode:
 
 
 def start(
-    *, clock: Clock, initial_peers: Sequence[str] = (), host: str = "0.0.0.0", port: int = 0,
-    announce_hosts: Sequence[str] = (), identity_path: Path | None = None, client_mode: bool = False,
+    *,
+    clock: Clock,
+    initial_peers: Sequence[str] = (),
+    host: str = "0.0.0.0",
+    port: int = 0,
+    announce_hosts: Sequence[str] = (),
+    identity_path: Path | None = None,
+    client_mode: bool = False,
     timeout_seconds: float = 30.0,
-) -> DhtNode:  # fmt: skip
+) -> DhtNode:
     """Start a node and join the others. Blocks; imports hivemind, which takes seconds.
 
     Does not fork this process: gRPC and threads may be running already.

@@ -91,9 +91,14 @@ def signed_by(record: bytes) -> str:
 
 
 def open_record(
-    model: type[Model], key: str, subkey: str, record: bytes, expiration: float, now: float,
+    model: type[Model],
+    key: str,
+    subkey: str,
+    record: bytes,
+    expiration: float,
+    now: float,
     authority: Authority | None = None,
-) -> Model:  # fmt: skip
+) -> Model:
     """Verify a record found under `key` and `subkey`, and read its payload.
 
     Raises:

@@ -48,9 +48,13 @@ class Callers:
     """What each caller takes now."""
 
     def __init__(
-        self, clock: Clock | None = None, *, max_calls: int = MAX_CALLS, max_bytes: int = MAX_BYTES,
+        self,
+        clock: Clock | None = None,
+        *,
+        max_calls: int = MAX_CALLS,
+        max_bytes: int = MAX_BYTES,
         max_training_bytes: int = MAX_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             max_bytes: kept for the calls of one caller.

@@ -25,10 +25,14 @@ from swarm.rpc.callers import MAX_CALLS, RETRY_SECONDS, Caller, Callers, caller_
 from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import averaging_pb2, lease_pb2, stage_pb2
 
-FOR_TRAINERS = frozenset({
-    "/swarm.rpc.v1.StageService/Describe", "/swarm.rpc.v1.DirectoryService/Read", "/swarm.rpc.v1.LeaseService/Acquire",
-    "/grpc.health.v1.Health/Check",
-})  # fmt: skip
+FOR_TRAINERS = frozenset(
+    {
+        "/swarm.rpc.v1.StageService/Describe",
+        "/swarm.rpc.v1.DirectoryService/Read",
+        "/swarm.rpc.v1.LeaseService/Acquire",
+        "/grpc.health.v1.Health/Check",
+    }
+)
 FOR_TRAINERS_AT_STAGE_0 = frozenset({"/swarm.rpc.v1.StageService/Train", "/swarm.rpc.v1.StageService/Evaluate"})
 """Later stages take activations from peers alone."""
 SMALL_BYTES = 64 << 10

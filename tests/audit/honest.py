@@ -95,9 +95,7 @@ class HonestRun:
         """And subtracted again."""
         self.write(peer, RollBack(microbatch=microbatch, samples=SAMPLES, bucket=self.bucket))
 
-    def round(
-        self, number: int, *, replayed: Sequence[tuple[int, int]] = (), lost: Collection[str] = ()
-    ) -> None:  # fmt: skip
+    def round(self, number: int, *, replayed: Sequence[tuple[int, int]] = (), lost: Collection[str] = ()) -> None:
         """A whole round: each member has every other microbatch; some, with their stage, after a replay.
 
         Args:
@@ -162,13 +160,9 @@ class HonestRun:
                 self.write(peer, State(round=reached, lineage=lineage, digest=f"state {stage} {reached}"))
         self.bucket += 1
 
-    def promise(
-        self, peer: str, stage: int, number: int, ids: Sequence[int], *, attempt: int, leader: str
-    ) -> None:  # fmt: skip
+    def promise(self, peer: str, stage: int, number: int, ids: Sequence[int], *, attempt: int, leader: str) -> None:
         samples, named = SAMPLES * len(ids), ranges(ids) if self.setting == "synchronous" else ""
-        self.write(
-            peer, Close(round=number, samples=samples, round_samples=samples, fragment=0, microbatches=named)
-        )  # fmt: skip
+        self.write(peer, Close(round=number, samples=samples, round_samples=samples, fragment=0, microbatches=named))
         self.write(peer, Begin(round=number, lineage=self.lineages[stage], attempt=attempt, leader=leader))
 
 

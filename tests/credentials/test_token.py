@@ -57,8 +57,9 @@ def test_the_owners_key_is_private_and_is_not_replaced(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = OwnerKey.load(path)
     assert again.authority == OWNER.authority
-    again.authority.member(again.issue(Role.PEER, name="x", now=NOW, lifetime=DAY).admit(locked.OPEN).certificate_pem,
-                           NOW.timestamp())  # fmt: skip
+    again.authority.member(
+        again.issue(Role.PEER, name="x", now=NOW, lifetime=DAY).admit(locked.OPEN).certificate_pem, NOW.timestamp()
+    )
     with pytest.raises(FileExistsError, match="is there already"):
         OWNER.save(path)
 

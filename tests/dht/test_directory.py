@@ -192,7 +192,7 @@ async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock)
 @pytest.mark.parametrize("ahead", [100.0, -1000.0])
 async def test_a_clock_that_is_set_for_a_while_makes_nobody_vanish(
     store: Store, clock: ManualClock, ahead: float
-) -> None:  # fmt: skip
+) -> None:
     """Though records hold for less long than the clock is in doubt, and new ones cannot be read meanwhile."""
     ours = SetClock(1000.0)
     directory = Directory(store, OURS, RUN, ours)

@@ -155,7 +155,7 @@ async def test_storage_nodes_refuse_what_its_owner_did_not_seal(
     subkey: str,
     signed_key: str,
     lifetime_seconds: float,
-) -> None:  # fmt: skip
+) -> None:
     expiration = time.time() + lifetime_seconds
     value = _sealed(signed_key, expiration)
     assert not careless.store(key, subkey, value, expiration)

@@ -196,9 +196,9 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     }
     for name in ("Begin", "Average", "Commit", "Abort", "Barrier", "Shared", "Download"):
         request = getattr(pb, f"{name}Request")(peer_id=own)
-        calls[f"/swarm.rpc.v1.AveragingService/{name}"] = (
-            lambda name=name, request=request: getattr(averaging, name)(request, **seconds)
-        )  # fmt: skip
+        calls[f"/swarm.rpc.v1.AveragingService/{name}"] = lambda name=name, request=request: getattr(averaging, name)(
+            request, **seconds
+        )
     return calls
 
 
