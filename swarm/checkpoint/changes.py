@@ -1,7 +1,7 @@
 """What may change in the configuration when a run goes on from a checkpoint, and what did.
 
-Used by checkpoint/file, which refuses a checkpoint in which something differs that may not, and by resume_news.py of
-peers/stage_peer, which tells the user of everything else.
+Used by checkpoint/file, which refuses a checkpoint with a difference that is forbidden, and by
+peers/stage_peer/resume_news, which tells the user of every other difference.
 """
 
 from typing import Any
@@ -15,23 +15,26 @@ Difference = tuple[Any, Any]
 _FREE_SECTIONS = ("stages", "optimizer", "outer", "averaging", "wire")
 _FREE_FIELDS = (
     "owner",
-    # They change how gradients come about, and neither the parameters nor what is known of them.
-    "model.dropout", "model.autocast", "model.gradient_checkpointing", "rounds.inner_batch_samples",
-)  # fmt: skip
+    # These change how gradients come about, and neither the parameters nor what is known of them.
+    "model.dropout",
+    "model.autocast",
+    "model.gradient_checkpointing",
+    "rounds.inner_batch_samples",
+)
 _DILOCO_FIELDS = ("rounds.round_samples",)
-"""In the synchronous setting the number of a round tells which microbatches it consists of."""
+"""Free with DiLoCo alone: in the synchronous setting a round's number tells which microbatches it consists of."""
 _NO_CHANGE = ("data.dataset", "data.tokenizer", "data.tokenizer_identity")
-"""Where the text and the tokenizer lie: `data.digest` is over the contents of both. Earlier releases did not write the
-last one."""
+"""They say where the text and the tokenizer lie, and `data.digest` is over the contents of both. Earlier releases did
+not write the last one."""
 
 
 def forbidden(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    """By field, what differs and may not: such a checkpoint is of another run."""
+    """By field, the differences that make it the checkpoint of another run."""
     return {name: pair for name, pair in _differences(checkpoint, run).items() if not _is_free(name, run)}
 
 
 def allowed(checkpoint: RunConfig, run: RunConfig) -> dict[str, Difference]:
-    """By field, what differs and may."""
+    """By field, all other differences."""
     return {name: pair for name, pair in _differences(checkpoint, run).items() if _is_free(name, run)}
 
 

@@ -2,9 +2,9 @@
 
     stage-1-of-3.round-500.safetensors    tensors `anchor/NAME` and `outer/NAME/KEY`; all else is in the metadata
 
-Written by checkpoint/writer, read by checkpoint/folder. Parameters are named by their place in the whole model, so the
-files of one cut make up the stages of any other. Never decides which file is used, or how long it is kept; but none is
-replaced by one of another branch.
+checkpoint/writer writes the files and deletes old ones, and checkpoint/folder chooses which of them to read. Parameters
+are named by their place in the whole model, so the files of one cut make up the stages of any other. A file is never
+replaced by one of another branch of the run.
 """
 
 import hashlib
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 SET_ASIDE = ".set-aside"
-"""Added to the name of a checkpoint that is of no use to the run as it goes on, and may be to its owner."""
+"""Added to the name of a checkpoint that the run has no use for as it goes on, but its owner may have."""
 ABANDONED_SECONDS = 3600.0
-"""After which nobody is writing any more to a temporary file that has not changed since."""
+"""A temporary file that has not changed for so long is not being written any more."""
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class FileName:
-    """What a checkpoint's name says; ordered by round."""
+    """What a checkpoint's name says. Names are in the order of their rounds."""
 
     round: int
     num_stages: int
@@ -68,7 +68,7 @@ class Header:
         lineage: hash chain over the rounds before it.
         highest_microbatch: highest id that the stage had seen when it was written; -1 for none.
         state_digest: BLAKE3 over the state, as the stage's peers compare it and the event log names it. It tells which
-            state this is; whether the file is whole, another digest says, which is over all of the file.
+            state this is. Another digest, which is over all of the file, tells whether the file is whole.
     """
 
     config: RunConfig
@@ -86,18 +86,18 @@ class Header:
 
 
 def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path:
-    """Write one checkpoint; once this returns, it survives a power cut. Blocks.
+    """Write one checkpoint. Once this returns, it survives a power cut. Blocks.
 
-    Whenever the process dies, the folder holds either the whole file, or what was there before. What was there of
-    another lineage is set aside: a stage that began anew, at the round of its last checkpoint, say, does not destroy
-    it.
+    Whenever the process dies, the folder holds either the whole file or what was there before. If what was there is of
+    another lineage, it is set aside. So a stage that began anew does not destroy its last checkpoint when it comes to
+    the same round.
 
     Args:
-        owner: who writes; no two writers of one folder may have the same.
+        owner: name of the writer; no two writers of one folder may have the same.
 
     Raises:
-        IntegrityError: the state holds NaN or infinity: as a checkpoint it would push out better ones.
-        OSError: it could not be written; no half of it is left.
+        IntegrityError: the state holds NaN or infinity, and as a checkpoint it would push out better ones.
+        OSError: it could not be written, and no part of it is left.
     """
     _require_finite("the state", tensors)
     path = folder / str(header.name)
@@ -110,7 +110,7 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
             save_file(whole, temporary, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from None
-        # Before the other one is put aside: a power cut in between costs neither.
+        # Before the other one is set aside, so that a power cut in between costs neither.
         sync(temporary)
         if lineage(path) not in ("", header.lineage):
             logger.warning("%s is of another branch of the run: it is kept, as %s", path, set_aside(path).name)
@@ -122,13 +122,14 @@ def write(folder: Path, header: Header, tensors: Tensors, *, owner: str) -> Path
 
 
 def remove_unfinished(folder: Path, owner: str) -> None:
-    """Remove what a writer of that name left when it was killed, and what has long been nobody's any more."""
+    """Remove the temporary files that a killed writer of that name left, and those that any writer abandoned."""
     oldest = time.time() - ABANDONED_SECONDS
     for leftover in folder.glob(".stage-*.safetensors.*.tmp"):
         if leftover.name.endswith(f".safetensors.{owner}.tmp"):
             leftover.unlink(missing_ok=True)
         else:
-            with suppress(OSError):  # Another newcomer was quicker, or it may not be removed by us.
+            # Another newcomer may have been quicker, or the file may belong to another user.
+            with suppress(OSError):
                 if leftover.stat().st_mtime < oldest:
                     leftover.unlink()
 
@@ -137,8 +138,8 @@ def read_header(path: Path, config: RunConfig) -> Header:
     """Read and check all of a file, with one tensor at a time in memory. Blocks.
 
     Raises:
-        IntegrityError: it is cut short, altered, of another run, or holds NaN or infinity; the message names the file
-            and the fault.
+        IntegrityError: the file is cut short, altered, of another run, or holds NaN or infinity. The message names the
+            file and the fault.
     """
     with _opened(path) as file:
         metadata: dict[str, str] = file.metadata() or {}
@@ -157,7 +158,7 @@ def read_header(path: Path, config: RunConfig) -> Header:
 
 
 def lineage(path: Path) -> str:
-    """The lineage that a file says it has; empty if there is no such file, or it is unreadable."""
+    """The lineage that a file states. Empty if there is no such file, or it is unreadable."""
     try:
         with _opened(path) as file:
             return str((file.metadata() or {}).get("lineage", ""))
@@ -166,20 +167,18 @@ def lineage(path: Path) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a checkpoint a name under which it is not read, beside those that were set aside before; gives the name.
-
-    Raises OSError.
-    """
+    """Give a checkpoint a name under which it is not read, and return that name. Raises OSError."""
     number = 1
     while (target := path.with_name(f"{path.name}{f'.{number}' if number > 1 else ''}{SET_ASIDE}")).exists():
         number += 1
-    with suppress(FileNotFoundError):  # Another peer of the folder was quicker.
+    # Another peer of the folder may have been quicker.
+    with suppress(FileNotFoundError):
         path.rename(target)
     return target
 
 
 def difference(path: Path, config: RunConfig) -> str:
-    """Why a file is of another run than this, by what it says of itself; empty if it is of this one, or unreadable."""
+    """Why a file is of another run than this, by its header. Empty if it is of this run, or unreadable."""
     try:
         with _opened(path) as file:
             return _difference(_unpack(file.metadata() or {}, path).config, config)
@@ -194,9 +193,9 @@ def parameters(path: Path) -> set[str]:
 
 
 def load(path: Path, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. They may be mapped to the file.
+    """The state of some parameters: `anchor/NAME` and every `outer/NAME/KEY`. Their memory may be the file's.
 
-    Raises IntegrityError if it cannot be read.
+    Raises IntegrityError if the file cannot be read.
     """
     with _opened(path) as file:
         return {key: file.get_tensor(key) for key in file.keys() if key.split("/")[1] in wanted}  # noqa: SIM118
@@ -213,27 +212,38 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _pack(header: Header) -> dict[str, str]:
     values = {
-        "format": FORMAT, "run": header.config.run, "config": configs.to_json(header.config),
-        "config_digest": header.config.digest, "num_stages": header.config.stages.num_stages, "stage": header.stage,
-        "round": header.round, "run_samples": header.run_samples, "lineage": header.lineage,
-        "highest_microbatch": header.highest_microbatch, "state_digest": header.state_digest,
-    }  # fmt: skip
+        "format": FORMAT,
+        "run": header.config.run,
+        "config": configs.to_json(header.config),
+        "config_digest": header.config.digest,
+        "num_stages": header.config.stages.num_stages,
+        "stage": header.stage,
+        "round": header.round,
+        "run_samples": header.run_samples,
+        "lineage": header.lineage,
+        "highest_microbatch": header.highest_microbatch,
+        "state_digest": header.state_digest,
+    }
     return {name: str(value) for name, value in values.items()}
 
 
 def _unpack(metadata: Mapping[str, str], path: Path) -> Header:
     try:
         return Header(
-            config=configs.from_json(metadata["config"], source="its configuration"), stage=int(metadata["stage"]),
-            round=int(metadata["round"]), run_samples=int(metadata["run_samples"]), lineage=metadata["lineage"],
-            highest_microbatch=int(metadata["highest_microbatch"]), state_digest=metadata["state_digest"],
-        )  # fmt: skip
+            config=configs.from_json(metadata["config"], source="its configuration"),
+            stage=int(metadata["stage"]),
+            round=int(metadata["round"]),
+            run_samples=int(metadata["run_samples"]),
+            lineage=metadata["lineage"],
+            highest_microbatch=int(metadata["highest_microbatch"]),
+            state_digest=metadata["state_digest"],
+        )
     except (KeyError, ValueError) as error:
         raise IntegrityError(f"{path} was written by another release: {error}") from None
 
 
 def _difference(theirs: RunConfig, ours: RunConfig) -> str:
-    """All in which two configurations differ that must stay as it is."""
+    """The forbidden differences between two configurations, in words. Empty if there is none."""
     forbidden = changes.forbidden(theirs, ours)
     return ", ".join(f"{name} is {there!r} in it and {here!r} here" for name, (there, here) in forbidden.items())
 
@@ -242,8 +252,8 @@ def _require_finite(what: str, tensors: Any) -> None:
     """Raise IntegrityError if some tensor holds NaN or infinity.
 
     Args:
-        what: for the message.
-        tensors: as of `_sha256`.
+        what: what holds them, for the message.
+        tensors: a dictionary of tensors, or an open file of them.
     """
     for name in tensors.keys():  # noqa: SIM118 - a file has no other iterator
         tensor = tensors[name] if isinstance(tensors, Mapping) else tensors.get_tensor(name)
@@ -252,7 +262,7 @@ def _require_finite(what: str, tensors: Any) -> None:
 
 
 def _sha256(metadata: Mapping[str, str], tensors: Any) -> str:
-    """Over everything that is in a file, but for this digest.
+    """Digest over everything that is in a file, except for this digest.
 
     Args:
         tensors: a dictionary of tensors, or an open file of them.

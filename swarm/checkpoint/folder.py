@@ -1,7 +1,7 @@
 """A folder of checkpoints, and the state of a stage put together from it, under the same cut or another one.
 
-Used by peers/stage_peer when it starts. Takes the newest round that is sound; what is not is named in the log.
-Never writes.
+Used by peers/stage_peer when it starts. The newest round that is sound is taken, and files that are not sound are named
+in the log. Nothing is written.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ class Restored:
     """A stage's state from the files of one round.
 
     Attributes:
-        config: under which the run was when they were written.
-        lineage: the file's own where it holds just this stage; else made from those of all files that were used.
-        files: where it comes from.
+        config: the run's configuration when they were written.
+        lineage: of the file, if one file holds just this stage; otherwise made from those of all files that were used.
+        files: the files that were used.
     """
 
     config: RunConfig
@@ -56,15 +56,15 @@ class CheckpointFolder:
     def restore(
         self, stage: int, shapes: Mapping[str, torch.Size], *, round_number: int | None = None
     ) -> Restored | None:
-        """A stage's state at the newest round that is whole; None if no round has all of this stage. Blocks.
+        """A stage's state at the newest round that is whole. None if no round has all of this stage. Blocks.
 
-        A round is whole when every stage of that cut of which the folder holds anything has a sound file of it. So
-        all stages that resume from one folder resume at one round, though the newest of one may be newer. If no round
-        is whole, the newest will do that has all of this stage.
+        A round is whole if each stage of its cut that has files in the folder has a sound file of that round. So all
+        stages that resume from one folder resume at one round, though a single stage may have a newer file. If no round
+        is whole, the newest one that has all of this stage is taken.
 
         Args:
             shapes: of the stage's parameters, by name.
-            round_number: no other round will do.
+            round_number: if given, only this round is considered.
         """
         own = self._config.stages.num_stages
         cuts = {cut for cut in self._cuts if round_number in (None, cut[0])}
@@ -87,7 +87,8 @@ class CheckpointFolder:
         kept = {name.stage for name in self._names if name.num_stages == cut[1]}
         is_first = len({number for number, num_stages in self._cuts if num_stages == cut[1]}) == 1
         if is_first and any(len(self._files(other)) == other[1] for other in self._cuts if other[1] != cut[1]):
-            # The run has just gone on from everybody's files in other stages: which of these write here shows later.
+            # The run has just gone on under another cut from the files of all stages. Which of the new stages write
+            # here is not known yet, so all of them are waited for.
             kept = set(range(cut[1]))
         return {name.stage for name in self._files(cut)} == kept
 
@@ -106,21 +107,21 @@ class CheckpointFolder:
         return [header for name in self._files(cut) if (header := self._headers[name]) is not None]
 
     def _gather(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
-        """A stage's state from files of one round; None where a parameter is missing, or of another shape."""
+        """A stage's state from files of one round. None if a parameter is missing, or of another shape."""
         try:
             return self._put_together(headers, stage, shapes)
         except IntegrityError as error:
-            logger.warning("refused: %s", error)  # Another peer of the folder has just deleted it.
+            # Another peer of the folder may have just deleted a file.
+            logger.warning("refused: %s", error)
             return None
 
-    def _put_together(
-        self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]
-    ) -> Restored | None:  # fmt: skip
+    def _put_together(self, headers: Sequence[Header], stage: int, shapes: Mapping[str, torch.Size]) -> Restored | None:
         paths = {header.stage: self.path / str(header.name) for header in headers}
         held = {number: file.parameters(path) for number, path in paths.items()}
         missing, used = set(shapes), list[Header]()
         tensors: dict[str, torch.Tensor] = {}
-        # The most useful first: a tied embedding is in two files, and all peers of a stage should choose alike.
+        # The file with most of this stage comes first. A tied embedding is in two files, and all peers of a stage
+        # should choose the same one.
         for header in sorted(headers, key=lambda header: (-len(held[header.stage] & set(shapes)), header.stage)):
             if taken := held[header.stage] & missing:
                 used.append(header)

@@ -1,8 +1,8 @@
 """Writes one stage peer's checkpoints as the rounds go by, and keeps the newest few.
 
-Used by peers/stage_peer, which hands it copies of the stage's state. Works in threads of its own, which end with the
-process at the latest: a disk may hang for ever. Whatever fails is one line in the log, and training goes on with the
-checkpoints that are there. Deletes nothing before something newer is safely written.
+Used by peers/stage_peer, which hands it copies of the stage's state. It works in threads of its own, for which the end
+of the process does not wait, since a disk may hang for ever. A failure is one line in the log, and training goes on
+with the checkpoints that are there. Nothing is deleted before something newer is safely written.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class CheckpointWriter:
         Args:
             every: rounds from one checkpoint to the next.
             keep: how many of these stay.
-            owner: see file.write; what its last process left unfinished is removed.
+            owner: as for file.write. What its last process left unfinished is removed.
 
         Raises:
             OSError: there is no such folder, and it cannot be made.
@@ -68,9 +68,10 @@ class CheckpointWriter:
         return self._newest.get(stage, 0)
 
     async def write(self, header: Header, tensors: Tensors) -> bool:
-        """Write a state to whose tensors nobody writes; whether that succeeded.
+        """Write a state, whose tensors must not change any more, and tell whether that succeeded.
 
-        Waits for the one before. Cancellation leaves the thread at work: the file will be whole, or not there.
+        Waits until the state before it is written. Cancellation leaves the thread at work: the file will be whole, or
+        not there.
         """
         async with self._lock:
             if not self._is_ours:
@@ -83,7 +84,8 @@ class CheckpointWriter:
             except IntegrityError as error:
                 logger.error("no checkpoint of round %d: %s; those that are there stay", header.round, error)
                 return False
-            except (OSError, RuntimeError, MemoryError) as error:  # A tensor library's RuntimeError: no memory.
+            # torch says with a RuntimeError that there is no memory.
+            except (OSError, RuntimeError, MemoryError) as error:
                 logger.error("no checkpoint of round %d in %s: %s", header.round, self.folder, error)
                 return False
             self._newest[header.stage] = header.round
@@ -95,17 +97,17 @@ class CheckpointWriter:
         return True
 
     def _foreign(self, header: Header) -> str:
-        """What of another run is here: it would be taken for older checkpoints of this one, and be deleted."""
+        """Says which checkpoint here is of another run, which would be taken for an old one of this run and deleted."""
         for name in self._former:
             if difference := file.difference(self.folder / str(name), header.config):
                 return f"{name} in {self.folder} is of another run ({difference}); give --checkpoint another folder"
         return ""
 
     def went_back(self, config: RunConfig, round_number: int, *, stage: int | None = None) -> None:
-        """The run goes on from this round: set aside what was here of later ones, of one stage or of all.
+        """The run goes on from this round: set aside the checkpoints of later rounds, of one stage or of all.
 
-        Left under their names, they would be taken for the newest, or be mixed with those still to come. Another run's
-        are left alone.
+        Under their old names they would be taken for the newest, or be mixed with those still to come. Checkpoints of
+        another run are left alone.
         """
         for name in [n for n in self._former if n.round > round_number and stage in (None, n.stage)]:
             path = self.folder / str(name)
@@ -118,7 +120,7 @@ class CheckpointWriter:
             file.set_aside(path)
 
     def _tidy(self, config: RunConfig, written: FileName) -> None:
-        """Keep the newest few; of those written in between, when a peer left, the newest one."""
+        """Delete all but the newest few, and of those that a leaving peer wrote in between, all but the newest one."""
         self.went_back(config, written.round, stage=written.stage)
         cut = (written.stage, written.num_stages)
         kept = [n for n in file.names(self.folder) if (n.stage, n.num_stages) == cut and n.round <= written.round]
@@ -129,15 +131,15 @@ class CheckpointWriter:
 
 
 async def _apart(work: Callable[[], Result]) -> Result:
-    """What `work` gives, done in a thread for which the end of the process does not wait, as it does for a pool's."""
+    """Do `work` in a thread for which the end of the process does not wait, as it would for a pool's thread."""
     future: Future[Result] = Future()
-    # From here on it cannot be cancelled, only left.
+    # From now on the work cannot be cancelled. The caller can only stop waiting for it.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
             future.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()

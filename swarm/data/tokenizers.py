@@ -109,8 +109,8 @@ class JsonTokenizer:
         return np.array(known[:1], dtype=self._dtype) if known else self.encode("\n")
 
     def encode(self, text: str) -> TokenIds:
-        # One text at a time, though a batch would be faster on many cores: once the library's threads were used, it
-        # complains at every start of a child, and so peers/shared/process.py has them switched off.
+        # One text at a time, though a batch would be faster on many cores. A batch uses the library's threads, and then
+        # the library complains whenever a child process starts, so peers/shared/process.py switches them off.
         try:
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._dtype)
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower

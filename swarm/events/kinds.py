@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FORMAT = 2
-"""Of the lines; an audit refuses others."""
+"""Of the lines. An audit refuses others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Event):
-    """A process begins, or goes on in the file of one that ended. Always a process's first line."""
+    """A process begins, or goes on in the file of one that ended. This is always a process's first line."""
 
     run: str
     """The run's id: a digest of its configuration."""
@@ -34,7 +34,7 @@ class Start(Event):
     """synchronous or diloco."""
     num_stages: int
     num_fragments: int
-    """Parts of a stage that are averaged in turn, a round each."""
+    """A stage has so many parts, which are averaged in turn, a round each."""
     round_microbatches: int
     """Microbatches of a synchronous round."""
     software: str
@@ -47,7 +47,7 @@ class Start(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Gap(Event):
-    """The disk was full: so many events before this one were not written."""
+    """So many events before this one were not written, because the disk was full."""
 
     lost: int
 
@@ -77,7 +77,7 @@ class Accumulate(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RollBack(Event):
-    """It was subtracted from that bucket again."""
+    """A microbatch's gradient was subtracted from its bucket again."""
 
     microbatch: int
     samples: int
@@ -86,7 +86,7 @@ class RollBack(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Ack(Event):
-    """A stage peer: an answer was acknowledged, and its microbatch counts. A trainer: it is about to acknowledge."""
+    """A stage peer counts a microbatch, whose answer was acknowledged; a trainer is about to acknowledge it."""
 
     microbatch: int
 
@@ -102,7 +102,7 @@ class Repeat(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Grant(Event):
-    """A stage's leader let a trainer run again what the stage has lost."""
+    """A stage's leader let a trainer run again what the stage had lost."""
 
     microbatches: tuple[int, ...]
     trainer: str
@@ -110,7 +110,7 @@ class Grant(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Event):
-    """An inner step was taken with a bucket, which is empty since."""
+    """An inner step was taken with a bucket, which is empty afterwards."""
 
     bucket: int
     samples: int
@@ -118,12 +118,12 @@ class Step(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Close(Event):
-    """The contribution to a round was frozen as it is now; later ones take its place."""
+    """The contribution to a round was frozen as it is now. A later one takes its place."""
 
     round: int
     samples: int
     round_samples: int
-    """Of these, the ones that count towards the round."""
+    """Those of the samples that count towards the round."""
     fragment: int
     microbatches: str = ""
     """Synchronous: what the ledger counts, as `ranges` writes it."""
@@ -131,7 +131,7 @@ class Close(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Event):
-    """An attempt was promised, with the contribution closed last."""
+    """An attempt was promised, with the contribution that was closed last."""
 
     round: int
     lineage: str
@@ -141,7 +141,7 @@ class Begin(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Event):
-    """An attempt's exchange came to a result here, which holds that contribution."""
+    """An attempt's exchange came to a result here, which the promised contribution is part of."""
 
     round: int
     lineage: str
@@ -165,31 +165,31 @@ class Abort(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Commit(Event):
-    """A result was applied: the next round began."""
+    """A result was applied, and the next round began."""
 
     round: int
     """The one that ended."""
     parent: str
-    """Lineage before."""
+    """The lineage before the commit."""
     lineage: str
-    """And after."""
+    """The lineage after it."""
     digest: str
     """Of the result."""
     attempt: int
     samples: int
     members: tuple[str, ...]
     total_squared_norm: float = 0.0
-    """What the gradient was clipped by."""
+    """The norm by which the gradient was clipped, squared."""
     partners: tuple[str, ...] = ()
     """Digests of the results that a shared block's average was made of."""
     carried: int = 0
-    """Samples that count towards the next round: learnt since the closing or, by one that took no part, since the round
-    began."""
+    """Samples that count towards the next round. They were learnt since the closing, or since the round began if this
+    peer took no part in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State(Event):
-    """What a commit led to. The digest is taken beside training, so steps of the new round may come before it."""
+    """What a commit led to. The digest is computed beside training, so steps of the new round may come first."""
 
     round: int
     """The one that began with it."""
@@ -200,7 +200,7 @@ class State(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Install(Event):
-    """A state became this peer's as a whole; what it had accumulated, and not stepped with, is gone."""
+    """A peer took over a whole state. What it had accumulated, and not stepped with, is gone."""
 
     round: int
     """The one that begins with it."""
@@ -209,24 +209,24 @@ class Install(Event):
     source: str
     """initial, checkpoint or download."""
     parent: str | None = None
-    """The lineage that this one goes on from under another name: a checkpoint's that entered at a later round."""
+    """The lineage that this one continues under another name: that of a checkpoint which entered at a later round."""
     carried: int = 0
-    """Samples that count towards the round: what was learnt from them, and no average has, was kept."""
+    """Samples that count towards the round, because what was learnt from them was kept and is in no average yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join(Event):
-    """It serves from now on."""
+    """The process serves from now on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leave(Event):
-    """It ends of its own accord."""
+    """The process ends of its own accord."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move(Event):
-    """It gives its stage up and goes to another: what follows is about that one, from an Install on."""
+    """The peer moves to another stage. The events that follow are about that one, and begin with an Install."""
 
     stage: int
 
@@ -238,7 +238,7 @@ NAMES: dict[str, type[Event]] = {
 
 
 class Events(Protocol):
-    """Where events go. May be written to from any thread."""
+    """Where events go. Any thread may write to it."""
 
     def write(self, event: Event) -> None:
         """Put an event on record. Never raises."""

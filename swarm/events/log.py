@@ -45,7 +45,7 @@ class EventLog:
 
 
 def boot_id() -> str:
-    """Of this machine, another one after every boot; empty where it cannot be told."""
+    """An id of this machine that is another one after every boot. Empty if the machine does not say it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

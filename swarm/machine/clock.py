@@ -1,7 +1,7 @@
-"""Time as an argument, so that tests and the simulator can own it.
+"""Time as an argument, so that tests and the simulator can replace it.
 
-Everything that waits or measures takes a `Clock`. Wall-clock time appears only where other machines must
-agree on it (DHT expiry) and in what people read.
+Everything that waits or measures takes a `Clock`. Wall-clock time appears only in what people read, and where machines
+have to agree on it (the expiry of DHT records).
 
 The machine's own clock goes on while the machine sleeps, and so does the time of the programs' event loops. A laptop
 that slept is then like a process that was stopped: leases, bans and deadlines have run out, and the peer finds itself
@@ -20,9 +20,9 @@ import uvloop
 Result = TypeVar("Result")
 
 JUMP_SECONDS = 2.0
-"""A wall clock that moves so much against the monotonic one has been set."""
+"""A wall clock that moves by so much against the monotonic one has been set."""
 DOUBT_SECONDS = 30.0
-"""For how long a clock that has been set is not believed: many are set back soon."""
+"""A clock that has been set is not believed for so long, because many are set back soon."""
 
 
 def clock_through_sleep(platform: str, clocks: Mapping[str, Any]) -> Callable[[], float]:
@@ -92,7 +92,7 @@ class SystemClock:
 
 
 class SteadyTime:
-    """Wall-clock time, as of the last look, that follows a jump of the machine's clock only after DOUBT_SECONDS."""
+    """Wall-clock time that follows a jump of the machine's clock only after DOUBT_SECONDS. `now` looks at the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -112,12 +112,12 @@ class SteadyTime:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the clock, as of the last look, has been set within DOUBT_SECONDS: nothing has surely expired."""
+        """Whether the clock had been set within DOUBT_SECONDS at the last look. Then nothing has surely expired."""
         return self._clock.monotonic() - self._jumped_at < DOUBT_SECONDS
 
 
 class ManualClock:
-    """A clock that moves only when told to: for tests and for code that runs on virtual time."""
+    """A clock that moves only when it is told to, for tests and benches."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -1,6 +1,6 @@
-"""What has to be on the disk, and not merely on its way there, when something else relies on it.
+"""Files that survive a power cut: they have to be on the disk, and not only on their way there, to be relied on.
 
-Used by checkpoint/file, identity and dht/node. Knows nothing of what is in the files.
+Used by checkpoint/file, credentials/identity and dht/node.
 """
 
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Have a file's contents, or a folder's names, survive a power cut from now on. Blocks. Raises OSError."""
+    """Make sure that a file's contents, or a folder's names, survive a power cut. Blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,9 +17,10 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Give a file that is complete its name, in the same folder; what had it is replaced. Blocks. Raises OSError.
+    """Rename a complete file within its folder, and replace what has that name. Blocks. Raises OSError.
 
-    A power cut leaves either what was there before, or all of the file: renamed unsynced, it may be found empty.
+    A power cut leaves either what was there before or all of the file. If the file were not synced before it is
+    renamed, it might be found empty.
     """
     sync(temporary)
     temporary.rename(path)

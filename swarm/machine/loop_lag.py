@@ -1,14 +1,14 @@
-"""How late the event loop comes to what is due: what holds it makes the peer answer nobody, and look dead for as long.
+"""How late the event loop comes to what is due. While something holds the loop, a peer answers nothing and looks dead.
 
-Run by peers/stage_peer beside everything else; its figure is what others are told. Never does anything about it.
+peers/stage_peer runs it beside everything else, and reports its figure to others.
 """
 
 from swarm.machine.clock import Clock
 
 KEPT_SECONDS = 60.0
-"""For how long, at least, a lag is remembered; it is forgotten after twice as long."""
+"""A lag is remembered for at least so long, and at most twice as long."""
 _GAP_SECONDS = 0.02
-"""Between two looks; of what holds the loop for some time, as much may go unnoticed."""
+"""Between two measurements. A lag may be longer by as much than what is measured."""
 
 
 class LoopLag:
@@ -17,11 +17,11 @@ class LoopLag:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._largest = self._largest_before = 0.0
-        """In the present period, and in the one before it."""
+        """Of the present period, and of the one before it."""
 
     @property
     def seconds(self) -> float:
-        """The longest time by which something was late of late."""
+        """The longest lag of the last while."""
         return max(self._largest, self._largest_before)
 
     async def run(self) -> None:

@@ -1,9 +1,10 @@
-"""Memory of large tensors that come again in each round, at the same sizes.
+"""Memory of large tensors, which each round needs again at the same sizes.
 
-Used by stage/weights and averaging. What is given back to the C library may go on to the system, whatever the library
-is told: protobuf has it return all that is free whenever 10,000 pieces of messages were freed (`upb_trim_allocfunc` in
-its python/protobuf.c). Then every page is cleared anew, for which 14 µs were measured on a virtual machine.
-And what lies about the holes that one round leaves keeps the next one's vectors out.
+Used by stage/weights and averaging. Memory that is given back to the C library may be returned to the system, whatever
+the library is told: protobuf makes it return everything that is free after each 10,000 freed pieces of messages
+(`upb_trim_allocfunc` in its python/protobuf.c). Then every page has to be cleared anew, which took 14 µs a page on a
+virtual machine. Besides, small objects settle in the holes that one round leaves, and the next round's vectors do not
+fit there.
 """
 
 import os
@@ -14,14 +15,14 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
-"""Bytes: a vector begins with a cache line, as torch's own do."""
+"""In bytes: a vector begins at the beginning of a cache line, as torch's own do."""
 
 
 class Recycler:
-    """Float32 vectors on the CPU, made of the memory of those that nobody uses any more.
+    """Float32 vectors on the CPU, which use the memory of earlier ones that are not used any more.
 
-    From any thread. The memory is kept for as long as this object; not at all where the user has set
-    MALLOC_* (mallopt(3)) and so decides what becomes of freed memory.
+    Safe from any thread. The memory is kept as long as this object. None is kept if the user has set MALLOC_*
+    (mallopt(3)), which decides what becomes of freed memory.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Recycler:
         self._unused: dict[int, list[np.ndarray]] = {}
 
     def vector(self, num_elements: int) -> torch.Tensor:
-        """Uninitialized, shape (num_elements,). Its memory is taken back when the last tensor that has it is gone."""
+        """Uninitialized, shape (num_elements,). Its memory comes back when the last tensor that uses it is gone."""
         if not self._keeps:
             return torch.empty(num_elements)
         unused = self._unused.setdefault(num_elements, [])
@@ -38,17 +39,17 @@ class Recycler:
             memory = unused.pop()
         except IndexError:
             memory = _aligned(num_elements)
-        # torch keeps this very object for as long as a tensor has its memory.
+        # torch keeps this very object as long as a tensor uses its memory.
         lent = memory.view()
         weakref.finalize(lent, unused.append, memory).atexit = False
         return torch.from_numpy(lent)
 
     def like(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Uninitialized tensors of the same names, shapes, types and devices; new ones where they are none of ours."""
+        """Uninitialized tensors of the same names, shapes, types and devices. Only float32 on the CPU is recycled."""
         return {name: self._like(tensor) for name, tensor in tensors.items()}
 
     def copies(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of tensors, likewise."""
+        """Copies of tensors, in memory as `like` gives it."""
         copies = self.like(tensors)
         with torch.no_grad():
             for name, copy in copies.items():

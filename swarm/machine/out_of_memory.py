@@ -1,26 +1,34 @@
 """Whether an exception says that memory ran out, and what it says of that.
 
-Used by the programs, which turn it into one line, and by a stage, which then takes less. Python, torch and the system
-each have their own way to say it, and most of them only say it in words. Imports no torch: memory may run out while
-that is imported.
+The programs turn it into one line, and a stage then takes fewer microbatches. Python, torch and the system each have
+their own way to say it, and most of them only say it in words. This file does not import torch, because memory may run
+out during that import.
 """
 
 import errno
 import re
 
 _WORDS = (
-    "can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "bad_alloc",
-    "alloc_failed", "can't start new thread", "failed to map segment",
-)  # fmt: skip
-"""In small letters. The last two: a thread needs memory for its stack, and a library a place for its code."""
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "alloc_failed",
+    # A thread needs memory for its stack, and a library needs memory for its code.
+    "can't start new thread",
+    "failed to map segment",
+)
+"""In small letters."""
 _SIZE = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]i?B)?", re.IGNORECASE)
 _LIBRARY = re.compile(r"([^/\s]+): failed to map segment")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it says that the device or this machine has no more memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # The latter is torch's.
+    """Whether the exception says that the device or this machine has no more memory."""
+    # OutOfMemoryError is torch's.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
@@ -31,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def what_was_asked(error: BaseException) -> str:
-    """What there was no memory for, such as `4.0 GiB`, as far as the exception says; else `what was needed`."""
+    """What there was no memory for, such as `4.0 GiB`. If the exception does not say it: `what was needed`."""
     text = str(error)
     if "new thread" in text:
         return "another thread"

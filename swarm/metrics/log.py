@@ -23,7 +23,7 @@ Value = float | int | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One step: a round of the whole swarm, as a trainer saw it. None means unknown."""
+    """One step, which is a round of the whole swarm, as a trainer saw it. None means unknown."""
 
     step: int
     loss: float
@@ -32,15 +32,15 @@ class StepMetrics:
     """Norm of the averaged gradient (synchronous) or pseudo-gradients (DiLoCo), over all stages."""
     learning_rate: float | None
     tokens_per_sec: float
-    """The whole swarm's, over the step."""
+    """Of the whole swarm, over the step."""
     total_tokens: int
-    """The whole swarm's, since the run began."""
+    """Of the whole swarm, since the run began."""
     step_time: float
-    """Seconds since this trainer's last step; an evaluation in between is part of it."""
+    """Seconds since this trainer's last step, with an evaluation in between."""
     dispatch_time: float
-    """Seconds of it in which microbatches were under way."""
+    """Seconds of the step in which microbatches were under way."""
     aggregate_time: float | None
-    """Seconds of it that the slowest stage spent on averaging."""
+    """Seconds of the step that the slowest stage spent on averaging."""
     successful_workers: int | None
     """Stage peers that took part in the round's averages."""
     compression_ratio: float | None
@@ -48,27 +48,27 @@ class StepMetrics:
     alive_peers: int | None = None
     """Stage peers that were there, whether they took part or not."""
     averaged_fraction: float | None = None
-    """Share of its parameters that a stage averaged, mean over the stages."""
+    """Share of its parameters that a stage averaged, as the mean over the stages."""
     averaged_bytes: int | None = None
-    """Sent and received for the round's averages by one peer of each stage together."""
+    """Bytes sent and received for the round's averages, summed over one peer of each stage."""
     exchange_time: float | None = None
     """Seconds of the slowest stage's exchange."""
     wait_time: float | None = None
-    """Longest time in seconds that a stage waited, closed, before and after its exchange."""
+    """Longest time in seconds that a closed stage waited before and after its exchange."""
     contribution_norm: float | None = None
     """Norm of what one peer of each stage contributed, before averaging."""
     attempts: int | None = None
     """Most attempts at the round that a stage needed."""
     aborted_attempts: int | None = None
-    """Attempts that came to nothing, since the peers that were asked started."""
+    """Attempts that came to nothing since the peers that were asked started."""
     residual_bytes: int | None = None
-    """Kept by error feedback at one peer of each stage together."""
+    """Bytes that error feedback keeps, summed over one peer of each stage."""
     validation_loss: float | None = None
-    """Nats per token on held-out text, in steps that evaluate."""
+    """In nats per token on held-out text, in steps that evaluate."""
     device_memory_bytes: int | None = None
     """Largest amount that any stage peer's device held."""
     inner_steps: Sequence[InnerSteps] = ()
-    """DiLoCo: by stage, of one peer."""
+    """DiLoCo only: those of one peer of each stage, by stage."""
 
     def named(self) -> dict[str, Value]:
         """The figures under the names they have in the JSONL file and in Weights & Biases."""
@@ -112,7 +112,7 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Appends to a JSONL file, and mirrors the steps to Weights & Biases. A full disk costs lines and stops nobody."""
+    """Appends to a JSONL file, and sends the steps to Weights & Biases. A full disk costs lines and stops nobody."""
 
     def __init__(self, path: Path, *, wandb_run: WandbRun | None = None) -> None:
         """Open the file and make its folder. Raises OSError if that fails."""
@@ -136,7 +136,7 @@ class MetricsLog:
             self._wandb_run.log(values, step=metrics.step)
 
     def event(self, step: int, text: str) -> None:
-        """Append what happened in a step: a peer was killed, joined, ended."""
+        """Append what happened in a step, such as that a peer joined."""
         self._append({"step": step, "event": text})
 
     def _append(self, values: Mapping[str, Value]) -> None:
@@ -157,8 +157,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def read_current(path: Path) -> list[dict[str, Any]]:
     """The lines of the training that the file ends with. Raises OSError.
 
-    Where one begins at an earlier step than the last, it is of another run in the same folder, or went back to a
-    checkpoint: what an earlier one wrote of later steps is no part of it.
+    A training may begin at an earlier step than the last line, because it is of another run in the same folder or went
+    back to a checkpoint. Then the lines of later steps that were written before it are left out.
     """
     rows: list[dict[str, Any]] = []
     for row in read(path):

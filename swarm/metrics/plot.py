@@ -10,7 +10,7 @@ from swarm.metrics.log import read_current
 def plot_loss(metrics: Path, image: Path) -> None:
     """Draw training and validation loss over the steps as a PNG, with the swarm's events as vertical lines.
 
-    Drawn is the training that the file ends with.
+    It shows the training that the file ends with.
 
     Raises:
         OSError: the file cannot be read, or the image not written.

@@ -1,6 +1,6 @@
 """A Weights & Biases run that can neither stall nor end the training it reports on.
 
-Used by MetricsLog. wandb is imported, started and fed in a thread of its own behind a bounded queue; its first error is
+Used by MetricsLog. wandb is imported, started and fed in a thread of its own behind a bounded queue. Its first error is
 logged and ends the reporting.
 """
 
@@ -34,7 +34,7 @@ class WandbRun:
         self._thread.start()
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Hand over a step's figures, without those that are None; dropped where wandb is too far behind or gone."""
+        """Hand over a step's figures that are known. They are dropped if wandb is too far behind or gone."""
         known = {name: value for name, value in values.items() if value is not None}
         try:
             self._queue.put_nowait((step, known))
@@ -45,7 +45,7 @@ class WandbRun:
         """Send what is left and close the run.
 
         Returns:
-            The command that uploads an offline run; None for an online one, and where wandb failed or took longer.
+            The command that uploads an offline run. None for an online run, and if wandb failed or took longer.
         """
         try:
             self._queue.put(None, timeout=timeout_seconds)

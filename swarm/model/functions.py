@@ -1,7 +1,7 @@
 """Operations of a layer that keep less for their backward than autograd would, and read and write less.
 
-What a multiplication or two give again is not kept: a quarter less of a layer's activations. Their results are the
-formulas' own, to rounding; a gradient of a gradient is not offered. Called by layers.py and stages.py.
+What a multiplication or two can compute again is not kept, which saves a quarter of a layer's activations. The results
+are those of the formulas, up to rounding. There is no gradient of a gradient. Called by layers.py and stages.py.
 
 Shapes: B samples, T positions, D model width, H heads, K head width, J half a head's width, F feed-forward width.
 """
@@ -22,8 +22,8 @@ def rms_norm(hidden_BTD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
 def rotate(heads_BHTK: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
     """Turn each pair (element j, element j + K/2) by its position's angle: the pairing of Llama's checkpoints.
 
-    The tables, as rotary_tables makes them, get no gradient. Computed in their type or the heads' own, whichever is
-    the wider one; of the heads' type.
+    The tables, as rotary_tables makes them, get no gradient. It is computed in their type or the heads' type,
+    whichever is wider, and the result has the heads' type.
     """
     return cast(Tensor, _Rotation.apply(heads_BHTK, cos_TJ, sin_TJ))  # type: ignore[no-untyped-call]
 
@@ -34,11 +34,11 @@ def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
 
 
 def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
-    """`cast_weight`, which has to be a copy of `weight` in another type, as autograd would see `weight.to(that type)`.
+    """`cast_weight`, a copy of `weight` in another type, for which autograd does what it does for `weight.to(...)`.
 
-    So graphs that take the same copy keep it once, where each would keep a copy of its own.
+    So graphs that use the same copy share it, where each would otherwise keep its own.
     """
-    return cast(Tensor, _AsCast.apply(weight, cast_weight))  # type: ignore[no-untyped-call]  # as above
+    return cast(Tensor, _AsCast.apply(weight, cast_weight))  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """The parts of a decoder-only, Llama-shaped transformer, and dropout that can be computed again.
 
-Called by stages.py alone. Holds no state but parameters: rotary tables and dropout masks are made anew in every
-forward pass, so the same inputs and the same key give the same outputs whenever, and however often, they are
-computed. Never reads the global random state and never looks at `training`.
+Used by stages.py. Modules hold no state but parameters: rotary tables and dropout masks are made anew in every forward
+pass, so the same inputs and the same key give the same outputs whenever, and however often, they are computed. The
+global random state and `training` make no difference.
 
 Shape suffixes: B samples, T positions, D model width, H query heads, G key and value heads, K head width,
 J half a head's width, F feed-forward width, V vocabulary, R trained columns of the residual stream (D, or
@@ -22,13 +22,13 @@ from swarm.model.functions import rms_norm, rotate, swiglu
 from swarm.model.masks import key_digest, random_mask
 
 FIXED_STD = 0.2
-"""Standard deviation of the columns that a bottleneck leaves out: the best of 0.02, 0.2 and 1 for a small model. They
-cannot grow, so they begin larger than what is trained."""
+"""Standard deviation of the columns that a bottleneck leaves out. It was the best of 0.02, 0.2 and 1 for a small model.
+These columns cannot grow, so they begin larger than what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutKey:
-    """Names the dropout of one microbatch; together with the place in the model it determines every mask.
+    """Names the dropout of one microbatch. Together with the place in the model it determines every mask.
 
     Attributes:
         seed: the run's seed.
@@ -56,7 +56,7 @@ def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site
 
 
 class RMSNorm(nn.Module):
-    """A norm with its trained weight; see functions.rms_norm."""
+    """functions.rms_norm with its trained weight."""
 
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -70,7 +70,8 @@ class RMSNorm(nn.Module):
 def rotary_tables(num_positions: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, [T, J] float32 each (arXiv 2104.09864).
 
-    Cheap beside a layer, and a cache would have to tell inference tensors from those autograd may save.
+    They are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from those that
+    autograd may save.
     """
     exponents_J = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions_T1 = torch.arange(num_positions, device=device, dtype=torch.float32)[:, None]
@@ -79,7 +80,7 @@ def rotary_tables(num_positions: int, head_width: int, theta: float, device: tor
 
 
 def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    """Scaled dot products with the same and earlier positions; H / G query heads share a key and value head."""
+    """Scaled dot-product attention to the same and earlier positions. H / G query heads share a key and value head."""
     group_size, device = q_BHTK.shape[1] // k_BGTK.shape[1], q_BHTK.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if group_size > 1 and not has_grouped_kernel(device.type, capability, q_BHTK.dtype, q_BHTK.shape[-1]):
@@ -93,12 +94,12 @@ def has_grouped_kernel(
 ) -> bool:
     """Whether torch has a fused kernel for grouped queries.
 
-    On GPUs that is flash attention alone: for numbers of 16 bits and heads up to 256 wide, on an A100 and later. With
-    others torch falls back to plain products, whose T x T weights are written out and kept for the backward, while its
-    memory-efficient kernel takes them all if there are as many keys as queries.
+    On GPUs only flash attention does that: for numbers of 16 bits and heads up to 256 wide, on an A100 and later.
+    Without it torch falls back to plain products for grouped queries, whose T x T weights are written out and kept for
+    the backward. If there are as many keys as queries, its memory-efficient kernel takes all the other cases.
 
     Args:
-        capability: of a CUDA device, as torch.cuda.get_device_capability has it.
+        capability: of a CUDA device, as torch.cuda.get_device_capability gives it.
     """
     if device_type == "cpu":
         return True
@@ -147,10 +148,10 @@ class SwiGLU(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One pre-norm layer; `layer` is its index in the whole model and names its dropout.
+    """One pre-norm layer. Its index in the whole model, `layer`, names its dropout.
 
-    With a bottleneck a layer reads all columns of the residual stream and writes the trained ones. The last layer of
-    the model writes all of them, for nothing travels after it.
+    With a bottleneck a layer reads all columns of the residual stream and writes the trained ones. The model's last
+    layer writes all of them, because nothing travels after it.
     """
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
@@ -167,7 +168,7 @@ class TransformerLayer(nn.Module):
     def forward(
         self, hidden_BTR: Tensor, fixed_BTC: Tensor | None, cos_TJ: Tensor, sin_TJ: Tensor, key: DropoutKey | None
     ) -> Tensor:
-        """`fixed_BTC`: the columns that are not trained, where there is a bottleneck."""
+        """Run the layer. `fixed_BTC` are the columns that are not trained, if there is a bottleneck."""
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
         mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ)
@@ -184,7 +185,7 @@ def all_columns(hidden_BTR: Tensor, fixed_BTC: Tensor | None) -> Tensor:
 class FixedColumns(nn.Module):
     """The columns of the residual stream that a bottleneck leaves out: random numbers for every known token.
 
-    They follow from the run's seed, so every stage has them; they are never trained, sent or saved.
+    They follow from the run's seed, so every stage has them. They are never trained, sent or saved.
     """
 
     table_VC: Tensor
@@ -201,7 +202,7 @@ class FixedColumns(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors: of the residual stream's columns, those that are trained."""
+    """Tokens to the trained columns of the residual stream."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection to logits; with tied embeddings it has no matrix and uses the embedding's."""
+    """Final norm and projection to logits. With tied embeddings it uses the embedding's matrix and has none itself."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()

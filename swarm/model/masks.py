@@ -1,8 +1,8 @@
 """Random masks that every device draws alike: a hash of a key and of each element's place.
 
-Called by layers.py, for dropout. A generator would depend on the device that draws, and a microbatch is computed by
-whoever has the stage, and perhaps again by another peer. Nothing is kept; whole numbers of 32 bits, which wrap alike
-everywhere, are all that is computed with.
+Called by layers.py, for dropout. A microbatch may be computed again by another peer, on another device, and the numbers
+of torch's generators depend on the device. So a mask is computed from whole numbers of 32 bits alone, which wrap alike
+everywhere. Nothing is kept.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
-"""Of lowbias32, the mixer with the least bias that Chris Wellons' search (hash-prospector) had found with two
-multiplications; as signed numbers."""
+"""Of lowbias32, as signed numbers: the mixer with two multiplications that had the least bias in Chris Wellons' search
+(hash-prospector)."""
 
 
 def key_digest(*key: int | str) -> bytes:
@@ -23,13 +23,13 @@ def key_digest(*key: int | str) -> bytes:
 
 
 def random_mask(shape: Sequence[int], probability: float, device: torch.device, *key: int | str) -> Tensor:
-    """A mask, bool of `shape`, each element of which is true with `probability`, to the nearest 65,536th.
+    """A bool mask of `shape`, each element of which is true with `probability`, rounded to the nearest 65,536th.
 
-    It follows from the key, the number of an element in C order, and the probability: a larger one adds elements and
+    It follows from the key, an element's number in C order, and the probability. A larger probability adds elements and
     takes none away.
     """
     num_elements = math.prod(shape)
-    # A word for two elements: 16 bits each.
+    # A word serves two elements, with 16 bits each.
     words_N = torch.arange(-(-num_elements // 2), dtype=torch.int32, device=device)
     shifted_N = torch.empty_like(words_N)
     digest = key_digest(*key)
@@ -38,7 +38,7 @@ def random_mask(shape: Sequence[int], probability: float, device: torch.device, 
     _mix(words_N, shifted_N, 16).mul_(_MULTIPLIERS[0]).bitwise_xor_(second)
     _mix(words_N, shifted_N, 15).mul_(_MULTIPLIERS[1])
     _mix(words_N, shifted_N, 16)
-    # As signed numbers, of which half are negative.
+    # The 16 bits are compared as signed numbers, of which half are negative.
     threshold = round(probability * 65536) - 32768
     if threshold == 32768:
         return torch.ones(*shape, dtype=torch.bool, device=device)
@@ -46,7 +46,7 @@ def random_mask(shape: Sequence[int], probability: float, device: torch.device, 
 
 
 def _mix(words_N: Tensor, shifted_N: Tensor, num_bits: int) -> Tensor:
-    """words ^= words >> num_bits, as of unsigned numbers."""
+    """words ^= words >> num_bits, as if they were unsigned."""
     torch.bitwise_right_shift(words_N, num_bits, out=shifted_N)
     # The shift of a signed number brings in its sign.
     shifted_N.bitwise_and_((1 << (32 - num_bits)) - 1)

@@ -1,25 +1,24 @@
 """Cutting the model into stages: which layers a stage has, its module, and its initial weights.
 
-Called by stage/ (what a peer computes) and by transformer.py. Parameters are named by their place in the whole
-model (`layers.3.attention.q.weight`), so a cut regroups names and changes nothing else. Never trains, and never
-keeps anything between two forward passes.
+Used by stage/ (what a peer computes) and by transformer.py. Parameters are named by their place in the whole model
+(`layers.3.attention.q.weight`), so a cut regroups names and changes nothing else. Nothing is kept between two forward
+passes.
 
 A model of your own
 -------------------
 `model.custom_class = "package.module:Class"` replaces StageModule, on every peer of the run. The class
 
 - is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
-- has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward; it takes all
-  randomness from the key (`swarm.model.layers.dropout`), keeps nothing between calls, and has no buffer that a
-  forward pass changes;
+- has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward, which takes all
+  randomness from the key (`swarm.model.layers.dropout`), keeps nothing between calls, and changes no buffer;
 - holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
   single-stage model's under any cut;
 - may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
   name. Without it, `initialise` does so.
 
-With `model.bottleneck_dim` the residual stream is R trained columns, which the layers write and stages hand on, and
-fixed ones, which every stage looks up by token (Protocol Models, arXiv 2506.01260, with the subspace of the first R
-columns). The model is the same under any cut, and what travels is exact.
+With `model.bottleneck_dim` the residual stream consists of R trained columns, which the layers write and the stages
+hand on, and of fixed columns, which every stage looks up by token (Protocol Models, arXiv 2506.01260, with the subspace
+of the first R columns). The model is the same under any cut, and what travels is exact.
 
 Shape suffixes: B samples, T positions, D model width, R its trained columns (D without a bottleneck), V vocabulary.
 """
@@ -55,7 +54,7 @@ _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
 def layer_ranges(config: RunConfig) -> list[range]:
     """The layers of each stage, in order: as configured, or as even as possible.
 
-    The remainder goes to the middle stages first, for the outer ones also have the embedding and the head.
+    The remainder goes to the middle stages first, because the outer ones also have the embedding and the head.
     """
     num_stages = config.stages.num_stages
     sizes = list(config.stages.layers_per_stage)
@@ -70,7 +69,7 @@ def layer_ranges(config: RunConfig) -> list[range]:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """A parameter that several stages hold, each in a role of its own: its gradient is the sum over the roles."""
+    """A parameter that several stages hold, each for a purpose of its own. Its gradient is the sum of theirs."""
 
     name: str
     shape: tuple[int, ...]
@@ -78,7 +77,7 @@ class SharedParameter:
 
 
 def shared_parameters(config: RunConfig) -> list[SharedParameter]:
-    """What stages share: with tied embeddings the first one's embedding is the last one's head."""
+    """The parameters that stages share: with tied embeddings the first stage's embedding is the last one's head."""
     last = config.stages.num_stages - 1
     if not config.model.tied_embeddings or config.model.custom_class or last == 0:
         return []
@@ -87,7 +86,7 @@ def shared_parameters(config: RunConfig) -> list[SharedParameter]:
 
 
 class StageModule(nn.Module):
-    """The layers of one stage; stage 0 also holds the embedding, the last one the head.
+    """The layers of one stage. Stage 0 also holds the embedding, and the last stage the head.
 
     With tied embeddings the last stage has the embedding's matrix too, for its head.
     """
@@ -105,16 +104,16 @@ class StageModule(nn.Module):
     def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None, tokens_BT: Tensor | None = None) -> Tensor:
         """Run the stage.
 
-        With gradient checkpointing, backward reads the parameters once more: like any live graph, it needs them
+        With gradient checkpointing the backward reads the parameters once more. Like any live graph it needs them
         unchanged until then.
 
         Args:
-            inputs: tokens_BT (int64) at stage 0, else the previous stage's hidden_BTR (float32).
-            dropout_key: names the microbatch; None turns dropout off.
-            tokens_BT: int64; wanted at later stages where there is a bottleneck.
+            inputs: tokens_BT (int64) at stage 0, and the previous stage's hidden_BTR (float32) at later stages.
+            dropout_key: names the microbatch. None turns dropout off.
+            tokens_BT: int64, for later stages of a model with a bottleneck.
 
         Returns:
-            hidden_BTR, or logits_BTV at the last stage; float32 whatever the autocast.
+            hidden_BTR, or logits_BTV at the last stage, in float32 even with autocast.
         """
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
             hidden_BTR = inputs
@@ -134,8 +133,9 @@ class StageModule(nn.Module):
     def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
         output_BTR: Tensor
         if self.model.gradient_checkpointing and torch.is_grad_enabled():
-            # The parameters are bound here: under functional_call the module has other ones by the time of backward.
-            # The arguments one by one: autograd, and who counts what it saves, would not see into a tuple.
+            # The parameters are bound here, because under functional_call the module has other ones by the time of the
+            # backward. The arguments are passed one by one, because neither autograd nor the count of what it saves
+            # would look into a tuple.
             parameters = dict(layer.named_parameters())
             output_BTR = checkpoint(
                 _call_with, layer, parameters, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -145,9 +145,9 @@ class StageModule(nn.Module):
         return output_BTR
 
     def product_weights(self) -> list[str]:
-        """Names of the parameters that are factors of matrix products, and nothing else: autocast casts these.
+        """Names of the parameters that are used in matrix products alone, which autocast casts.
 
-        Where one stage has the whole model, a tied matrix is also looked up in, as float32.
+        A tied matrix is one of them, unless one stage has the whole model: there it is also the embedding, in float32.
         """
         names = [f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Linear)]
         if self.head is not None and self.head.output is None and not self.is_first:
@@ -160,11 +160,12 @@ def with_shared_casts(
 ) -> dict[str, Tensor]:
     """Parameters to call `module` with, so that every graph made of them shares `casts`.
 
-    torch.autocast casts float32 weights in every forward pass, and the graph keeps what it made, half of the weights'
-    bytes. What is cast already it takes as it is; numbers and gradients are the same. A custom class casts for itself.
+    torch.autocast casts float32 weights in every forward pass, and each graph keeps its casts, which take half of the
+    weights' bytes. A weight that is cast already is used as it is, and numbers and gradients stay the same. A custom
+    class casts for itself.
 
     Args:
-        casts: of these parameters, made by the first call for them, which finds it empty.
+        casts: of these parameters. The first call for them finds it empty and fills it.
     """
     if not isinstance(module, StageModule) or module.model.autocast == "off":
         return dict(parameters)
@@ -179,7 +180,7 @@ def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: obje
 
 
 def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) -> nn.Module:
-    """Make a stage's module with its initial weights: the same bits at every peer and under any cut.
+    """Make a stage's module with its initial weights, which are the same bits at every peer and under any cut.
 
     Raises:
         ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
@@ -203,8 +204,8 @@ def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) ->
 def initialise(module: nn.Module, config: RunConfig) -> None:
     """Set every parameter (on the CPU) to what follows from the run's seed and the parameter's name.
 
-    Biases are 0, other vectors 1, and matrices random with standard deviation `model.init_std`, less by
-    sqrt(2 * num_layers) where they project into the residual stream. The draw is uniform: normal numbers need
+    Biases are 0 and other vectors 1. Matrices are random with standard deviation `model.init_std`, which is divided by
+    sqrt(2 * num_layers) if they project into the residual stream. The random numbers are uniform: normal ones need
     logarithms and cosines, which differ in the last bit between processors.
     """
     for name, parameter in module.named_parameters():

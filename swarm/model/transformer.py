@@ -1,7 +1,7 @@
 """The whole model in one process: what a swarm's training is compared with.
 
-Called by tests, benches and whoever holds all the weights. It is the stage module of a run cut into one stage, so
-its parameters are exactly the stages' parameters under any cut. Never talks to anyone.
+Used by tests and benches. It is the stage module of a run cut into one stage, so its parameters are exactly the stages'
+parameters under any cut.
 
 Shape suffixes: B samples, T positions, V vocabulary.
 """
@@ -26,7 +26,7 @@ class Transformer(StageModule):
     def forward(
         self, inputs: Tensor, *, dropout_key: DropoutKey | None = None, tokens_BT: Tensor | None = None
     ) -> Tensor:
-        """tokens_BT to logits_BTV (float32); without a key there is no dropout."""
+        """tokens_BT to logits_BTV (float32). Without a key there is no dropout."""
         return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT)
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
@@ -39,7 +39,7 @@ def build_transformer(config: RunConfig, *, device: torch.device | str) -> Trans
     """Make the built-in model with the initial weights that the stages of a swarm start from.
 
     Raises:
-        ValueError: the run has a `model.custom_class`; one stage of that is its single-process reference.
+        ValueError: the run has a `model.custom_class`, whose reference in one process is a single stage of it.
     """
     if config.model.custom_class:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How a peer's inner steps of one round went (DiLoCo): how many, of how many samples, how late their gradients were.
+"""How a peer's inner steps of one round went (DiLoCo): their number, their samples, and how late their gradients were.
 
-Counted by stage/weights, reported with the round, and shown by trainers, peers and swarm-status, so that a run which
-learns badly says so. Pure.
+stage/weights counts them, peers report them with the round, and trainers, peers and swarm-status show them, so that a
+run which learns badly says so. Pure.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 FAR_OFF = 0.5
-"""Samples of a step that differ from the configured ones by more than this share of them are worth a warning."""
+"""A warning is due if the samples of a step differ from the configured ones by more than this share of them."""
 LATE = 1.0
-"""Likewise a mean staleness of more than so many steps."""
+"""A warning is due if the mean staleness is more than so many steps."""
 
 
 @dataclass
@@ -20,10 +20,10 @@ class InnerSteps:
     """The inner steps of one round at one peer.
 
     Attributes:
-        count: of steps.
-        samples: that they used, in all.
-        configured_samples: that one step is to use; 0 in the synchronous setting, which has no inner steps.
-        microbatches: that they used.
+        count: number of steps.
+        samples: all samples that they used.
+        configured_samples: samples that one step is to use; 0 in the synchronous setting, which has no inner steps.
+        microbatches: number of microbatches that they used.
         staleness: versions of the weights that were made between a microbatch's forward and its step, summed over the
             microbatches.
         largest_staleness: of a single microbatch.
@@ -58,17 +58,17 @@ class InnerSteps:
 
     @property
     def samples_per_step(self) -> float:
-        """Mean; 0 without a step."""
+        """Mean over the steps; 0 without a step."""
         return self.samples / self.count if self.count else 0.0
 
     @property
     def mean_staleness(self) -> float:
-        """Over the microbatches; 0 without any."""
+        """Mean over the microbatches; 0 without any."""
         return self.staleness / self.microbatches if self.microbatches else 0.0
 
     @property
     def fault(self) -> str:
-        """What makes the run learn less than it might, and what to change; empty if nothing does."""
+        """What makes the run learn less than it might, and what to change. Empty if nothing does."""
         if self.count and abs(self.samples_per_step - self.configured_samples) > FAR_OFF * self.configured_samples:
             return (
                 f"inner steps took {self.samples_per_step:.0f} samples, and rounds.inner_batch_samples is "

@@ -1,6 +1,6 @@
 """The hash chain over a stage's committed rounds.
 
-Used by averaging, which makes it longer, and by the audit, which checks it. Pure.
+Averaging makes it longer, and the audit checks it. Pure.
 """
 
 import hashlib
@@ -8,10 +8,15 @@ from collections.abc import Sequence
 
 
 def next_lineage(
-    previous: str, round_number: int, digest: str, members: Sequence[str], *, total_squared_norm: float,
+    previous: str,
+    round_number: int,
+    digest: str,
+    members: Sequence[str],
+    *,
+    total_squared_norm: float,
     partners: Sequence[str],
-) -> str:  # fmt: skip
-    """The hash chain's next link, 64 hexadecimal digits: a round's result, and all else that the next state depends on.
+) -> str:
+    """The chain's next link, 64 hexadecimal digits: over a round's result, and all else that its state depends on.
 
     Args:
         total_squared_norm: what the gradient is clipped by.

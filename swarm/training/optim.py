@@ -1,13 +1,13 @@
 """Optimizers and schedules: AdamW (inner, or the only one) and Nesterov SGD (DiLoCo's outer step).
 
-The same numbers give the same bits on every machine, whatever its processor, its GPU or its release of torch: members
-of a stage compare digests of what their outer steps give, and replay each other's rounds. torch.optim does not promise
-that, since it fuses products with sums where the processor can. Here a step consists of sums, differences, products,
-quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and IEEE 754 says how
-each of them is rounded. Factors are computed in float64 by the same operations: powers and cosines of a C library may
-differ in the last bit.
+The same numbers give the same bits on every machine, whatever its processor, its GPU or its release of torch, because
+members of a stage compare digests of what their outer steps give, and replay each other's rounds. torch.optim does not
+promise that, since it fuses products with sums if the processor can. Here a step consists of sums, differences,
+products, quotients and square roots of float32 numbers, each an operation of its own in a fixed order, and IEEE 754
+says how each of them is rounded. Factors are computed in float64 by the same operations, because powers and cosines of
+a C library may differ in the last bit.
 
-Used by stage/weights and by the single-process reference, so that both take the same steps. Never decides when to step.
+Used by stage/weights and by the benches' training in one process, so that both take the same steps.
 """
 
 import math
@@ -22,11 +22,11 @@ from swarm.config import OptimizerConfig, OuterConfig
 Parameters = Mapping[str, torch.Tensor]
 
 CACHED_ELEMENTS = 1 << 16
-"""Stepped at once by each thread, so that an operation finds in the processor's cache what the one before it wrote."""
+"""Each thread steps so many at once, so that an operation finds in the processor's cache what the last one wrote."""
 GPU_ELEMENTS = 1 << 24
-"""Stepped at once on a GPU, where it counts how many operations there are."""
+"""So many are stepped at once on a GPU, where time goes with the number of operations."""
 COSINE_TERMS = 14
-"""Of its series. What follows is less than 1e-23 up to a quarter turn."""
+"""Of the cosine's series. The terms after them add less than 1e-23 up to a quarter turn."""
 
 
 def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
@@ -50,14 +50,14 @@ def learning_rate(config: OptimizerConfig, run_samples: int) -> float:
 
 
 class Optimizer(ABC):
-    """Steps named parameters, and keeps what it remembers of each under its name."""
+    """Steps named parameters, and keeps its state of each one under the parameter's name."""
 
     def __init__(self) -> None:
         self.state: dict[str, dict[str, torch.Tensor]] = {}
 
     @abstractmethod
     def state_shapes(self, parameter: torch.Tensor) -> dict[str, torch.Size]:
-        """What it remembers of a parameter once it has stepped, by key."""
+        """Shapes of its state of a parameter after the first step, by key."""
 
     @abstractmethod
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
@@ -65,7 +65,7 @@ class Optimizer(ABC):
 
 
 class AdamW(Optimizer):
-    """Decays matrices only."""
+    """AdamW (arXiv 1711.05101). Only matrices decay."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         super().__init__()
@@ -96,9 +96,10 @@ class AdamW(Optimizer):
         if name not in self.state:
             # The step counter stays on the CPU, where reading it waits for nothing.
             self.state[name] = {
-                "step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
-            }  # fmt: skip
+            }
         return self.state[name]
 
 
@@ -115,7 +116,7 @@ class OuterSgd(Optimizer):
     def update(self, parameters: Parameters, gradients: Mapping[str, torch.Tensor], rate: float) -> None:
         for name, parameter in parameters.items():
             if self._momentum == 0.0:
-                # Nothing is remembered.
+                # It has no state.
                 for (weights, gradient), scratch in _pieces(parameter, gradients[name]):
                     weights.sub_(torch.mul(gradient, rate, out=scratch))
                 continue
@@ -136,7 +137,7 @@ def step(optimizer: Optimizer, parameters: Parameters, gradients: Mapping[str, t
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """Some rows of tensors of one shape after the other: views, and memory for as many results."""
+    """Cut tensors of one shape into groups of rows: views of each group, and scratch memory of the same shape."""
     rows = [tensor if tensor.ndim else tensor.view(1) for tensor in tensors]
     on_cpu = tensors[0].device.type == "cpu"
     num_elements = CACHED_ELEMENTS * torch.get_num_threads() if on_cpu else GPU_ELEMENTS
@@ -147,7 +148,7 @@ def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[tuple[torch.Tensor, ...], 
 
 
 def _sqrt(tensor: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Square roots, correctly rounded. On a CPU torch leaves them to MKL, whose last bit depends on the processor."""
+    """Square roots, correctly rounded. On a CPU torch takes MKL's, whose last bit depends on the processor."""
     if tensor.device.type != "cpu":
         return torch.sqrt(tensor, out=out)
     np.sqrt(tensor.numpy(), out=out.numpy())
@@ -165,7 +166,7 @@ def _power(base: float, exponent: int) -> float:
 
 
 def _cosine(angle: float) -> float:
-    """Of an angle up to a quarter turn, by its series."""
+    """Cosine of an angle up to a quarter turn, by its series."""
     total = term = 1.0
     for number in range(1, COSINE_TERMS):
         term *= -angle * angle / ((2 * number - 1) * (2 * number))
@@ -174,30 +175,30 @@ def _cosine(angle: float) -> float:
 
 
 def squared_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Sum of squares over all elements, accumulated in float64; within a tensor on MPS in float32, its widest type."""
+    """Sum of squares over all elements, in float64. Within a tensor on MPS it is in float32, the widest type there."""
     norms = [
         torch.linalg.vector_norm(tensor, dtype=torch.float32 if tensor.device.type == "mps" else torch.float64)
         for tensor in tensors
     ]
-    # Read together: on a GPU each reading waits for all that was queued before it.
+    # They are read together, because on a GPU each reading waits for everything that was queued before it.
     return sum((norm**2 for norm in torch.stack(norms).tolist()), 0.0) if norms else 0.0
 
 
 def clip_factor(total_squared_norm: float, max_norm: float) -> float:
-    """What to multiply gradients by so that their norm is at most `max_norm`; 0 means no limit."""
+    """What to multiply gradients by so that their norm is at most `max_norm`. 0 means no limit."""
     norm = math.sqrt(total_squared_norm)
     return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm
 
 
 def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """The optimizer's state as named tensors (`NAME/exp_avg`, ...), references and not copies."""
+    """The optimizer's state as named tensors (`NAME/exp_avg`, ...). They are not copies."""
     return {
         f"{name}/{key}": value for name in parameters for key, value in sorted(optimizer.state.get(name, {}).items())
     }
 
 
 def load_state_tensors(optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the optimizer's state by what `state_tensors` gave, elsewhere or earlier."""
+    """Replace the optimizer's state by copies of what `state_tensors` gave elsewhere or earlier."""
     optimizer.state.clear()
     for name, parameter in parameters.items():
         prefix = f"{name}/"

@@ -1,6 +1,6 @@
 """What averaging needs of a stage, and the records that pass between the two.
 
-Implemented by swarm.stage. All tensors here are float32 on the CPU, unless they belong to a snapshot.
+stage/member implements it. All tensors are float32 on the CPU, unless they belong to a snapshot.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ class Progress:
     Attributes:
         round: the round that is being trained.
         lineage: hash chain over the rounds before it.
-        run_samples: samples the run had committed when this round began.
-        num_samples: samples that count towards the round here.
-        committed: microbatches committed here in this round; with DiLoCo none is named, for nobody asks which.
-        highest_microbatch: highest index ever seen; -1 for none.
+        run_samples: samples that the run had committed when this round began.
+        num_samples: samples of this member that count towards the round.
+        committed: microbatches that this member has committed in this round. Empty with DiLoCo, which needs no names.
+        highest_microbatch: highest index that it has ever seen; -1 for none.
     """
 
     round: int
@@ -39,9 +39,9 @@ class Activity:
     """How a member gets on with its work.
 
     Attributes:
-        quiet_seconds: since it last finished a piece of it.
-        longest_seconds: that a piece has taken so far.
-        num_bytes: of its parameters: what closing has to pass through.
+        quiet_seconds: time since it last finished a piece of work.
+        longest_seconds: the longest time that a piece has taken so far.
+        num_bytes: size of its parameters, all of which closing has to go through.
     """
 
     quiet_seconds: float
@@ -54,12 +54,12 @@ class Contribution:
     """What a member brings to a round's average.
 
     Attributes:
-        tensors: a mean over this member's samples: the gradient in the synchronous setting, anchor minus
-            weights in DiLoCo. Anything finite where `num_samples` is 0.
-        num_samples: behind it: its weight.
-        round_samples: of these, the ones that count towards the round.
-        committed: the microbatches in it, without the dropped ones; with DiLoCo none is named.
-        fragment: which part of the member's parameters it is about.
+        tensors: a mean over this member's samples: of gradients in the synchronous setting, and of anchor minus weights
+            with DiLoCo. They may be anything finite if `num_samples` is 0.
+        num_samples: the samples that it was made of, which are its weight.
+        round_samples: those of them that count towards the round.
+        committed: the microbatches in it, without the dropped ones. Empty with DiLoCo.
+        fragment: the part of the member's parameters that it is about.
     """
 
     tensors: Tensors
@@ -75,24 +75,24 @@ class RoundResult:
 
     Attributes:
         round: the round that it ends.
-        tensors: the weighted mean of the contributions; the same bits at every member. Kept for peers that are
-            behind: nobody writes to them.
+        tensors: the weighted mean of the contributions, the same bits at every member. They are kept for peers that are
+            behind, and must not change.
         num_samples: samples in it.
         squared_norm: of `tensors`, the same bits at every member.
-        total_squared_norm: over the whole model in the synchronous setting, else `squared_norm`.
-        members: peer ids of those who contributed, in the order of summation.
+        total_squared_norm: over the whole model in the synchronous setting; with DiLoCo, `squared_norm`.
+        members: peer ids of the contributors, in the order of summation.
         lineage: of the round that follows.
         attempts: number of the attempt that succeeded.
-        bytes_sent: payload this member sent in it.
-        bytes_received: payload it received.
+        bytes_sent: payload that this member sent for it.
+        bytes_received: payload that this member received for it.
         compression_ratio: see averaging/allreduce.
-        seconds: from this member's closing to the commit.
-        exchange_seconds: of these, what the exchange itself took here.
+        seconds: time from this member's closing to the commit.
+        exchange_seconds: the part of that time which the exchange itself took.
         contribution_norm: of this member's own contribution.
-        residual_bytes: what error feedback keeps here.
+        residual_bytes: size of what error feedback keeps at this member.
         digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
         contributed: whether this member is one of `members`.
-        partners: where stages share a block, digests of the results that its average was made of.
+        partners: if stages share a block, digests of the results that its average was made of.
     """
 
     round: int
@@ -117,10 +117,10 @@ class RoundResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The whole state at the beginning of a round; nobody writes to its tensors.
+    """The whole state at the beginning of a round. Its tensors must not change.
 
     Attributes:
-        tensors: anchor and outer optimizer state, of the types that swarm.rpc.wire knows.
+        tensors: anchor and outer optimizer state, of types that swarm.rpc.wire knows.
         digest: what `apply` gave for this state.
     """
 
@@ -132,7 +132,7 @@ class Snapshot:
 
 
 def known(digest: str) -> "asyncio.Future[str]":
-    """A digest that need not be waited for."""
+    """A future that has its digest already."""
     future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     future.set_result(digest)
     return future
@@ -141,7 +141,7 @@ def known(digest: str) -> "asyncio.Future[str]":
 class RoundMember(Protocol):
     """A stage as its group sees it.
 
-    Calls never overlap, but for `progress`, `activity` and `snapshot`: these come at any time.
+    `progress`, `activity` and `snapshot` may be called at any time. Calls of the others never overlap.
     """
 
     def progress(self) -> Progress:
@@ -149,28 +149,28 @@ class RoundMember(Protocol):
         ...
 
     def activity(self) -> Activity:
-        """How it gets on."""
+        """How the member gets on with its work."""
         ...
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze this round's contribution and give it.
 
-        Again for the same round: the same contribution, unless `drop` differs.
+        Another call for the same round gives the same contribution, unless `drop` differs.
 
         Args:
-            drop: microbatches that another member counts: they are taken out.
+            drop: microbatches that another member counts, which are taken out.
         """
         ...
 
     async def reopen(self, round_number: int) -> None:
-        """The attempt came to nothing: go on training in this round."""
+        """Go on training in this round, because the attempt came to nothing."""
         ...
 
     async def apply(self, result: RoundResult) -> "asyncio.Future[str]":
         """Take the outer step and begin the next round.
 
-        Gives what will be BLAKE3 over anchor and outer state: of a large state it takes a while, beside training.
-        Several may wait for it, so each has to shield it from its own cancellation.
+        The future gets BLAKE3 over anchor and outer state. For a large state that takes a while, beside training.
+        Several callers may wait for it, so each has to shield it from its own cancellation.
         """
         ...
 
@@ -179,10 +179,10 @@ class RoundMember(Protocol):
         ...
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
-        """Become that state, dropping everything since. Raises IntegrityError if it does not fit.
+        """Become that state, and drop everything since. Raises IntegrityError if it does not fit.
 
         Args:
-            carry: no round between took anything from this member. With DiLoCo it keeps what it has learnt, on top of
-                that state, for the next round.
+            carry: this member took no part in the rounds in between. With DiLoCo it then keeps what it has learnt, on
+                top of that state, for the next round.
         """
         ...
