@@ -1,6 +1,6 @@
 """One attempt, as its member lives it: closed, exchanging with the others, and at any time given up.
 
-Made by averaging/participant when a leader says Begin. Knows nothing of rounds, promises and commits.
+Made by averaging/own_round when a leader says Begin. Knows nothing of rounds, promises and commits.
 """
 
 import asyncio
@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from swarm.averaging.allreduce import AllReduceTransport, Average
-from swarm.averaging.exchange import Closed, Exchanges
+from swarm.averaging.closing import Closing
+from swarm.averaging.context import Context
+from swarm.averaging.exchange import Exchanges
 from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Shares
-from swarm.averaging.timing import Timing
 from swarm.compression.buffers import Received
-from swarm.machine.clock import Clock
 from swarm.rpc.wire import CHUNK_BYTES
 
 
@@ -26,17 +26,18 @@ class Attempt:
         began_at: by the member's clock.
     """
 
-    def __init__(
-        self, *, ballot: Ballot, own_id: str, closed: Closed, began_at: float, exchanges: Exchanges, clock: Clock,
-        timing: Timing,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: Context, exchanges: Exchanges, *, ballot: Ballot, closing: Closing) -> None:
+        """
+        Args:
+            closing: is over.
+        """
         self.ballot = ballot
-        self._own_id = own_id
-        self.closed = closed
-        self.began_at = began_at
+        self.closed = closing.closed
+        self.began_at = closing.began_at
+        self._own_id = context.own_id
         self._exchanges = exchanges
-        self._clock = clock
-        self._timing = timing
+        self._clock = context.clock
+        self._timing = context.timing
         self._heard_at: dict[str, float] = {}
         """When a piece of each member's part came last."""
         self._shares = Shares(())

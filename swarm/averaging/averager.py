@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from swarm.averaging import messages
+from swarm.averaging.advance import Advance
 from swarm.averaging.barrier import Barrier
 from swarm.averaging.branches import Branches
 from swarm.averaging.broadcast import Broadcast
@@ -26,6 +27,7 @@ from swarm.averaging.donor import Donor
 from swarm.averaging.entry import Entry
 from swarm.averaging.group import Ballot
 from swarm.averaging.leader import AttemptFailed, Leader
+from swarm.averaging.own_round import OwnRound
 from swarm.averaging.participant import Participant
 from swarm.averaging.place import KEPT_OUTCOMES, Place
 from swarm.averaging.quorum import has_quorum
@@ -108,22 +110,22 @@ class Averager:
             config=config, stage=own.stage, own_id=context.own_id, transport=transport, peers=peers, clock=clock,
             timing=context.timing,
         )  # fmt: skip
-        self._participant = participant = Participant(
-            context, place, member, shared=self._shared, donor=self._donor, roster=roster, changes=changes
+        self._own_round = own_round = OwnRound(context, place, member)
+        advance = Advance(
+            context, place, member, own_round, shared=self._shared, donor=self._donor, roster=roster, changes=changes
         )
+        self._participant = participant = Participant(context, place, own_round, advance, self._shared)
         self._call = Calls(context, roster, participant, changes)
-        self._survey = Survey(
-            context, place, member, roster=roster, participant=participant, call=self._call, changes=changes
-        )
+        self._survey = Survey(context, place, member, roster=roster, advance=advance, call=self._call, changes=changes)
         transfer = StateTransfer(
             transport, address=context.address, own_id=context.own_id, silence_seconds=context.timing.silence_seconds
         )
         self._catch_up = CatchUp(
-            context, place, participant=participant, transfer=transfer, roster=roster, survey=self._survey,
-            entry=Entry(context, member),
+            context, place, own_round=own_round, advance=advance, transfer=transfer, roster=roster,
+            survey=self._survey, entry=Entry(context, member),
         )  # fmt: skip
         self._reporter = Reporter(
-            context, place, member, roster=roster, participant=participant, survey=self._survey,
+            context, place, member, roster=roster, own_round=own_round, survey=self._survey,
             catch_up=self._catch_up, changes=changes,
         )  # fmt: skip
         self._leader = Leader(
@@ -289,7 +291,7 @@ class Averager:
         try:
             await self._leader.attempt(members, standing, number)
             # A result may be decided and not be committed here: the next attempt finishes what is prepared.
-            await self._participant.step_back("it was decided, and not committed here", only=ballot)
+            await self._own_round.step_back("it was decided, and not committed here", only=ballot)
             if self._place.standing != standing:
                 for peer_id in members.keys() - set(self._place.last_members):
                     self._roster.failed(peer_id)
@@ -311,7 +313,7 @@ class Averager:
         except SwarmError as error:
             # As where no holder of another stage's average of a shared block answers: it may decide anew.
             logger.warning("round %d cannot be committed yet: %s", standing.round, error)
-            await self._participant.step_back("what it takes to commit cannot be had", only=ballot)
+            await self._own_round.step_back("what it takes to commit cannot be had", only=ballot)
             return False
         finally:
             self._changes.notify()

@@ -1,6 +1,6 @@
 """The branches of a run on which a stage's holders stand, and on which of them this peer should be.
 
-Told by averaging/participant of every move of this peer, and by averaging/reporter of what others answered it. Pure but
+Told by averaging/place of every move of this peer, and by averaging/reporter of what others answered it. Pure but
 for the clock. A claim to be ahead costs nothing to make up, so no holder is believed for how far it says that it is:
 what counts is how many holders stand behind a branch. Never looks at a state: whether that is sound is checked where
 it is installed.

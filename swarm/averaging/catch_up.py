@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from swarm.averaging import messages
+from swarm.averaging.advance import Advance
 from swarm.averaging.context import Context
 from swarm.averaging.entry import Entry
 from swarm.averaging.messages import Standing
+from swarm.averaging.own_round import OwnRound
 from swarm.averaging.pace import Pace, Position
-from swarm.averaging.participant import Participant
 from swarm.averaging.place import Place
 from swarm.averaging.roster import Roster
 from swarm.averaging.state_transfer import StateTransfer
@@ -37,11 +38,12 @@ class CatchUp:
     """One peer's way forward."""
 
     def __init__(
-        self, context: Context, place: Place, *, participant: Participant, transfer: StateTransfer, roster: Roster,
-        survey: Survey, entry: Entry,
+        self, context: Context, place: Place, *, own_round: OwnRound, advance: Advance, transfer: StateTransfer,
+        roster: Roster, survey: Survey, entry: Entry,
     ) -> None:  # fmt: skip
         self._place = place
-        self._participant = participant
+        self._own_round = own_round
+        self._advance = advance
         self._transfer = transfer
         self._roster = roster
         self._survey = survey
@@ -72,7 +74,7 @@ class CatchUp:
         self._entry.begin()
         try:
             with self._place.catching_up():
-                await self._participant.step_back("this peer is behind its group")
+                await self._own_round.step_back("this peer is behind its group")
                 while not await self._try(target):
                     await self._clock.sleep(self._retry_seconds)
                     target = await self._survey.choose() or target
@@ -121,7 +123,7 @@ class CatchUp:
                 limit = await self._size_limit()
                 async with aclosing(self._transfer.results(source, standing, max_bytes=limit)) as results:
                     async for committed, donor_round in results:
-                        await self._participant.replay(committed)
+                        await self._advance.replay(committed)
                         now = Position(
                             at=self._clock.monotonic(), own_round=committed.after.round, group_round=donor_round
                         )
@@ -194,7 +196,7 @@ class CatchUp:
         self._entry.downloaded(num_bytes, seconds=now - began_at, now=now)
         standing = messages.standing_of(fetched.snapshot)
         try:
-            await self._participant.install(fetched.snapshot, fetched.outcomes, fetched.past)
+            await self._advance.install(fetched.snapshot, fetched.outcomes, fetched.past)
         except IntegrityError:
             for source in fetched.sources:
                 self._transfer.distrust(source)
@@ -206,6 +208,6 @@ class CatchUp:
 
     async def _size_limit(self) -> int:
         if not self._max_bytes:
-            own = await self._participant.snapshot()
+            own = await self._advance.snapshot()
             self._max_bytes = SIZE_FACTOR * sum(tensor.nbytes for tensor in own.tensors.values())
         return self._max_bytes

@@ -1,6 +1,6 @@
 """A contribution that is being frozen, or is frozen, for whichever attempt comes to want it.
 
-Made by averaging/participant when a leader says Begin. Of a stage of several GB, or on a machine whose tasks take ten
+Made by averaging/own_round when a leader says Begin. Of a stage of several GB, or on a machine whose tasks take ten
 seconds, to freeze takes longer than any call: so it outlives the call that asked for it, and the next one joins it.
 Knows nothing of attempts.
 """

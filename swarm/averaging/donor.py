@@ -1,6 +1,6 @@
 """What a peer keeps for those behind it: snapshots that somebody fetches, and the results committed since.
 
-Used by averaging/averager, which hands it Download requests, and by averaging/participant, which tells it of
+Used by averaging/averager, which hands it Download requests, and by averaging/advance, which tells it of
 every commit. A snapshot stays as it was when the first asker came, whatever is committed meanwhile. Keeps nothing
 while nobody asks, and nothing without a bound. Never touches weights.
 """

@@ -1,6 +1,7 @@
 """One member's exchanges: its closed contribution, how it travels, and what error feedback keeps of it.
 
-Used by averaging/participant. Chooses between the two ways of all-reduce. Knows nothing of attempts and phases.
+Used by averaging/attempt and averaging/advance. Chooses between the two ways of all-reduce. Knows nothing of attempts
+and phases.
 
 Shapes: D elements of the vector.
 """

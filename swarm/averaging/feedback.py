@@ -1,6 +1,6 @@
 """Error feedback: what encoding dropped from this member's contributions, to be added to later ones.
 
-Used by averaging/participant. As in SparseLoCo (arXiv 2508.15706) the residual e of a contribution c that was
+Used by averaging/exchange. As in SparseLoCo (arXiv 2508.15706) the residual e of a contribution c that was
 encoded to C(decay * e + c) is decay * e + c - C(decay * e + c). It is transactional: an exchange only stages the new
 residual, and the commit of that very exchange makes it real, so an attempt that comes to nothing loses nothing.
 

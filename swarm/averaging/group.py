@@ -49,10 +49,14 @@ class Group:
     def __init__(self, round_number: int) -> None:
         self.install(round_number)
 
-    def install(self, round_number: int) -> None:
-        """Begin a round from nothing, after a download."""
+    def install(self, round_number: int, *, last_digest: str = "") -> None:
+        """Begin a round in which nothing is promised.
+
+        Args:
+            last_digest: of the result that was applied before it; empty after a download.
+        """
         self.round = round_number
-        self.last_digest = ""
+        self.last_digest = last_digest
         self.promised: Ballot | None = None
         self.since: Ballot | None = None
         """The first ballot promised in this round: of earlier attempts this member knows nothing."""
@@ -112,8 +116,7 @@ class Group:
     def commit(self, round_number: int, digest: str) -> None:
         """The prepared result was applied."""
         assert self.check_commit(round_number, digest)
-        self.install(round_number + 1)
-        self.last_digest = digest
+        self.install(round_number + 1, last_digest=digest)
 
     def abort(self, round_number: int, ballot: Ballot, *, void: bool) -> None:
         """The leader gives its attempt up, and with it what it prepared; if `void`, what earlier ones did, too."""

@@ -1,6 +1,6 @@
 """One peer's place in its group: where it stands, how the last rounds ended, and what it has promised in this one.
 
-Moved by averaging/participant and averaging/catch_up, and read by all other parts. Pure: never touches the stage.
+Moved by averaging/advance, and read by all other parts. Pure: never touches the stage.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """What a member of an exchange does for the others: sums the part it owns, or hands out its contribution.
 
-Used by averaging/participant, which serves it to the other members, and by averaging/allreduce. Knows nothing of
+Used by averaging/attempt, which serves it to the other members, and by averaging/allreduce. Knows nothing of
 rounds or of gRPC. Work on tensors runs in threads, never on the event loop.
 
 Shapes: P elements of the part.

@@ -13,7 +13,7 @@ from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
-from swarm.averaging.participant import Participant
+from swarm.averaging.own_round import OwnRound
 from swarm.averaging.place import Place
 from swarm.averaging.roster import Roster
 from swarm.averaging.survey import Survey
@@ -29,14 +29,14 @@ class Reporter:
     """One peer's reports, and what follows from them."""
 
     def __init__(
-        self, context: Context, place: Place, member: RoundMember, *, roster: Roster, participant: Participant,
+        self, context: Context, place: Place, member: RoundMember, *, roster: Roster, own_round: OwnRound,
         survey: Survey, catch_up: CatchUp, changes: Changes,
     ) -> None:  # fmt: skip
         self._context = context
         self._place = place
         self._member = member
         self._roster = roster
-        self._participant = participant
+        self._own_round = own_round
         self._survey = survey
         self._catch_up = catch_up
         self._changes = changes
@@ -137,7 +137,7 @@ class Reporter:
         active = group.active
         if peer is None and active is not None and active.leader_id == peer_id:
             # How this attempt ends can be asked of nobody.
-            await self._participant.step_back("the leader is not known", only=active)
+            await self._own_round.step_back("the leader is not known", only=active)
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self._place.is_catching_up:
@@ -158,7 +158,7 @@ class Reporter:
             self._changes.report_again()
             if active is not None and active == group.active and active.leader_id == peer_id:
                 logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)
-                await self._participant.step_back("the leader is gone")
+                await self._own_round.step_back("the leader is gone")
         finally:
             self._under_way.discard(peer_id)
             if version != self._changes.version:
@@ -169,7 +169,7 @@ class Reporter:
         self.num_alive = reply.num_alive
         group = self._place.group
         if active is not None and active == group.active and active.leader_id == peer_id and leading != active:
-            await self._participant.step_back("the leader has given the attempt up")
+            await self._own_round.step_back("the leader has given the attempt up")
         if standing != self._place.standing:
             return
         if theirs == standing and (reply.counted_gaps or reply.num_samples):

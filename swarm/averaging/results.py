@@ -1,7 +1,7 @@
 """A committed round as members keep it and pass it on to one that was not there.
 
-Made by averaging/participant at a commit, kept by averaging/donor, rebuilt by averaging/state_transfer, and
-applied by another peer's participant. Knows nothing of how it travels.
+Made by averaging/advance at a commit, kept by averaging/donor, rebuilt by averaging/state_transfer, and
+applied by another peer's averaging/advance. Knows nothing of how it travels.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ Within a stage a round's average is a mean over that stage's peers. A block with
 embeddings: the first stage looks vectors up, the last one scores with them) has a gradient that is the sum over its
 roles. So once the stages that share it have decided their averages of a round, each member gets the others', adds
 them in the order of the stages, and commits the sum: the holders stay equal to the last bit. Used by
-averaging/participant and averaging/leader. Never decides anything about a round.
+averaging/participant, averaging/advance and averaging/leader. Never decides anything about a round.
 
 Shapes: S elements of the shared parameters, in the order of their names.
 """

@@ -8,12 +8,12 @@ import asyncio
 import logging
 
 from swarm.averaging import messages
+from swarm.averaging.advance import Advance
 from swarm.averaging.branches import voice_of
 from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.messages import Standing
-from swarm.averaging.participant import Participant
 from swarm.averaging.place import Place
 from swarm.averaging.roster import Roster
 from swarm.averaging.transport import REPORT, Caller, contact_of
@@ -29,14 +29,14 @@ class Survey:
     """One peer's questions."""
 
     def __init__(
-        self, context: Context, place: Place, member: RoundMember, *, roster: Roster, participant: Participant,
+        self, context: Context, place: Place, member: RoundMember, *, roster: Roster, advance: Advance,
         call: Caller, changes: Changes,
     ) -> None:  # fmt: skip
         self._context = context
         self._place = place
         self._member = member
         self._roster = roster
-        self._participant = participant
+        self._advance = advance
         self._call = call
         self._changes = changes
 
@@ -105,7 +105,7 @@ class Survey:
         decided, prepared = reply.outcome.prepared.digest, self._place.group.prepared
         if standing == self._place.standing and decided and prepared and prepared.digest == decided:
             try:
-                await self._participant.apply(reply.outcome)
+                await self._advance.apply(reply.outcome)
             except Refused as refused:
                 # Something it takes is not to be had any more: then the whole state is downloaded.
                 logger.info("round %d cannot be committed here: %s", standing.round, refused)

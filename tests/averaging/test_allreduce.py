@@ -1,6 +1,4 @@
 import asyncio
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,17 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.averaging.allreduce import Average, butterfly, gather
-from swarm.averaging.attempt import Attempt
-from swarm.averaging.group import Ballot, Refused
 from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
 from swarm.config import AveragingConfig
 from swarm.errors import MalformedMessage
 from swarm.machine.memory import Recycler
-from tests.averaging.doubles import QUICK
 from tests.averaging.hall import Door, Hall
-from tests.support.virtual_time import LoopClock, in_virtual_time, run, virtual_loop
+from tests.support.virtual_time import in_virtual_time, run
 
 FP32 = simple_codec("fp32")
 
@@ -264,56 +259,6 @@ async def test_a_part_that_comes_twice_at_once_counts_once() -> None:
     added = await asyncio.gather(reduction.add("1", part), reduction.add("1", part), return_exceptions=True)
     assert [type(error) for error in added if error is not None] == [MalformedMessage]
     assert FP32.decode((await reduction.result()).encoded, 2).tolist() == [0.5, 0.5]
-
-
-@in_virtual_time
-async def test_a_peer_that_stood_still_blames_nobody_for_the_silence() -> None:
-    shares = shares_of([1, 1], 4)
-    reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
-
-    async def run(*_: object) -> object:
-        return await reduction.result()
-
-    exchanges: Any = SimpleNamespace(open=lambda closed, shares: reduction, run=run)
-    closed: Any = SimpleNamespace(vector_D=torch.zeros(4))
-    attempt = Attempt(
-        ballot=Ballot(1, "0"), own_id="0", closed=closed, began_at=0.0, exchanges=exchanges, clock=LoopClock(),
-        timing=QUICK,
-    )  # fmt: skip
-    attempt.open(shares)
-    transport: Any = None
-    exchanging = asyncio.create_task(attempt.exchange(transport, 1000.0))
-    await asyncio.sleep(0.2)
-    virtual_loop().advance(100.0)  # As if the process had been stopped.
-    await asyncio.sleep(0.2)
-    assert not exchanging.done()
-    with pytest.raises(MemberFailed, match="nothing of its contribution came") as failed:
-        await exchanging
-    assert failed.value.peer_id == "1"
-
-
-@in_virtual_time
-async def test_a_member_does_not_send_its_part_again_while_that_is_taken_in() -> None:
-    shares = shares_of([1, 1], 4)
-    reduction = Reduction(shares, "0", codec=FP32, result_codec=FP32)
-    reduction.add_decoded("0", torch.zeros(2))
-    exchanges: Any = SimpleNamespace(open=lambda closed, shares: reduction)
-    closed: Any = SimpleNamespace(vector_D=torch.zeros(4))
-    attempt = Attempt(
-        ballot=Ballot(1, "0"), own_id="0", closed=closed, began_at=0.0, exchanges=exchanges, clock=LoopClock(),
-        timing=QUICK,
-    )  # fmt: skip
-    attempt.open(shares)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        yield bytes(FP32.encode(torch.ones(2)))
-
-    calls = (attempt.serve("1", shares.digest, pieces()) for _ in range(2))
-    first, second = await asyncio.gather(*calls, return_exceptions=True)
-    assert isinstance(first, Payload)
-    assert FP32.decode(first.encoded, 2).tolist() == [0.5, 0.5]
-    assert isinstance(second, Refused)
-    assert await attempt.serve("1", shares.digest, pieces()) == first, "it may ask again for an answer that was lost"
 
 
 @in_virtual_time

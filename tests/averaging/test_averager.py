@@ -12,14 +12,11 @@ import torch
 
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
-from swarm.averaging.group import Refused
-from swarm.averaging.messages import lineage_after
 from swarm.averaging.place import KEPT_OUTCOMES
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import Snapshot
 from swarm.types import PeerId
 from tests.averaging.doubles import (
     QUICK,
@@ -526,7 +523,8 @@ def broken(network: Network, number: int, method: str, fault: str) -> None:
             case "error":  # As after a MemoryError, say: the servicer answers with it.
                 raise PeerUnavailable("internal error: MemoryError")
             case "refusal":
-                return pb.AverageReply(refusal=averager._participant._refusal(Refused("not with me")))
+                refusal = pb.Refusal(reason="not with me", promised=request.ballot, round=request.round)
+                return pb.AverageReply(refusal=refusal)
             case _:
                 reply = await honest(request)
                 await asyncio.sleep(60)
@@ -806,28 +804,6 @@ async def test_who_was_away_for_a_few_rounds_keeps_what_it_has_learnt(num_rounds
         await until(lambda: members[2].round == num_rounds)
         assert members[2].carried == [num_rounds <= KEPT_OUTCOMES]
         assert members[2].digest == members[0].digest
-
-
-@pytest.mark.parametrize(
-    ("members", "branch", "carries"),
-    [([2, 3], "", True), ([1, 2], "", False), ([2, 3], "another", False), ([], "", False)],
-    ids=["without it", "it is in the result", "another branch", "nobody tells"],
-)
-@in_virtual_time
-async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: str, *, carries: bool) -> None:
-    async with network_of(make_config("diloco"), 1) as network:
-        (stage,) = stages(network, 1)
-        averager = network.peers[peer_id(1)].averager
-        await until(lambda: averager._context.tasks._group is not None)
-        ids = [peer_id(number) for number in members]
-        outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))
-        tensors = (await stage.snapshot()).tensors
-        snapshot = Snapshot(
-            round=1, run_samples=4, lineage=lineage_after(branch or stage.lineage, outcome), tensors=tensors,
-            digest=stage.digest_of(tensors),
-        )  # fmt: skip
-        await averager._participant.install(snapshot, [outcome] if members else [], [])
-        assert stage.carried == [carries]
 
 
 @in_virtual_time

@@ -1,7 +1,7 @@
 """Averaging over real gRPC on loopback."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -61,15 +61,14 @@ async def test_a_joiner_gets_the_rounds_that_were_committed_while_it_downloaded(
     await commit(0)
     joiner = Node()
     await joiner.start(4, make_config("diloco", microbatches=4, codec="fp16"), [node.record for node in nodes])
-    participant = joiner.averager._participant
-    install = participant.install
+    install = joiner.stage.install
 
-    async def install_late(snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
+    async def install_late(snapshot: Snapshot, *, carry: bool = False) -> None:
         await commit(1)
         await commit(2)
-        await install(snapshot, outcomes, past)
+        await install(snapshot, carry=carry)
 
-    participant.install = install_late  # type: ignore[method-assign]
+    joiner.stage.install = install_late  # type: ignore[method-assign]
     try:
         await until(lambda: joiner.stage.round == 3)
         assert joiner.stage.num_installs == 1
