@@ -1,6 +1,6 @@
 """What the codecs share: bytes as tensors, vectors in chunks, and the checks of every decoder.
 
-Used by the codecs beside it. Knows no layout.
+Used by the codecs beside it; averaging/ uses `Received` and `slices`. It knows no codec's layout.
 
 Shapes: N elements, R rows, E elements of a row (a block or a tile).
 """
@@ -15,31 +15,31 @@ from swarm.errors import MalformedMessage
 Buffer = bytes | bytearray | memoryview
 
 CHUNK_ELEMENTS = 1 << 18
-"""Elements that a codec treats at a time, so that its temporaries stay in the processor's cache. Measured: a quarter of
-it costs one half more time."""
+"""Elements that a codec treats at a time, so that its temporaries stay in the processor's cache. With a quarter as many
+it took half as long again."""
 SMALLEST_SCALE = 2.0**-120
-"""What has a smaller scale becomes zero: its reciprocal might overflow."""
+"""Elements with a smaller scale become zero, because its reciprocal might overflow."""
 LARGEST_SCALE = 2.0**100
-"""Nothing decoded with this scale overflows; the encoders clamp what is larger."""
+"""Nothing that is decoded with this scale overflows. The encoders clamp larger ones."""
 
 
 def as_tensor(buffer: Buffer, num_bytes: int, what: str) -> torch.Tensor:
-    """The bytes as uint8, shape (num_bytes,), without a copy where the buffer is writable.
+    """The bytes as uint8, shape (num_bytes,), without a copy if the buffer is writable.
 
     Raises:
-        MalformedMessage: `what` has to be `num_bytes` long, and is not.
+        MalformedMessage: `what` is not `num_bytes` long.
     """
     view = memoryview(buffer)
     if view.nbytes != num_bytes:
         raise MalformedMessage(f"{what} takes {num_bytes} bytes, not {view.nbytes}")
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    # torch wants writable memory; bytes are not.
+    # torch wants writable memory, which bytes are not.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def check_finite(vector_N: torch.Tensor, what: str) -> torch.Tensor:
-    """Give the vector back. Raises MalformedMessage if `what` holds NaN or infinity."""
+    """Return the vector. Raises MalformedMessage if `what` holds NaN or infinity."""
     # aminmax passes NaN on, and is many times faster than isfinite on every element.
     if vector_N.numel() and not all(math.isfinite(extreme) for extreme in torch.aminmax(vector_N)):
         raise MalformedMessage(f"{what} holds NaN or infinity")
@@ -52,12 +52,12 @@ def clamp_scales(scales_R: torch.Tensor) -> torch.Tensor:
 
 
 def reciprocals(scales_R: torch.Tensor) -> torch.Tensor:
-    """What to multiply by instead of dividing by a scale; zero for zero."""
+    """What to multiply by instead of dividing by a scale. Zero for zero."""
     return torch.where(scales_R == 0, 0.0, 1 / scales_R)
 
 
 def check_scales(scales_R: torch.Tensor, what: str) -> torch.Tensor:
-    """Give the scales back as float32. Raises MalformedMessage for one that is not between 0 and LARGEST_SCALE."""
+    """Return the scales as float32. Raises MalformedMessage if one is not between 0 and LARGEST_SCALE."""
     scales_R = scales_R.float()
     if scales_R.numel():
         low, high = torch.aminmax(scales_R)
@@ -67,14 +67,14 @@ def check_scales(scales_R: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def slices(length: int, size: int) -> Iterator[slice]:
-    """Cut a length into pieces of `size`, the last one shorter."""
+    """Cut a length into pieces of `size`, of which the last may be shorter."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def in_chunks(vector_N: torch.Tensor, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The vector as rows of `width` elements, some at a time: which rows, and their elements, shape (R, E).
+    """The vector as rows of `width` elements, some rows at a time: which rows, and their elements, shape (R, E).
 
-    Zeros fill the last row.
+    The last row is filled up with zeros.
     """
     num_rows = -(-vector_N.numel() // width)
     for rows in slices(num_rows, CHUNK_ELEMENTS // width):
@@ -86,10 +86,10 @@ def in_chunks(vector_N: torch.Tensor, width: int) -> Iterator[tuple[slice, torch
 
 
 class Received:
-    """Bytes that come in pieces, and how many there will be."""
+    """Bytes that come in pieces, and whose number is known beforehand."""
 
     def __init__(self, num_bytes: int) -> None:
-        # Not a bytearray: that would be filled with zeros first.
+        # A bytearray would be filled with zeros first.
         self._memory: memoryview = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
         self._num_filled = 0
 
@@ -102,7 +102,7 @@ class Received:
         self._num_filled = end
 
     def whole(self) -> memoryview:
-        """All of them. Raises MalformedMessage if some are missing."""
+        """All bytes. Raises MalformedMessage if some are missing."""
         if self._num_filled < len(self._memory):
             raise MalformedMessage(f"{len(self._memory)} bytes are expected, {self._num_filled} came")
         return self._memory

@@ -1,8 +1,9 @@
 """Codecs: how a vector of float32 becomes bytes for averaging, and back.
 
-The interface, and the choice that a run's configuration makes. Used by averaging/. A codec is stateless and treats
-one part of a vector at a time. Decoders trust nobody: wrong lengths and non-finite numbers are refused, and they
-take memory in proportion to the vector they are told to expect. docs/protocol.md has every layout byte by byte.
+The interface, and the choice that a run's configuration makes. Used by averaging/, and by stage/boundary for int8. A
+codec is stateless and treats one part of a vector at a time. Decoders trust no sender: they refuse wrong lengths and
+non-finite numbers, and take memory in proportion to the vector that they are told to expect. docs/protocol.md has every
+layout byte by byte.
 
 Shapes: N elements of the part.
 """
@@ -19,7 +20,7 @@ from swarm.compression.sparsify import TopK
 from swarm.config import AveragingConfig
 
 RESULT_GROWTH = 4
-"""How many times the coefficients of a contribution a sum of several keeps."""
+"""A sum of several contributions keeps so many times the coefficients of one."""
 
 
 class Codec(Protocol):
@@ -32,12 +33,12 @@ class Codec(Protocol):
 
     @property
     def tile(self) -> int:
-        """Parts of a vector are best cut at multiples of so many elements."""
+        """A vector is best cut into parts at multiples of so many elements."""
         ...
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether it drops so much that the residual has to be fed back."""
+        """Whether it drops so much that what it drops has to be added to the next vector."""
         ...
 
     @property
@@ -58,7 +59,7 @@ class Codec(Protocol):
         ...
 
     def num_bytes(self, num_elements: int) -> int:
-        """Exact size of `num_elements` encoded elements; it depends on nothing else."""
+        """Exact size of `num_elements` encoded elements, which depends on nothing else."""
         ...
 
 
@@ -87,7 +88,7 @@ def contribution_codec(config: AveragingConfig) -> Codec:
 
 
 def result_codec(config: AveragingConfig) -> Codec:
-    """What the owner of a part encodes the sum with: a sparse codec keeps more of it, as a sum is less sparse."""
+    """What the owner of a part encodes the sum with. A sparse codec keeps more of a sum, which is less sparse."""
     return _codec(config, min(RESULT_GROWTH * config.top_k, TILE))
 
 

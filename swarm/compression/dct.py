@@ -1,10 +1,10 @@
 """The discrete cosine transform of tiles, and the codec that keeps its low frequencies.
 
-sparsify uses the transform as well. It is the orthonormal DCT-II of a tile seen as 64 x 64, along both axes, as two
+sparsify.py uses the transform as well. It is the orthonormal DCT-II of a tile seen as 64 x 64, along both axes, as two
 matrix products. Different processors add up a product's terms in different orders and round differently. That does not
-matter in encoding, where each vector has one sender. Members must decode the same bytes to the same bits, so the
-inverse multiplies whole numbers, so small that float64 holds every sum of their products exactly: then nothing is
-rounded, and the order makes no difference.
+matter in encoding, because each vector has one sender. But members must decode the same bytes to the same bits. So the
+inverse multiplies whole numbers that are so small that float64 holds every sum of their products exactly. Then nothing
+is rounded, and the order makes no difference.
 
 Shapes: T tiles, E = 4096 elements of a tile, F = 2048 frequencies kept.
 """
@@ -28,14 +28,14 @@ from swarm.compression.buffers import (
 from swarm.compression.layout import SIDE, TILE
 
 FACTOR_BITS = 25
-"""The inverse's cosines are whole multiples of 2**-25, and less than 0.18: `_whole_factors`."""
+"""The inverse's cosines (`_whole_factors`) are whole multiples of 2**-25, and less than 0.18."""
 TERM_BITS = 23
 """What they are multiplied by is a whole multiple of 2**-23 times a power of two, and less than twice that power. So 64
 products add up to less than 64 * 0.18 * 2**(25 + 24), which is below 2**53."""
 
 
 def dct(tiles_TE: torch.Tensor) -> torch.Tensor:
-    """Coefficients of the tiles, shape (T, E); the frequency along a tile's rows is the slower index."""
+    """Coefficients of the tiles, shape (T, E). The frequency along a tile's rows is the slower index."""
     matrix = _matrix()
     return (matrix @ (tiles_TE.view(-1, SIDE, SIDE) @ matrix.T)).view(-1, TILE)
 
@@ -46,23 +46,23 @@ def inverse_dct(coefficients_TE: torch.Tensor) -> torch.Tensor:
     terms, unit_T11 = _whole_terms(coefficients_TE.double().view(-1, SIDE, SIDE))
     terms, next_unit_T11 = _whole_terms(terms @ factors)
     unit_T11 *= next_unit_T11 * 2.0 ** (-2 * FACTOR_BITS)
-    # Which sign a sum of nothing but zeros has depends on the order after all: added to 0, it is positive.
+    # The sign of a sum of nothing but zeros does depend on the order. Adding 0 makes it positive.
     return (factors.T @ terms).mul_(unit_T11).add_(0.0).float().view(-1, TILE)
 
 
 def _whole_terms(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each tile's numbers as whole multiples of a power of two, and these, shape (T, 1, 1). Writes to the tiles."""
+    """Each tile's numbers as whole multiples of a power of two, and the powers (T, 1, 1). Writes to the tiles."""
     largest_T11 = tiles.abs().amax((1, 2), keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-    # Of a float64 without its sign the exponent's bits alone are a power of two.
+    # Without its mantissa's bits a positive float64 is a power of two.
     power_T11 = (largest_T11.view(torch.int64) >> 52 << 52).view(torch.float64)
     return tiles.mul_(2.0**TERM_BITS / power_T11).round_(), power_T11 * 2.0**-TERM_BITS
 
 
 class DctLowpass:
-    """Of each tile the half of the coefficients with the lowest frequencies, as halves relative to the largest one.
+    """Keeps the half of each tile's coefficients with the lowest frequencies, as float16 relative to the largest one.
 
-    First a float32 scale a tile, then the float16 numbers of all tiles, in rising order of the sum of both
-    frequencies, then of the first. The last tile is filled up with zeros. The filter is that of torchrun-ddp.
+    The float32 scales of all tiles come first, and then the float16 numbers of all tiles, in rising order of the sum of
+    both frequencies, and then of the first. The last tile is filled up with zeros. The filter is that of torchrun-ddp.
     """
 
     name = "dct-lowpass"
@@ -85,7 +85,7 @@ class DctLowpass:
         """The inverse transform, with zeros for the high frequencies.
 
         Raises:
-            MalformedMessage: a wrong length, a scale out of range, or halves that are not finite.
+            MalformedMessage: a wrong length, a scale out of range, or numbers that are not finite.
         """
         encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
         scales_T, halves_TF = self._split(encoded, num_elements)
@@ -110,7 +110,7 @@ class DctLowpass:
 
 
 def _exact_matrix() -> torch.Tensor:
-    """The orthonormal DCT-II of 64 numbers in float64: row k is the cosine of frequency k."""
+    """The orthonormal DCT-II of 64 numbers in float64. Row k is the cosine of frequency k."""
     frequencies = torch.arange(SIDE, dtype=torch.float64)[:, None]
     positions = torch.arange(SIDE, dtype=torch.float64)[None, :]
     matrix = torch.cos(math.pi / (2 * SIDE) * (2 * positions + 1) * frequencies) * math.sqrt(2 / SIDE)
@@ -120,13 +120,13 @@ def _exact_matrix() -> torch.Tensor:
 
 @functools.cache
 def _matrix() -> torch.Tensor:
-    """The same in float32."""
+    """The DCT-II in float32."""
     return _exact_matrix().float()
 
 
 @functools.cache
 def _whole_factors() -> torch.Tensor:
-    """The same as whole numbers. None is close to a half before, so the last bit of a cosine makes no difference."""
+    """The DCT-II as whole numbers. None is near a half before rounding, so a cosine's last bit makes no difference."""
     return (_exact_matrix() * 2.0**FACTOR_BITS).round()
 
 

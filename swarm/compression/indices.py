@@ -1,6 +1,6 @@
 """Where the kept elements of a tile lie: two ways to write sorted numbers below 4096.
 
-Used by sparsify, once for every group of kept elements. Both take the same number of bits for every tile.
+Used by sparsify.py, once for each group of kept elements. Both take the same number of bits for every tile.
 
 Shapes: R tiles, G elements of the group.
 """
@@ -16,7 +16,7 @@ from swarm.errors import MalformedMessage
 
 
 class IndexCoder(Protocol):
-    """One way to write them."""
+    """One way to write the indices."""
 
     fields: tuple[Field, ...]
 
@@ -25,22 +25,22 @@ class IndexCoder(Protocol):
         ...
 
     def decode(self, columns: Sequence[Numbers]) -> Numbers:
-        """The inverse. Raises MalformedMessage for what no encoder writes."""
+        """The inverse of `encode`. Raises MalformedMessage for what no encoder writes."""
         ...
 
 
 class TwelveBit:
-    """Twelve bits each: two in three bytes."""
+    """Twelve bits for each index, so two take three bytes."""
 
     def __init__(self, count: int) -> None:
         self.fields: tuple[Field, ...] = (Field(count, (TILE - 1).bit_length()),)
 
     def encode(self, indices_RG: Numbers) -> list[Numbers]:
-        """As they are."""
+        """The indices as they are."""
         return [indices_RG]
 
     def decode(self, columns: Sequence[Numbers]) -> Numbers:
-        """As they are, if they rise."""
+        """The indices as they are, if they rise."""
         return _check_rising(columns[0])
 
 
@@ -48,8 +48,8 @@ class EliasFano:
     """The code of Elias (1974) and Fano (1971): near the entropy of evenly spread indices, yet of a fixed size.
 
     Of G numbers below u = 4096, the lowest l = floor(log2(u / G)) bits are written as they are. The rest, a number
-    below u / 2^l, is unary: bit (rest + i) is set for the i-th number, in a row of G + u / 2^l - 1 bits. 16 of 4096
-    take 159 bits, 48 of them 399.
+    below u / 2^l, is unary: bit (rest + i) is set for the i-th number, in a row of G + u / 2^l - 1 bits. 16 indices
+    take 159 bits, and 48 of them take 399.
     """
 
     def __init__(self, count: int) -> None:
@@ -69,7 +69,7 @@ class EliasFano:
         low_RG, unary = columns
         if (np.count_nonzero(unary, axis=1) != len(self._ranks_G)).any():
             raise MalformedMessage(f"an Elias-Fano row does not have {len(self._ranks_G)} ones")
-        # With the right number of ones the rest cannot exceed its range: so many zeros there are in the row.
+        # A row with the right number of ones has as many zeros as the rest may be large, so it cannot exceed its range.
         places_RG = np.nonzero(unary)[1].reshape(low_RG.shape).astype(np.uint16)
         return _check_rising((places_RG - self._ranks_G << self._low_bits) | low_RG)
 

@@ -1,10 +1,10 @@
 """Tile order: one vector of all tensors, in which 4096 consecutive elements are a 64 x 64 tile of one matrix.
 
 Used by averaging/ for what it averages, so that the codecs that look at tiles see parts of one matrix and need not
-know the tensors. In the order of their names the matrices give their full tiles, row by row of tiles, each tile row by
-row. What is left of all tensors follows, again in the order of their names: of a matrix the strip right of its full
-tiles, then the strip below them; of a vector all of it. A tensor of more dimensions counts as a matrix of shape
-(first, all the others).
+know the tensors. The full tiles of the matrices come first, in the order of the matrices' names: row by row of tiles,
+and each tile row by row. What is left of all tensors follows, again in the order of their names: of a matrix the strip
+to the right of its full tiles and then the strip below them, and all of a vector. A tensor of more dimensions counts as
+a matrix of shape (first, all the others).
 
 Shapes: D elements of all tensors.
 """
@@ -21,21 +21,21 @@ TILE = SIDE * SIDE
 
 
 def concatenate(tensors: Mapping[str, torch.Tensor], out_D: torch.Tensor) -> torch.Tensor:
-    """Write the tensors into a float32 vector, one after the other, for codecs that know no tiles; gives the vector."""
+    """Write the tensors into a float32 vector one after the other, for codecs without tiles, and return the vector."""
     for name, piece in cut(out_D, tensors).items():
         piece.copy_(tensors[name].detach())
     return out_D
 
 
 def cut(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of `concatenate`: views of the vector, with the shapes of `like`."""
+    """The inverse of `concatenate`: views of the vector, with the names and shapes of `like`."""
     names = sorted(like)
     pieces = torch.split(vector_D, [like[name].numel() for name in names])
     return {name: piece.view(like[name].shape) for name, piece in zip(names, pieces, strict=True)}
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], out_D: torch.Tensor) -> torch.Tensor:
-    """Write the tensors into a float32 vector in tile order; gives the vector."""
+    """Write the tensors into a float32 vector in tile order, and return the vector."""
     for target, piece in _pieces(out_D, tensors):
         target.copy_(piece.detach())
     return out_D
@@ -50,7 +50,7 @@ def unflatten(vector_D: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[
 
 
 def _pieces(vector_D: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the vector, each with the view of a tensor that belongs there, of the same shape."""
+    """Pairs of views of the same shape: a part of the vector, and the part of a tensor that belongs there."""
     matrices = [_matrix(tensors[name]) for name in sorted(tensors)]
     start = 0
     for matrix in matrices:
@@ -67,7 +67,7 @@ def _pieces(vector_D: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Iter
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with two dimensions; a vector is a row, and so has no full tile."""
+    """A view with two dimensions. A vector becomes a single row, which has no full tile."""
     return tensor.flatten(1) if tensor.ndim >= 2 else tensor.view(1, -1)
 
 

@@ -1,7 +1,7 @@
 """Numbers of a few bits each, without gaps: rows of fields as one stream of bits.
 
-Used by indices, values and sparsify. The stream is little-endian: the first number begins in the lowest bit of the
-first byte. Twelve-bit numbers come out as two in three bytes, whole bytes as themselves.
+Used by indices.py, values.py and sparsify.py. The stream is little-endian: the first number begins in the lowest bit of
+the first byte. Two numbers of twelve bits take three bytes, and a number of eight bits takes one.
 
 Shapes: R rows, C numbers of a field.
 """
@@ -19,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Field:
-    """In every row `count` numbers of `width` bits, at most 16."""
+    """Every row has `count` numbers of `width` bits, which are at most 16."""
 
     count: int
     width: int
@@ -31,7 +31,7 @@ def row_bits(fields: Sequence[Field]) -> int:
 
 
 def num_bytes(fields: Sequence[Field], num_rows: int) -> int:
-    """Bytes of so many rows; only the last byte of all may have bits to spare."""
+    """Bytes of so many rows. Only the very last byte may have bits to spare."""
     return -(-num_rows * row_bits(fields) // 8)
 
 
@@ -42,7 +42,7 @@ def pack(columns: Sequence[Numbers], fields: Sequence[Field]) -> Bytes:
 
 
 def unpack(packed: Bytes, fields: Sequence[Field], num_rows: int) -> list[Numbers]:
-    """The inverse of `pack`. Takes any bytes of the right length; spare bits are ignored."""
+    """The inverse of `pack`, for any bytes of the right length. Spare bits are ignored."""
     width = row_bits(fields)
     bits = np.unpackbits(packed, count=num_rows * width, bitorder="little").reshape(num_rows, width)
     columns, start = [], 0

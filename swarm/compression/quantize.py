@@ -1,7 +1,7 @@
 """Dense codecs: casts to a smaller floating-point type, and blockwise integers.
 
-codec.py picks one. They keep every element; nothing here chooses. Decoding takes one product an element, which
-rounds alike on every processor.
+codec.py picks one. They keep every element. Decoding takes one product for each element, which rounds alike on every
+processor.
 
 Shapes: N elements of the part, B blocks, E elements of a block.
 """
@@ -36,11 +36,11 @@ class Cast:
         self._dtype = dtype
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Cast; numbers beyond the type's range become its largest. As float32 the bytes are the vector's own."""
+        """Cast. Numbers beyond the type's range become its largest. With float32 the bytes are the vector's own."""
         encoded_N = vector_N.detach().contiguous()
         if self._dtype is not torch.float32:
             encoded_N = torch.empty(vector_N.numel(), dtype=self._dtype)
-            # Larger numbers would become infinite and be refused by every receiver.
+            # Larger numbers would become infinite, and every receiver would refuse them.
             limit = torch.finfo(self._dtype).max
             for piece in slices(vector_N.numel(), CHUNK_ELEMENTS):
                 encoded_N[piece] = vector_N.detach()[piece].clamp(-limit, limit)
@@ -57,10 +57,10 @@ class Cast:
 
 
 class _Blockwise(ABC):
-    """Integers with one bfloat16 scale a block: the scales of all blocks, then the codes of all blocks.
+    """Integers with one bfloat16 scale for each block: the scales of all blocks, and then the codes of all blocks.
 
-    A block's largest magnitude gets the largest code. bfloat16 has the range of float32; the codes are taken relative
-    to the scale as it travels, so its coarse steps cost next to nothing. The last block is filled up with zeros.
+    A block's largest magnitude gets the largest code. bfloat16 has the range of float32, and its coarse steps cost next
+    to nothing, because the codes are relative to the scale as it travels. The last block is filled up with zeros.
     """
 
     name: str
@@ -71,7 +71,7 @@ class _Blockwise(ABC):
     _bits: int
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Quantise to the nearest code; a tie goes to the even one."""
+        """Quantise to the nearest code. A tie goes to the even one."""
         encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
         all_scales_B, all_codes = self._split(encoded, vector_N.numel())
         temporary = torch.empty(CHUNK_ELEMENTS)
@@ -84,7 +84,7 @@ class _Blockwise(ABC):
         return encoded.numpy().data
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
-        """Codes times scales.
+        """Multiply the codes by their scales.
 
         Raises:
             MalformedMessage: a wrong length, a scale out of range, or a code below the range.
@@ -126,7 +126,7 @@ class Int8(_Blockwise):
     _bits = 8
 
     def largest(self, encoded: torch.Tensor) -> float:
-        """A bound on the magnitudes that whole blocks (uint8) decode to, without decoding them.
+        """An upper bound on the magnitudes that whole blocks (uint8) decode to, without decoding them.
 
         Raises:
             MalformedMessage: a scale out of range, or a code below the range.
@@ -149,9 +149,10 @@ class Int8(_Blockwise):
 
 
 class Int4(_Blockwise):
-    """Codes from -7 to 7, plus 8, two in a byte: the low half is of the block's first half, the high one of its second.
+    """Codes from -7 to 7, plus 8, two in a byte.
 
-    Neighbours in a byte lie half a block apart, so that packing moves whole rows.
+    A byte's low bits belong to the block's first half, and its high bits to the second, so that packing moves whole
+    rows.
     """
 
     name = "int4"

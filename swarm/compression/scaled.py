@@ -1,12 +1,14 @@
 """float16 with a scale: how hidden states and their gradients travel with `wire.dtype = "fp16"`.
 
-Called by stage/boundary, which encodes and decodes, and by rpc/wire, which judges what came. float16 alone has the
-range of activations and not that of gradients, most of which are below what it can tell from zero where a loss is a
-mean over many tokens. So a tensor is multiplied by the power of two that brings its largest magnitude near float16's
-own, and the exponent travels with it: loss scaling (arXiv 1710.03740, section 3.2), for each tensor and without a
-guess. A power of two rounds nothing, and it follows from the numbers alone, so the same numbers give the same bytes.
+Called by stage/boundary, which encodes and decodes, and by rpc/wire, which checks what arrived. float16 alone has the
+range of activations but not that of gradients: with a loss that is a mean over many tokens, most gradients are so small
+that float16 cannot tell them from zero. So a tensor is multiplied by the power of two that brings its largest magnitude
+near float16's own, and the exponent travels with it. This is loss scaling (arXiv 1710.03740, section 3.2) for each
+tensor, with no scale to guess. A power of two rounds nothing. It follows from the numbers alone, so the same numbers
+give the same bytes.
 
-Works on the device that the numbers are on, and does not wait for it: a decoder reads the exponent on the CPU.
+It works on the device that the numbers are on, and does not wait for that device. A decoder reads the exponent on the
+CPU.
 
 Shapes: N numbers of a tensor.
 """
@@ -20,42 +22,41 @@ from swarm.errors import MalformedMessage
 _FLOAT32_BIAS = 127
 _FLOAT32_MANTISSA_BITS = 23
 _TOP = 14
-"""The largest magnitude is brought to at least 2^14, and below 2^15: after rounding it is still half of float16's
-largest number."""
+"""The largest magnitude becomes at least 2^14 and less than 2^15. Even rounded, it is half of float16's largest."""
 _ZERO = _FLOAT32_BIAS + _TOP
 """The exponent, as float32 has it, of numbers that travel as they are."""
 _LEAST, _MOST = _TOP + 1, 254
-"""Of the exponents: the scale and its reciprocal are float32 numbers with all their bits."""
+"""Between these exponents the scale and its reciprocal are normal float32 numbers."""
 
 
 class ScaledHalf:
-    """One float16 that holds an exponent, and then the tensor's numbers, times 2^(141 - exponent).
+    """One float16 that holds an exponent, and then the tensor's numbers times 2^(141 - exponent).
 
-    The exponent is that of the largest magnitude as float32 has it, a whole number from 15 to 254: 2^(exponent - 127)
+    The exponent is that of the largest magnitude as float32 has it, a whole number from 15 to 254. 2^(exponent - 127)
     is at most that magnitude, and more than half of it.
     """
 
     name = "fp16"
 
     def num_elements(self, num_numbers: int) -> int:
-        """How many float16 numbers so many become."""
+        """How many float16 numbers encode so many numbers."""
         return 1 + num_numbers
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of floating-point numbers, at least one, as float16 (1 + N,), on the same device.
+        """A tensor of at least one floating-point number as float16 (1 + N,), on the same device.
 
-        What is not finite stays so, and is refused by every receiver.
+        Numbers that are not finite stay so, and every receiver refuses them.
         """
         numbers_N = tensor.detach().float().reshape(-1)
         low, high = torch.aminmax(numbers_N)
-        # By its bits: logarithms and powers round differently on different devices.
+        # The exponent is read from the bits, because logarithms round differently on different devices.
         largest_bits = torch.maximum(-low, high).view(torch.int32)
         exponent = (largest_bits >> _FLOAT32_MANTISSA_BITS).clamp(_LEAST, _MOST)
         scale = ((_FLOAT32_BIAS + _ZERO - exponent) << _FLOAT32_MANTISSA_BITS).view(torch.float32)
         return torch.cat((exponent.half().reshape(1), (numbers_N * scale).half()))
 
     def scale(self, encoded: torch.Tensor) -> float:
-        """What the numbers of a CPU tensor that `encode` gave, `encoded[1:]`, are to be multiplied by.
+        """What to multiply the numbers `encoded[1:]` by, where `encoded` is on the CPU and came from `encode`.
 
         Raises:
             MalformedMessage: an exponent that is not a whole number, or out of range.

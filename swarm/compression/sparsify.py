@@ -1,6 +1,6 @@
 """Sparse codecs: of each tile of 4096 elements the k largest, or of its cosine transform.
 
-codec.py picks one. indices.py and values.py write what is kept; here it is chosen, and put back.
+codec.py picks one. This file chooses what is kept and puts it back; indices.py and values.py write it.
 
 Shapes: N elements of the part, T tiles, E = 4096 elements of a tile, K kept of each, R some of the tiles,
 C columns that a tile is written in, X elements of a tile that may be kept.
@@ -24,14 +24,15 @@ from swarm.errors import MalformedMessage
 Places = npt.NDArray[np.int16]
 TILE_BITS = (TILE - 1).bit_length()
 TILES_AT_ONCE = 256
-"""A multiple of 8, so that so many tiles end with a byte."""
+"""A multiple of 8, so that so many tiles fill whole bytes."""
 
 
 class TopK:
     """The k largest of each tile, by magnitude.
 
-    A header, then the tiles as rows of bits without a gap: the indices of each group, then the values. A group is a
-    run of the tile's kept elements by rank of their magnitude, and sorted by index.
+    A header comes first, and then the tiles as rows of bits without a gap: the indices of each group, and then the
+    values. The kept elements of a tile are cut into groups by the rank of their magnitude. Within a group they are
+    sorted by index.
     """
 
     tile = TILE
@@ -39,7 +40,7 @@ class TopK:
     is_sparse = True
 
     def __init__(self, top_k: int, values: str, indices: str, *, transform: bool) -> None:
-        """Of AveragingConfig, whose fields have these names.
+        """`top_k`, `values` and `indices` are fields of AveragingConfig.
 
         Args:
             transform: choose among the coefficients of each tile's cosine transform.
@@ -72,7 +73,7 @@ class TopK:
         return encoded
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
-        """Put the kept elements back; all others are zero. What lies beyond the vector in its last tile is ignored.
+        """Put the kept elements back. All others are zero, and elements beyond the end of the vector are ignored.
 
         Raises:
             MalformedMessage: a wrong length, indices out of order or in two groups, or values that are not finite.
@@ -99,11 +100,11 @@ class TopK:
         return self._values.header_bytes + packing.num_bytes(self._fields, -(-num_elements // TILE))
 
     def _num_real_in_last(self, num_elements: int) -> int:
-        """Places of the last tile that are no padding; every coefficient of a transform is real."""
+        """Places of the last tile that are no padding. No coefficient of a transform is padding."""
         return TILE if self._transform else num_elements - (num_elements - 1) // TILE * TILE
 
     def _choose(self, vector_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices and values of the largest of each tile, by groups; shape (T, K)."""
+        """Indices and values of the largest elements of each tile, by groups, both of shape (T, K)."""
         indices: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for _, tiles_RE in in_chunks(vector_N, TILE):
@@ -131,26 +132,26 @@ class TopK:
 
 
 def _largest(tiles_RE: torch.Tensor, groups: Sequence[int]) -> Places:
-    """Where the largest magnitudes of each tile lie: by groups, the largest first, each sorted; shape (R, K).
+    """Where the largest magnitudes of each tile lie, shape (R, K): the largest group first, each group sorted.
 
-    Of equal ones the first count as the larger, so what is chosen follows from the numbers alone, and padding is chosen
-    after every zero that is real. NaN is the largest of all.
+    Among equal magnitudes the first count as larger. So the choice follows from the numbers alone, and padding is
+    chosen after every real zero. NaN is the largest of all.
 
-    To sort whole tiles would take most of a codec's time. So a bound that at least K elements reach is found first: a
-    tile is written in a few rows, and K of its columns have such a maximum. As a rule few more elements than K reach
-    it, and these are sorted.
+    Sorting whole tiles would take most of a codec's time. So a bound that at least K elements reach is found first: a
+    tile is written as a few rows, and the bound is the K-th largest of the columns' maxima. As a rule few more than K
+    elements reach it, and only these are sorted.
     """
     num_kept, num_tiles = sum(groups), len(tiles_RE)
-    # Four columns for each that has to be found, or as many as there are.
+    # Four columns for each element that has to be found, or as many as there are.
     num_rows = 1 << max(0, (TILE // (4 * num_kept)).bit_length() - 1)
     magnitudes_RE = tiles_RE.abs()
     maxima_RC = magnitudes_RE.view(num_tiles, num_rows, -1).amax(1).numpy()
     bound = maxima_RC.shape[1] - num_kept
     bounds_R1 = np.partition(maxima_RC, bound, axis=1)[:, bound, None]
-    # NaN is below nothing.
+    # NaN is not less than anything.
     reaches_RE = ~np.less(magnitudes_RE.numpy(), bounds_R1)
     places = _true_places(reaches_RE)
-    # The bits of a magnitude are in the order of magnitudes. What follows them makes all ranks of a tile different.
+    # A magnitude's bits, taken as a number, are in the order of magnitudes. The place makes all ranks different.
     ranks = magnitudes_RE.view(torch.int32).numpy().reshape(-1)[places].astype(np.int64)
     ranks = ranks << TILE_BITS | (~places & TILE - 1)
     counts_R = np.diff(np.searchsorted(places, TILE * np.arange(num_tiles + 1)))
@@ -162,7 +163,7 @@ def _largest(tiles_RE: torch.Tensor, groups: Sequence[int]) -> Places:
 
 
 def _true_places(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """As np.flatnonzero, for a mask of a multiple of 8 elements of which few are true: in a third of the time."""
+    """As np.flatnonzero, in a third of the time if few elements are true. Their number is a multiple of 8."""
     words = np.flatnonzero(mask.reshape(-1).view(np.uint64) != 0)
     in_words = np.flatnonzero(mask.reshape(-1, 8)[words])
     places: npt.NDArray[np.int64] = 8 * words[in_words >> 3] + (in_words & 7)

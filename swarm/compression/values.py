@@ -1,6 +1,7 @@
 """What the kept elements of a tile are: two ways to write their values.
 
-Used by sparsify. Both look magnitudes up in a table of 256 numbers that goes before the tiles.
+Used by sparsify.py. Both look magnitudes up in a table of 256 numbers. What the table follows from is sent before the
+tiles.
 
 Shapes: T tiles, K kept elements of a tile, R some of the tiles.
 """
@@ -22,22 +23,22 @@ from swarm.errors import MalformedMessage
 Floats = npt.NDArray[np.float32]
 LEVELS_PER_OCTAVE = 16
 _ROOT = math.sqrt(math.sqrt(math.sqrt(math.sqrt(0.5))))
-# Roots and products round alike on every processor, which powers need not.
+# Roots and products round alike on every processor. Powers need not.
 _POWERS = [*itertools.accumulate(itertools.repeat(_ROOT, 254), operator.mul, initial=1.0), 0.0]
 LEVELS = np.array(_POWERS, dtype=np.float32)
-"""Magnitudes relative to the largest: 2 ** (-code / 16), and zero for the last code."""
+"""Magnitudes relative to the largest one: 2 ** (-code / 16), and zero for the last code."""
 
 
 class ValueCoder(Protocol):
-    """One way to write them."""
+    """One way to write the values."""
 
     groups: list[int]
-    """How many elements make up each group of a tile, the largest ones first."""
+    """How many elements each group of a tile has. The first group has the largest ones."""
     header_bytes: int
     fields: tuple[Field, ...]
 
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The header and the columns of `fields`; values that are not real are padding, and do not matter."""
+        """The header and the columns of `fields`. Values that are not real are padding, and do not matter."""
         ...
 
     def read_header(self, header: Bytes) -> Floats:
@@ -50,10 +51,10 @@ class ValueCoder(Protocol):
 
 
 class Signs:
-    """A sign each, and for every group of a tile the mean magnitude.
+    """A sign for each element, and the mean magnitude of each group of a tile.
 
-    Magnitudes are 8-bit codes on a logarithmic scale, relative to the largest one of the part: within 2.2 %, down to
-    1/60,000 of it; smaller ones become zero.
+    Magnitudes are 8-bit codes on a logarithmic scale, relative to the largest one of the part. They are exact within
+    2.2 %, down to 1/60,000 of the largest. Smaller ones become zero.
     """
 
     header_bytes = 4
@@ -63,7 +64,7 @@ class Signs:
         self.fields: tuple[Field, ...] = (Field(len(groups), 8), Field(sum(groups), 1))
 
     def encode(self, values_TK: torch.Tensor, is_real_TK: torch.Tensor) -> tuple[bytes, list[Numbers]]:
-        """The largest magnitude; codes and signs. The mean leaves the least squared error of one magnitude."""
+        """The largest magnitude; codes and signs. Of all single magnitudes the mean has the least squared error."""
         # In float64 no sum overflows.
         sums = torch.split(values_TK.abs().double() * is_real_TK, self.groups, 1)
         counts = torch.split(is_real_TK, self.groups, 1)
@@ -87,17 +88,18 @@ class Signs:
         return table
 
     def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
-        """Each element the magnitude of its group, with its own sign."""
+        """Each element gets the magnitude of its group, with its own sign."""
         codes_RG, is_negative_RK = columns
         magnitudes_RK = np.repeat(table[codes_RG], self.groups, axis=1)
         return np.where(is_negative_RK, -magnitudes_RK, magnitudes_RK)
 
 
 class Table:
-    """A byte each, into a table of 256 values that fits the part's own values.
+    """A byte for each element, into a table of 256 values that fits the part's own values.
 
-    256 bins of equal width span three standard deviations to both sides of the mean; a bin's entry is the mean of what
-    fell into it. The quantiser of the templar trainer (CCLoco, SparseLoCo) and of hivemind's uniform 8 bits.
+    256 bins of equal width span three standard deviations to both sides of the mean, and a bin's entry is the mean of
+    the values in it. This is the quantiser of the templar trainer (CCLoco, SparseLoCo), and of hivemind's uniform 8
+    bits.
     """
 
     header_bytes = 4 * 256
@@ -121,15 +123,15 @@ class Table:
         return table
 
     def decode(self, table: Floats, columns: Sequence[Numbers]) -> Floats:
-        """Look up."""
+        """Look the codes up."""
         return table[columns[0]]
 
 
 def quantize_statistically(values: Floats, num_bins: int) -> tuple[Numbers, Floats]:
     """Codes of the values, and the mean of the values of each code; shapes as `values`, and (num_bins,).
 
-    The statistical quantiser of the templar trainer: bins of 6 standard deviations / num_bins around the mean, the
-    outer ones open. Its table is relative to the mean; ours includes it.
+    This is the statistical quantiser of the templar trainer. A bin is 6 standard deviations / num_bins wide, the middle
+    one is at the mean, and the outer ones are open. Its table is relative to the mean; here the mean is included.
     """
     shift = values.mean(dtype=np.float64) if values.size else 0.0
     centred = values.astype(np.float64) - shift

@@ -130,12 +130,8 @@ def test_whatever_the_bytes_a_decoder_refuses_or_gives_finite_numbers(codec: Cod
 def test_the_configuration_picks_the_codec(name: str, tile: int, needs_feedback: bool, is_sparse: bool) -> None:
     config = AveragingConfig(codec=name)  # type: ignore[arg-type]  # One of the literals.
     for codec in (contribution_codec(config), result_codec(config)):
-        assert (codec.name, codec.tile, codec.needs_feedback, codec.is_sparse) == (
-            name,
-            tile,
-            needs_feedback,
-            is_sparse,
-        )
+        properties = (codec.name, codec.tile, codec.needs_feedback, codec.is_sparse)
+        assert properties == (name, tile, needs_feedback, is_sparse)
     grows = result_codec(config).num_bytes(1 << 20) > contribution_codec(config).num_bytes(1 << 20)
     assert grows == is_sparse
 
