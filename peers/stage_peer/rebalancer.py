@@ -14,7 +14,7 @@ from pathlib import Path
 from peers.shared.network import KnownPeers
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.others import answers
-from swarm.averaging.quorum import has_quorum
+from swarm.averaging.rules import has_quorum
 from swarm.checkpoint import file
 from swarm.config import RunConfig
 from swarm.dht.directory import Directory

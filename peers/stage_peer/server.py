@@ -29,6 +29,8 @@ from peers.stage_peer.news import StageNews
 from peers.stage_peer.others import find_others
 from peers.stage_peer.resume import ResumeOptions
 from swarm.averaging.averager import Averager
+from swarm.averaging.context import Context
+from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.checkpoint.file import Header
@@ -220,10 +222,15 @@ class StageServer:
         self._runtime.start()
         try:
             await self._begin()
-            self._averager = Averager(
-                config=self._config, own=self._record(), member=self._member, peers=self._known.peers,
-                transport=GrpcTransport(self._channels), clock=self._clock, events=self._events,
-            )  # fmt: skip
+            context = Context(
+                config=self._config,
+                own=self._record(),
+                peers=self._known.peers,
+                transport=GrpcTransport(self._channels),
+                clock=self._clock,
+                events=self._events,
+            )
+            self._averager = Averager(put_together(context, self._member))
             self._stage.on_change = self._averager.notify
             self._add_services(server)
             await server.start()
@@ -272,7 +279,7 @@ class StageServer:
             config=self._config, stage=self._number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
             changed=self._averager.changed, events=self._events,
         )  # fmt: skip
-        averaging_servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
+        averaging_servicer = AveragingServicer(self._averager.handlers, own_id=self._identity.peer_id)
         directory_servicer = DirectoryServicer(
             store=self._directory.store, keys=keys.of_run(self._config.run_id, self._config.stages.num_stages),
             clock=self._clock,

@@ -1,8 +1,9 @@
 """The barrier between stages: a round is committed only once the others have decided theirs as well.
 
 In the synchronous setting it is run-wide: no stage steps before all hold their averaged gradient. With DiLoCo only
-stages that share a block wait for each other. Used by averaging/leader, once its own stage's result is decided. The
-answers carry squared norms, because clipping goes by the norm of the whole model.
+stages that share a block wait for each other. Used by averaging/leader, once its own stage's result is decided, and by
+averaging/handlers, where another stage asks. The answers carry squared norms, because clipping goes by the norm of the
+whole model.
 """
 
 import asyncio
@@ -10,9 +11,13 @@ import logging
 import math
 from collections.abc import Collection
 
+from swarm.averaging.changes import Changes, wait
 from swarm.averaging.context import Context
 from swarm.averaging.place import Place
-from swarm.averaging.transport import BARRIER, Caller, record_of
+from swarm.averaging.rules import leader_of
+from swarm.averaging.shared import SharedBlocks
+from swarm.averaging.transport import BARRIER, Caller, contact_of, record_of
+from swarm.averaging.watch import RoundWatch
 from swarm.errors import MalformedMessage, SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord, PeerState
@@ -24,13 +29,20 @@ RELAYED = 3
 
 
 class Barrier:
-    """One stage's side of it."""
+    """One stage's side of it, for those that ask and those that are asked."""
 
-    def __init__(self, context: Context, place: Place, *, call: Caller) -> None:
+    def __init__(
+        self, context: Context, place: Place, *, shared: SharedBlocks, watch: RoundWatch, call: Caller, changes: Changes
+    ) -> None:
         self._context = context
         self._place = place
+        self._shared = shared
+        self._watch = watch
         self._call = call
+        self._changes = changes
         self._timing = context.timing
+
+    # -- for this stage ----------------------------------------------------------------------------------------------
 
     async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
         """Wait until every one of these stages has decided the round; gives their answers, in the order of stages.
@@ -93,9 +105,49 @@ class Barrier:
         return None
 
     def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
-        """The lowest id leads: of those that can be reached as far as one knows, or else of all again."""
+        """The leader of those that can be reached as far as is known, or else of all again."""
         serving = [record for record in self._context.peers(stage) if record.state is PeerState.SERVING]
         reachable = [record for record in serving if record.peer_id not in unreachable]
         if not reachable:
             unreachable.clear()
-        return min(reachable or serving, key=lambda record: record.peer_id, default=None)
+        by_id = {record.peer_id: record for record in reachable or serving}
+        return by_id[leader_of(by_id)] if by_id else None
+
+    # -- for another stage -------------------------------------------------------------------------------------------
+
+    async def answer(self, request: pb.BarrierRequest) -> pb.BarrierReply:
+        """Say whether this stage has decided a round; waits for that for a while, at the leader or by way of it."""
+        clock, own = self._context.clock, contact_of(self._context.own)
+        deadline = clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
+        if request.round == self._place.standing.round and self._shared.partners(request.round):
+            self._place.awaited(clock.monotonic())
+        while True:
+            outcome, decision = self._place.outcomes.get(request.round), self._place.decision
+            if outcome is not None:
+                norm, digest = outcome.stage_squared_norm, outcome.prepared.digest
+                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
+            if decision is not None and decision.round == request.round:
+                norm, digest = decision.squared_norm, decision.prepared.digest
+                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
+            leader, remaining = self._watch.leader_contact(), deadline - clock.monotonic()
+            leads = leader.peer_id == own.peer_id
+            if request.relay and not leads:
+                return await self._ask_leader(leader, request.round, remaining)
+            if remaining <= 0 or not leads:
+                return pb.BarrierReply(leader=leader)
+            await wait(self._changes.next, remaining)
+
+    async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
+        request = pb.BarrierRequest(
+            address=self._context.address,
+            peer_id=self._context.own_id,
+            round=round_number,
+            wait_seconds=max(0.0, seconds),
+        )
+        target = record_of(leader, self._context.own.stage)
+        timeout_seconds = request.wait_seconds + self._timing.report_seconds
+        try:
+            return await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+        except SwarmError as error:
+            logger.debug("nor does this peer get through to its leader: %s", error)
+            return pb.BarrierReply(leader=leader)

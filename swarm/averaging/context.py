@@ -1,19 +1,19 @@
 """What every part of one peer's averaging is given: who and where the peer is, and what it works with.
 
-Made by averaging/averager before anything else.
+Made by the stage peer's program, before averaging/parts builds them.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Transport
 from swarm.config import RunConfig
 from swarm.errors import NotReady
-from swarm.events.kinds import Events
+from swarm.events.kinds import Events, NoEvents
 from swarm.machine.clock import Clock
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
@@ -61,9 +61,9 @@ class Context:
     peers: Callable[[int], Sequence[PeerRecord]]
     transport: Transport
     clock: Clock
-    timing: Timing
-    events: Events
-    tasks: Tasks
+    timing: Timing = field(default_factory=Timing)
+    events: Events = field(default_factory=NoEvents)
+    tasks: Tasks = field(default_factory=Tasks)
 
     @property
     def own_id(self) -> PeerId:

@@ -1,8 +1,8 @@
 """What a peer keeps for those behind it: snapshots that somebody fetches, and the results committed since.
 
-Used by averaging/averager, which hands it Download requests, and by averaging/advance, which tells it of
-every commit. A snapshot stays as it was when the first asker came, whatever is committed meanwhile. Keeps nothing
-while nobody asks, and nothing without a bound. Never touches weights.
+Used by averaging/handlers, which hand it Download requests, and by averaging/advance, which tells it of every commit.
+A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. Keeps nothing while nobody
+asks, and nothing without a bound. Never touches weights.
 """
 
 import asyncio
@@ -30,6 +30,8 @@ PIN_SECONDS = 30.0
 NUM_PINS = 2
 SEGMENT_BYTES = 4 << 20
 RESULTS_BYTES = 2 << 30
+LOOK_SECONDS = 1.0
+"""Between two looks at what nobody asks for any more."""
 YIELD_SECONDS = 5.0
 """For so long a piece waits at most for an exchange under way here, which needs the line first. Whoever downloads waits
 three times as long for the next piece before it gives the donor up."""
@@ -60,15 +62,10 @@ class _Kept:
 class Donor:
     """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
 
-    def __init__(
-        self, place: Place, member: RoundMember, clock: Clock, *, segment_bytes: int = SEGMENT_BYTES,
-        results_bytes: int = RESULTS_BYTES,
-    ) -> None:  # fmt: skip
+    def __init__(self, place: Place, member: RoundMember, clock: Clock) -> None:
         self._place = place
         self._member = member
         self._clock = clock
-        self._segment_bytes = segment_bytes
-        self._results_bytes = results_bytes
         self._lock = asyncio.Lock()
         """Held while a snapshot is made: those who ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
@@ -96,7 +93,13 @@ class Donor:
                 return self._results(messages.unpack_standing(request.results.standing))
         raise MalformedMessage("the request does not say what is wanted")
 
-    # -- what the participant and the averager tell --------------------------------------------------------------------
+    async def run(self) -> None:
+        """Let go of what nobody asks for any more, until cancelled."""
+        while True:
+            await self._clock.sleep(LOOK_SECONDS)
+            self.expire()
+
+    # -- what the participant tells ----------------------------------------------------------------------------------
 
     def committed(self, committed: Committed) -> None:
         """This peer applied a round."""
@@ -118,7 +121,7 @@ class Donor:
         self._log.clear()
 
     def expire(self) -> None:
-        """Let go of what nobody has asked for lately; called now and then."""
+        """Let go of what nobody has asked for lately."""
         now = self._clock.monotonic()
         self._pins = [pin for pin in self._pins if pin.expires_at > now]
         self._prune()
@@ -145,11 +148,11 @@ class Donor:
         pin = self._find(request.snapshot)
         if pin is None:
             raise NotReady("that snapshot is not kept here any more")
-        start = request.index * self._segment_bytes
+        start = request.index * SEGMENT_BYTES
         if start >= pin.content.num_bytes:
             raise MalformedMessage(f"the snapshot has no segment {request.index}")
         pin.is_fetched = True
-        for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + self._segment_bytes)):
+        for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
             self._renew(pin)
             await self._yield_to_exchange()
             yield pb.DownloadReply(data=piece)
@@ -212,7 +215,7 @@ class Donor:
         return pin
 
     def _describe(self, pin: _Pin) -> pb.SnapshotHeader:
-        content, size = pin.content, self._segment_bytes
+        content, size = pin.content, SEGMENT_BYTES
         digests = [
             content.sha256(start, min(content.num_bytes, start + size)) for start in range(0, content.num_bytes, size)
         ]
@@ -237,7 +240,7 @@ class Donor:
 
     @property
     def _limit(self) -> int:
-        return max(self._results_bytes, RESULTS_FACTOR * self._pins[0].content.num_bytes)
+        return max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes)
 
 
 def snapshot_id(header: pb.SnapshotHeader) -> bytes:

@@ -1,6 +1,6 @@
 """A member's duties: what it does when a leader says begin, average, commit or abort.
 
-Used by averaging/averager; the leader is a participant as well. Joins the pure group state to what this member has
+Called by averaging/handlers; the leader is a participant as well. Joins the pure group state to what this member has
 under way (averaging/own_round) and to the exchange. Never decides anything about a round.
 """
 

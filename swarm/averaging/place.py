@@ -1,20 +1,32 @@
-"""One peer's place in its group: where it stands, how the last rounds ended, and what it has promised in this one.
+"""One peer's place in its group: where it stands, how the last rounds ended, what it promises and leads in this one.
 
-Moved by averaging/advance, and read by all other parts. Pure: never touches the stage.
+Moved by averaging/advance, averaging/catch_up and averaging/leader, and read by all other parts. Never touches the
+stage.
 """
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from swarm.averaging.branches import Branches
-from swarm.averaging.group import Group
+from swarm.averaging.group import Ballot, Group
 from swarm.averaging.messages import Standing
 from swarm.rpc.v1 import averaging_pb2 as pb
 
 KEPT_OUTCOMES = 4
 """Committed rounds that a peer can still answer for; as many as there are fragments, if that is more: stages that share
 a block wait for each other only where it is due, and so may be that far apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A result that will be committed, whatever happens."""
+
+    round: int
+    prepared: pb.Prepared
+    squared_norm: float
+    """Of the stage's gradient, with the shared blocks that are counted here."""
 
 
 class Place:
@@ -27,6 +39,9 @@ class Place:
         standing: its round, samples and lineage; changes together with what it can answer about the round before.
         outcomes: how the last rounds were committed, by round.
         is_catching_up: it is behind the group, and on its way to it: no attempt is promised.
+        leads: the attempt that it leads; None while it leads none.
+        decision: what that attempt came to, until it is committed.
+        awaited_since: when another stage first waited for this one to decide the round; None if none has.
         is_sound: False where a replayed round gave another state than it should: then `standing` stays at the round
             before.
     """
@@ -43,6 +58,9 @@ class Place:
         self.outcomes: dict[int, pb.Outcome] = {}
         self.is_catching_up = False
         self.is_sound = True
+        self.leads: Ballot | None = None
+        self.decision: Decision | None = None
+        self.awaited_since: float | None = None
         self._num_kept = num_kept
 
     @property
@@ -86,8 +104,27 @@ class Place:
         finally:
             self.is_catching_up = False
 
+    @contextmanager
+    def leading(self, ballot: Ballot) -> Iterator[None]:
+        """It leads an attempt meanwhile."""
+        self.leads = ballot
+        try:
+            yield
+        finally:
+            self.leads = self.decision = None
+
+    def decide(self, decision: Decision) -> None:
+        """The attempt that it leads has come to a result."""
+        self.decision = decision
+
+    def awaited(self, now: float) -> None:
+        """Another stage waits for this one to decide the round."""
+        if self.awaited_since is None:
+            self.awaited_since = now
+
     def _move(self, standing: Standing, outcomes: Iterable[pb.Outcome]) -> None:
         self.outcomes |= {outcome.round: outcome for outcome in outcomes}
         for round_number in sorted(self.outcomes)[: -self._num_kept]:
             del self.outcomes[round_number]
         self.standing = standing
+        self.awaited_since = None

@@ -1,6 +1,6 @@
 """Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
 
-Started by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
+Run by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
 another place in the run, all holders are asked before anything follows. Never leads.
 """
 

@@ -1,6 +1,6 @@
 """Who is in the group, as one peer sees it: reports, suspicions, and who leads.
 
-Used by averaging/averager. Draws on the directory's last view and on what peers say themselves, so the group
+Used by all parts of an averager. Draws on the directory's last view and on what peers say themselves, so the group
 goes on when the directory is out of reach. Pure but for the clock it is given.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from swarm.averaging import messages
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
+from swarm.averaging.rules import leader_of
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
 from swarm.machine.clock import Clock
@@ -242,6 +243,12 @@ class Roster:
             for peer_id in by_peer.keys() - known:
                 del by_peer[peer_id]
 
+    @property
+    def num_remembered(self) -> int:
+        """Peers of which anything is noted; bounded, whatever others say."""
+        noted = (self._contacts, self._reports, self._last_words, self._standings, self._answered_at, self._suspects)
+        return len(set[PeerId]().union(*noted))
+
     # -- questions ---------------------------------------------------------------------------------------------------
 
     def is_ahead(self, one: Standing, other: Standing) -> bool:
@@ -249,7 +256,7 @@ class Roster:
         return one > other if self._branches_yield else one.round > other.round
 
     def leader(self, own: Standing) -> PeerId:
-        """The lowest id among the peers that serve, are not suspected, and stand where this one does, or ahead of it.
+        """The leader of the peers that serve, are not suspected, and stand where this one does, or ahead of it.
 
         This peer is one of them, unless somebody is ahead of it. Who is elsewhere is neither.
         """
@@ -264,7 +271,7 @@ class Roster:
                 there.add(peer_id)
         if ahead:
             there.discard(PeerId(self.own.peer_id))
-        return min(there | ahead)
+        return leader_of(there | ahead)
 
     def members(self, own: Standing) -> dict[PeerId, Report]:
         """Other peers that reported lately, from the same round of the same branch."""

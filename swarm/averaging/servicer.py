@@ -1,6 +1,6 @@
 """The gRPC face of averaging: AveragingService.
 
-Hands requests to the averager and its answers back. Added to the stage peer's server by its program. Decides
+Hands requests to averaging/handlers and their answers back. Added to the stage peer's server by its program. Decides
 nothing and keeps nothing.
 """
 
@@ -36,10 +36,10 @@ Context = Any
 
 
 class AveragingServicer(AveragingServiceServicer):
-    """Serves one averager."""
+    """Serves one averager's handlers."""
 
-    def __init__(self, averager: AveragingHandlers, *, own_id: str) -> None:
-        self._averager = averager
+    def __init__(self, handlers: AveragingHandlers, *, own_id: str) -> None:
+        self._handlers = handlers
         self._own_id = own_id
 
     async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportReply:
@@ -65,7 +65,7 @@ class AveragingServicer(AveragingServiceServicer):
             first = await _next(request_iterator)
             if first is None or first.WhichOneof("message") != "open":
                 raise MalformedMessage("an exchange begins with its open message")
-            reduced = await self._averager.exchange(first.open, _pieces(request_iterator))
+            reduced = await self._handlers.exchange(first.open, _pieces(request_iterator))
         except (Fatal, NotServed) as error:
             await abort(context, error)
         except SwarmError as error:
@@ -80,7 +80,7 @@ class AveragingServicer(AveragingServiceServicer):
 
     async def Shared(self, request: pb.SharedRequest, context: Context) -> AsyncIterator[pb.SharedReply]:
         try:
-            encoded = await self._averager.shared(request)
+            encoded = await self._handlers.shared(request)
         except SwarmError as error:
             await abort(context, error)
         for piece in pieces_of(encoded):
@@ -88,14 +88,14 @@ class AveragingServicer(AveragingServiceServicer):
 
     async def Download(self, request: pb.DownloadRequest, context: Context) -> AsyncIterator[pb.DownloadReply]:
         try:
-            async for reply in self._averager.download(request):
+            async for reply in self._handlers.download(request):
                 yield reply
         except SwarmError as error:
             await abort(context, error)
 
     async def _answer(self, method: Method[Request, Reply], request: Request, context: Context) -> Reply:
         try:
-            return await self._averager.handle(method, request)
+            return await self._handlers.handle(method, request)
         except SwarmError as error:
             await abort(context, error)
         except Exception as error:

@@ -1,7 +1,7 @@
 """How averaging reaches other peers: the interface, and the one over gRPC.
 
-Used by averaging/averager, leader and participant. Messages of the wire contract are the records here: both
-ends speak them, and a test's transport passes them on as they are. Never retries.
+Used by averaging/calls, participant, shared and state_transfer. Messages of the wire contract are the records here:
+both ends speak them, and a test's transport passes them on as they are. Never retries.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class Caller(Protocol):
 
 
 class AveragingHandlers(Protocol):
-    """The other end: what a peer answers. Implemented by the averager, wrapped by the servicer."""
+    """The other end: what a peer answers. Implemented by averaging/handlers, wrapped by the servicer."""
 
     async def handle(self, method: Method[Request, Reply], request: Request) -> Reply: ...
 

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from swarm.averaging import messages
-from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
+from swarm.averaging.rules import unfinished
 from swarm.averaging.shares import Offer, divide
-from swarm.averaging.unfinished import unfinished
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.simulation.exchange import Exchange, exchange_seconds
 from swarm.simulation.participant import TIMING, Network, Participant
@@ -32,12 +31,16 @@ class Failure:
     """Of members that did not begin."""
 
 
+IsComplete = Callable[[int, Collection[int], int], bool]
+"""averaging/rules.is_complete, with a run's configuration."""
+
+
 class Attempt:
     """A leader's way from Begin to Commit or Abort, as in averaging/leader."""
 
     def __init__(
         self, network: Network[Any], leader: Participant, ballot: Ballot, members: Collection[PeerId], *,
-        is_complete: Completion, payload_bytes: int, ended: Callable[[], object], failed: Callable[[Failure], object],
+        is_complete: IsComplete, payload_bytes: int, ended: Callable[[], object], failed: Callable[[Failure], object],
     ) -> None:  # fmt: skip
         self._network = network
         self._leader = leader

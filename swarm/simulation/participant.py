@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 from swarm.averaging import messages
 from swarm.averaging.group import Ballot, Group, Refused
 from swarm.averaging.messages import Standing
-from swarm.averaging.quorum import has_quorum
 from swarm.averaging.roster import Roster
+from swarm.averaging.rules import has_quorum
 from swarm.averaging.timing import Timing
 from swarm.config import Quorum
 from swarm.rpc.v1 import averaging_pb2 as pb

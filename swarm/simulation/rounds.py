@@ -3,7 +3,7 @@
 Used by the study `averaging`. What a member promises, joins, prepares, commits and gives up is decided by the real
 Group; who leads, who takes part, who is silent and who has to catch up by a real Roster for every member; who owns
 which part by the real shares; when a round is complete, has a quorum or an unfinished result by the very functions that
-a real averager asks. Simulated is what lies around them, in averager, reporter, leader and participant: messages that
+a real averager asks. Simulated is what lies around them, in lead_loop, reporter, leader and participant: messages that
 take a while, training at an even pace, an exchange as long as its slowest line, downloads. Who dies falls silent, its
 machine with it: nobody is told.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarm.averaging import messages
-from swarm.averaging.completion import Completion
 from swarm.averaging.group import Ballot
 from swarm.averaging.messages import Standing
+from swarm.averaging.rules import is_complete, leader_of
 from swarm.averaging.transport import contact_of
 from swarm.config import AveragingConfig, Quorum, RoundsConfig, RunConfig, StagesConfig
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -84,7 +84,7 @@ class SimulatedStage(Network["SimulatedMember"]):
         )
         super().__init__(timeline)
         self.setting = setting
-        self.is_complete = Completion(config=config, stage=0, peers=lambda stage: ())
+        self.is_complete = partial(is_complete, config)
         self.ends: list[RoundEnd] = []
         self.newest = Standing(run_samples=0, round=0, lineage="")
         self.newest_members: Collection[str] = ()
@@ -186,7 +186,7 @@ class SimulatedMember(Participant):
     def learn_of(self, other: "SimulatedMember") -> None:
         """Another one has said where it is."""
         self.roster.answered(other.peer_id, other.standing)
-        if other.peer_id < self._target:
+        if leader_of((other.peer_id, self._target)) != self._target:
             self._look_for_leader()
 
     def _look_for_leader(self) -> None:
@@ -284,7 +284,7 @@ class SimulatedMember(Participant):
         self._num_failures = 0
         self._look_for_leader()
 
-    # -- leading, as in averaging/averager ---------------------------------------------------------------------------
+    # -- leading, as in averaging/lead_loop ---------------------------------------------------------------------------
 
     def _consider(self) -> None:
         """Begin an attempt if the round can be ended now."""

@@ -15,6 +15,7 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.branches import Branches
 from swarm.averaging.context import Context, Tasks
 from swarm.averaging.messages import Standing
+from swarm.averaging.parts import put_together
 from swarm.averaging.place import KEPT_OUTCOMES, Place
 from swarm.averaging.reduction import Payload
 from swarm.averaging.timing import Timing
@@ -206,6 +207,15 @@ class FakeStage:
         self.carried.append(carry)
 
 
+class LaggingClock(LoopClock):
+    """Of a peer that is held up: its event loop comes to nothing while time passes."""
+
+    lost_seconds = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.lost_seconds
+
+
 Hook = Callable[[str, int, int], Awaitable[None]]
 
 
@@ -220,14 +230,30 @@ class Peer:
         self.dead = asyncio.Event()
         self.thawed = asyncio.Event()
         self.thawed.set()
-        self.averager = Averager(
-            config=network.config, own=self.record, member=self.stage, peers=network.directory,
-            transport=MemoryTransport(network, self), clock=LoopClock(), timing=network.timing,
-        )  # fmt: skip
+        self.clock = LaggingClock()
+        context = Context(
+            config=network.config,
+            own=self.record,
+            peers=network.directory,
+            transport=MemoryTransport(network, self),
+            clock=self.clock,
+            timing=network.timing,
+        )
+        self.parts = put_together(context, self.stage)
+        self.averager = Averager(self.parts)
         self.stage.averager = self.averager
+        self.instead: dict[str, Callable[[Any], Awaitable[Any]]] = {}
+        """What it does with requests of some method, in place of what it should."""
         self.context = contextvars.copy_context()
         """Its handlers run in it, whoever calls: see tests/support/virtual_time, PROCESS."""
         self.task: asyncio.Task[None] | None = None
+
+    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
+        """Answer another peer."""
+        if method.name in self.instead:
+            reply: Reply = await self.instead[method.name](request)
+            return reply
+        return await self.averager.handlers.handle(method, request)
 
     @property
     def announcement(self) -> PeerRecord:
@@ -313,7 +339,7 @@ class MemoryTransport:
     ) -> Reply:
         target = self._target(peer)
         copy = type(request).FromString(request.SerializeToString())  # type: ignore[attr-defined]  # a message
-        return await self._reach(target, method.name, lambda: target.averager.handle(method, copy), timeout_seconds)
+        return await self._reach(target, method.name, lambda: target.handle(method, copy), timeout_seconds)
 
     async def exchange(
         self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
@@ -325,7 +351,10 @@ class MemoryTransport:
         target = self._target(peer)
         seconds = math.inf if silence_seconds is None else silence_seconds
         reduced = await self._reach(
-            target, "Exchange", lambda: target.averager.exchange(opening, pieces()), min(seconds, timeout_seconds)
+            target,
+            "Exchange",
+            lambda: target.averager.handlers.exchange(opening, pieces()),
+            min(seconds, timeout_seconds),
         )
         assert len(reduced.encoded) == reply_bytes
         return Payload(encoded=bytes(reduced.encoded), squared_norm=reduced.squared_norm)
@@ -334,7 +363,7 @@ class MemoryTransport:
         self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
     ) -> Buffer:
         target = self._target(peer)
-        encoded = await self._reach(target, "Shared", lambda: target.averager.shared(request), timeout_seconds)
+        encoded = await self._reach(target, "Shared", lambda: target.averager.handlers.shared(request), timeout_seconds)
         assert len(encoded) == reply_bytes
         return bytes(encoded)
 
@@ -351,7 +380,7 @@ class MemoryTransport:
         self, peer: PeerRecord, request: pb.DownloadRequest, *, silence_seconds: float
     ) -> AsyncIterator[pb.DownloadReply]:
         target = self._target(peer)
-        replies = target.averager.download(pb.DownloadRequest.FromString(request.SerializeToString()))
+        replies = target.averager.handlers.download(pb.DownloadRequest.FromString(request.SerializeToString()))
 
         async def next_piece() -> pb.DownloadReply | None:
             async for reply in replies:
@@ -407,9 +436,10 @@ async def _nothing(name: str, source: int, target: int) -> None:
 
 
 @asynccontextmanager
-async def network_of(config: RunConfig, *numbers: int) -> AsyncIterator[Network]:
+async def network_of(config: RunConfig, *numbers: int, timing: Timing = QUICK) -> AsyncIterator[Network]:
     """A running network of one stage with these peers."""
     network = Network(config)
+    network.timing = timing
     for number in numbers:
         network.add(number)
     try:

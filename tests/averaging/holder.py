@@ -26,7 +26,7 @@ SIZE = 40
 class Holder:
     """A peer whose state is one vector, with its donor."""
 
-    def __init__(self, *, segment_bytes: int = 64, results_bytes: int = 1 << 20) -> None:
+    def __init__(self) -> None:
         self.clock = ManualClock()
         self.state = torch.arange(SIZE, dtype=torch.float32)
         self.num_copies = 0
@@ -36,8 +36,6 @@ class Holder:
             self.place,
             cast("RoundMember", self),  # Of which nothing but snapshots is asked.
             self.clock,
-            segment_bytes=segment_bytes,
-            results_bytes=results_bytes,
         )
 
     @property

@@ -8,6 +8,8 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from swarm.averaging.averager import Averager
+from swarm.averaging.context import Context
+from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import RunConfig
@@ -35,13 +37,19 @@ class Node:
         port = bind_server(self.server, "127.0.0.1", 0, None)
         self.record = record(number, endpoint=f"127.0.0.1:{port}")
         self.channels = ChannelPool(insecure=True)
-        self.averager = Averager(
-            config=config, own=self.record, member=self.stage, peers=lambda stage: directory,
-            transport=GrpcTransport(self.channels), clock=SystemClock(), timing=PATIENT,
-        )  # fmt: skip
+        context = Context(
+            config=config,
+            own=self.record,
+            peers=lambda stage: directory,
+            transport=GrpcTransport(self.channels),
+            clock=SystemClock(),
+            timing=PATIENT,
+        )
+        self.parts = put_together(context, self.stage)
+        self.averager = Averager(self.parts)
         self.stage.averager = self.averager
         add_AveragingServiceServicer_to_server(
-            AveragingServicer(self.averager, own_id=self.record.peer_id), self.server
+            AveragingServicer(self.averager.handlers, own_id=self.record.peer_id), self.server
         )
         # Whoever waits for an exchange asks for a sign of life meanwhile.
         add_HealthServicer_to_server(HealthServicer(), self.server)

@@ -13,7 +13,7 @@ import torch
 from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.place import KEPT_OUTCOMES
-from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, Method
+from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Method
 from swarm.errors import MalformedMessage, PeerUnavailable
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -29,7 +29,7 @@ from tests.averaging.doubles import (
     peer_id,
     until,
 )
-from tests.support.virtual_time import LoopClock, in_virtual_time
+from tests.support.virtual_time import in_virtual_time
 
 
 def stages(network: Network, *numbers: int) -> list[FakeStage]:
@@ -134,25 +134,18 @@ async def test_round_waits_for_what_is_missing() -> None:
 async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> None:
     """As with hundreds of members, one of which reports every few milliseconds."""
     look_seconds = QUICK.heartbeat_seconds / 10
-
-    class Clock(LoopClock):
-        spent_seconds = 0.0
-
-        def monotonic(self) -> float:
-            return super().monotonic() + self.spent_seconds
-
     async with network_of(make_config(), 1) as network:
-        averager, clock, looks = network.peers[peer_id(1)].averager, Clock(), list[float]()
-        look, time = averager._should_attempt, asyncio.get_running_loop().time
+        peer, looks, time = network.peers[peer_id(1)], list[float](), asyncio.get_running_loop().time
+        look = peer.parts.watch.may_begin
 
         def looks_long() -> bool:
             looks.append(time())
-            clock.spent_seconds += look_seconds
+            peer.clock.lost_seconds += look_seconds
             return look()
 
-        with patch.multiple(averager, _clock=clock, _should_attempt=looks_long):
+        with patch.object(peer.parts.watch, "may_begin", looks_long):
             for _ in range(100):
-                averager._changes.signal()
+                peer.parts.changes.signal()
                 await asyncio.sleep(look_seconds / 10)
             last_at = time()
             await asyncio.sleep(4.5 * look_seconds)
@@ -201,7 +194,7 @@ async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_b
         await asyncio.sleep(2 * QUICK.heartbeat_seconds)
         network.freeze(2)
         await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
-        roster = network.peers[peer_id(1)].averager._roster
+        roster = network.peers[peer_id(1)].parts.roster
         survivor = stages(network, 1)[0]
         survivor.learn(0, 1, 2, 3, 4, 5)
         await until(lambda: roster.is_suspected(PeerId(peer_id(2))))
@@ -283,10 +276,10 @@ async def test_a_leader_that_is_left_out_may_be_back_with_what_it_has() -> None:
         leader, other = stages(network, 1, 2)
         leader.learn(0, 1)
         other.learn(2)
-        averager = network.peers[peer_id(1)].averager
-        await until(lambda: averager.view().committed == {0, 1, 2})
-        averager._roster.exclude(PeerId(peer_id(1)))
-        view = averager.view()
+        peer = network.peers[peer_id(1)]
+        await until(lambda: peer.averager.view().committed == {0, 1, 2})
+        peer.parts.roster.exclude(PeerId(peer_id(1)))
+        view = peer.averager.view()
         assert view.committed == {2}
         assert view.counted == {0, 1, 2}
         assert not view.lost
@@ -310,15 +303,16 @@ async def test_doubles_are_shared_by_those_that_have_them() -> None:
 @in_virtual_time
 async def test_who_was_stopped_may_be_behind_from_the_moment_that_it_notices() -> None:
     async with network_of(make_config(), 1) as network:
-        reporter, spawned = network.peers[peer_id(1)].averager._reporter, list[bool]()
+        peer, spawned = network.peers[peer_id(1)], list[bool]()
+        reporter = peer.parts.reporter
         await asyncio.sleep(0.01)
 
         def spawn(work: Coroutine[Any, Any, Any]) -> None:
             spawned.append(reporter.may_be_behind)
             work.close()
 
-        with patch.object(reporter._context.tasks, "spawn", spawn):
-            reporter._turn_at -= QUICK.late_seconds
+        with patch.object(peer.parts.context.tasks, "spawn", spawn):
+            peer.clock.lost_seconds += QUICK.late_seconds
             await until(lambda: bool(spawned))
         assert spawned == [True]
         assert reporter.may_be_behind, "until it has asked the others"
@@ -416,15 +410,14 @@ async def test_a_norm_that_cannot_be_is_not_clipped_by(norm: float, caplog: pyte
     """The member lives on, and has the round's result when somebody tells the truth."""
     async with network_of(make_config(), 1, 2) as network:
         members = stages(network, 1, 2)
-        averager = network.peers[peer_id(2)].averager
-        honest, asked = averager._handlers["Commit"], asyncio.Event()
+        liar, asked = network.peers[peer_id(2)], asyncio.Event()
 
         async def commit(request: Any) -> Any:
             asked.set()
             request.total_squared_norm = norm
-            return await honest(request)
+            return await liar.averager.handlers.handle(COMMIT, request)
 
-        averager._handlers["Commit"] = commit
+        liar.instead["Commit"] = commit
         members[0].learn(0, 1, 2)
         members[1].learn(3, 4, 5)
         await asked.wait()
@@ -460,15 +453,14 @@ def _without_promise(reply: pb.BeginReply) -> None:
 async def test_who_closes_with_what_makes_no_sense_is_left_out(lie: Callable[[pb.BeginReply], None]) -> None:
     async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
-        averager = network.peers[peer_id(3)].averager
-        honest = averager._handlers["Begin"]
+        liar = network.peers[peer_id(3)]
 
         async def begin(request: Any) -> Any:
-            reply = await honest(request)
+            reply = await liar.averager.handlers.handle(BEGIN, request)
             lie(reply)
             return reply
 
-        averager._handlers["Begin"] = begin
+        liar.instead["Begin"] = begin
         for index in range(4):
             members[2].learn(4 + index)
         leader = network.peers[peer_id(1)].averager
@@ -515,8 +507,7 @@ async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> N
 
 def broken(network: Network, number: int, method: str, fault: str) -> None:
     """From now on a member fails in one kind of call, and reports as if nothing were wrong."""
-    averager = network.peers[peer_id(number)].averager
-    honest = averager._handlers[method]
+    peer = network.peers[peer_id(number)]
 
     async def fail(request: Any) -> Any:
         match fault:
@@ -526,11 +517,11 @@ def broken(network: Network, number: int, method: str, fault: str) -> None:
                 refusal = pb.Refusal(reason="not with me", promised=request.ballot, round=request.round)
                 return pb.AverageReply(refusal=refusal)
             case _:
-                reply = await honest(request)
+                reply = await peer.averager.handlers.handle(Method[Any, Any](method), request)
                 await asyncio.sleep(60)
                 return reply
 
-    averager._handlers[method] = fail
+    peer.instead[method] = fail
 
 
 @pytest.mark.parametrize("fault", ["refusal", "late"])
@@ -569,18 +560,17 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
         async def fail(*_: Any, **__: Any) -> Any:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-        async def answer(method: Any, request: Any) -> Any:
+        async def answer(request: Any) -> Any:
             try:
-                return await honest(method, request)
+                return await poor.averager.handlers.handle(Method[Any, Any](method), request)
             except RuntimeError:  # As the servicer answers.
                 raise PeerUnavailable("internal error: RuntimeError") from None
 
         if method == "Begin":
             monkeypatch.setattr(poor.stage, "close", fail)
         else:
-            monkeypatch.setattr(poor.averager._shared, "offer", fail)
-        honest = poor.averager.handle
-        monkeypatch.setattr(poor.averager, "handle", answer)
+            monkeypatch.setattr(poor.parts.shared, "offer", fail)
+        poor.instead[method] = answer
         for index, stage in enumerate([*others, *stages(network, number)]):
             stage.learn(2 * index, 2 * index + 1)
         await until(lambda: poor.task is not None and poor.task.done())
@@ -640,13 +630,11 @@ async def test_who_refuses_once_is_asked_again() -> None:
     """It may have lost sight of its leader for a moment."""
     async with network_of(make_config("diloco"), 1, 2, 3) as network:
         members = stages(network, 1, 2, 3)
-        averager = network.peers[peer_id(3)].averager
-        honest = averager._handlers["Average"]
         broken(network, 3, "Average", "refusal")
 
         async def heal(name: str, source: int, target: int) -> None:
             if (name, target) == ("Average", 3):
-                averager._handlers["Average"] = honest
+                network.peers[peer_id(3)].instead.clear()
 
         network.after = heal
         members[0].learn(0, 1)
@@ -872,7 +860,7 @@ async def test_joiner_catches_up_and_takes_part() -> None:
         joiner = network.add(1)
         await joiner.averager.join()
         assert (joiner.stage.round, joiner.stage.digest) == (1, members[0].digest)
-        assert joiner.averager._place.outcomes.keys() == {0}
+        assert joiner.parts.place.outcomes.keys() == {0}
         joiner.stage.learn(4, 5)
         members[0].learn(6)
         members[1].learn(7)
@@ -996,7 +984,7 @@ def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) ->
     """What a peer is asked by one that calls itself a leader, for the first attempt."""
     ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
     types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
-    return types[method.name](address=peer.averager._context.address, **(ballot | fields))
+    return types[method.name](address=peer.parts.context.address, **(ballot | fields))
 
 
 @in_virtual_time
@@ -1013,10 +1001,10 @@ async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
 
         peer.stage.reopen = slowly  # type: ignore[method-assign]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager._place.standing)
-        await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
+        standing = messages.pack_standing(peer.parts.place.standing)
+        await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
-        aborting = asyncio.create_task(peer.averager.handle(ABORT, call_of(peer, ABORT, 9)))
+        aborting = asyncio.create_task(peer.averager.handlers.handle(ABORT, call_of(peer, ABORT, 9)))
         await asyncio.sleep(0.01)
         aborting.cancel()
         await asyncio.wait([aborting])
@@ -1029,8 +1017,8 @@ async def test_who_is_closed_for_a_leader_that_nobody_knows_opens_again() -> Non
     async with network_of(make_config(), 1) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager._place.standing)
-        await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
+        standing = messages.pack_standing(peer.parts.place.standing)
+        await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
         await until(lambda: not peer.stage.closed)
 
@@ -1042,10 +1030,10 @@ async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any])
     async with network_of(make_config(), 1, 9) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager._place.standing)
+        standing = messages.pack_standing(peer.parts.place.standing)
         if method is not BEGIN:
-            await peer.averager.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
+            await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         fields = {"standing": standing} if method is BEGIN else {}
         with pytest.raises(MalformedMessage, match="attempt 1 is not that of who calls"):
-            await peer.averager.handle(method, call_of(peer, method, 9, peer_id=peer_id(2), **fields))
+            await peer.averager.handlers.handle(method, call_of(peer, method, 9, peer_id=peer_id(2), **fields))
         assert peer.stage.closed == (method is not BEGIN)

@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.messages import Standing
+from swarm.averaging.parts import put_together
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.errors import DeadlineExceeded
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerRecord
-from tests.averaging.doubles import make_context, peer_id, place_at, record
+from tests.averaging.doubles import FakeStage, make_context, peer_id, record
 from tests.support.virtual_time import LoopClock, in_virtual_time
 
 TIMING = Timing()
@@ -48,7 +48,12 @@ class OtherStage:
     async def wait(self) -> float:
         """Wait for it, as stage 0 does; how long it is ready by then, in seconds."""
         context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
-        barrier = Barrier(context, place_at(Standing(run_samples=0, round=7, lineage="00")), call=self.call)
+        member = FakeStage()
+        member.round = 7
+        parts = put_together(context, member)
+        barrier = Barrier(
+            context, parts.place, shared=parts.shared, watch=parts.watch, call=self.call, changes=parts.changes
+        )
         replies = await barrier.wait_for([1], 7)
         assert replies is not None
         assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)

@@ -8,10 +8,13 @@ import pytest
 
 from swarm.averaging.donor import YIELD_LOOK_SECONDS, YIELD_SECONDS, snapshot_id
 from swarm.averaging.messages import Standing
+from swarm.averaging.tensor_bytes import TensorBytes
 from swarm.errors import MalformedMessage, NotReady
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Snapshot
 from tests.averaging.holder import SIZE, Holder
+
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 async def test_all_who_ask_in_a_round_get_one_snapshot_and_it_outlives_the_round() -> None:
@@ -94,14 +97,14 @@ async def test_a_snapshot_that_takes_longer_to_digest_than_a_lease_lasts_is_kept
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holder = Holder()
-    describe = holder.donor._describe
+    digest = TensorBytes.sha256
 
-    def slowly(pin: Any) -> Any:
+    def slowly(content: TensorBytes, start: int, stop: int) -> bytes:
         holder.clock.advance(31.0)
         holder.donor.expire()
-        return describe(pin)
+        return digest(content, start, stop)
 
-    monkeypatch.setattr(holder.donor, "_describe", slowly)
+    monkeypatch.setattr(TensorBytes, "sha256", slowly)
     header = await holder.offer()
     await holder.segment(header, 0)
     holder.clock.advance(31.0)
@@ -158,8 +161,9 @@ async def test_reading_results_keeps_them() -> None:
     assert len(await holder.results(begun)) == 10
 
 
-async def test_results_are_bounded_and_the_snapshot_goes_with_them() -> None:
-    holder = Holder(results_bytes=0)
+async def test_results_are_bounded_and_the_snapshot_goes_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.averaging.donor.RESULTS_BYTES", 0)
+    holder = Holder()
     header = await holder.offer()
     begun = holder.standing
     for _ in range(4):

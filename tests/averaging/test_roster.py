@@ -309,12 +309,6 @@ def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.
     assert group.roster.counted == set(range(10))
 
 
-def _remembered(roster: Roster) -> set[PeerId]:
-    """Of whom there is anything."""
-    noted = (roster._contacts, roster._reports, roster._last_words, roster._standings, roster._answered_at)
-    return {peer_id for by_peer in (*noted, roster._suspects) for peer_id in by_peer}
-
-
 def test_made_up_peers_do_not_fill_the_memory() -> None:
     group = Group()
     for number in range(10, 500):
@@ -325,7 +319,7 @@ def test_made_up_peers_do_not_fill_the_memory() -> None:
         group.roster.answered(PeerId(record(max(10, number - 200)).peer_id), HERE)
     newest = {PeerId(record(number).peer_id) for number in range(500 - MOST_UNLISTED, 500)}
     assert group.roster.members(HERE).keys() == newest | {OTHER}, "who is listed is not forgotten, however long silent"
-    assert len(_remembered(group.roster)) <= MOST_UNLISTED + 3
+    assert group.roster.num_remembered <= MOST_UNLISTED + 3
 
 
 def test_a_newcomer_that_reports_is_not_forgotten_for_those_that_were_heard_of_before_it() -> None:
@@ -356,7 +350,7 @@ def test_members_that_were_listed_are_no_strangers_when_the_directory_is_out_of_
         group.clock.advance(0.001)
         group.report(5, by=record(number))
     assert {PeerId(mate.peer_id) for mate in mates} <= group.roster.members(HERE).keys()
-    assert len(_remembered(group.roster)) <= 3 * MOST_UNLISTED + 3
+    assert group.roster.num_remembered <= 3 * MOST_UNLISTED + 3
 
 
 def test_what_is_named_of_another_round_is_left_out() -> None:
@@ -389,4 +383,4 @@ def test_long_texts_are_not_kept(fields: dict[str, Any]) -> None:
     group = Group()
     with pytest.raises(MalformedMessage, match="has 65 characters, at most 64 are taken"):
         group.report(by=record(3), **fields)
-    assert PeerId(record(3).peer_id) not in _remembered(group.roster)
+    assert group.roster.record(PeerId(record(3).peer_id)) is None

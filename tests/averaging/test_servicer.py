@@ -7,17 +7,16 @@ import grpc
 import pytest
 import torch
 
-from swarm.averaging.averager import Averager
+from swarm.averaging.parts import put_together
 from swarm.averaging.transport import REPORT, GrpcTransport
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
-from swarm.machine.clock import SystemClock
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import AveragingServiceServicer, add_AveragingServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2 import Address
 from swarm.training.round_member import Snapshot
 from swarm.types import PROTOCOL_VERSION, PeerRecord
-from tests.averaging.doubles import FakeStage, make_config, record, until
+from tests.averaging.doubles import FakeStage, make_config, make_context, record, until
 from tests.averaging.nodes import Node
 
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -89,7 +88,7 @@ async def test_member_that_stops_in_mid_exchange_is_left_out(
             stopping.append(asyncio.create_task(victim.kill()))
         await asyncio.sleep(30)
 
-    monkeypatch.setattr(victim.averager, "exchange", die)
+    monkeypatch.setattr(victim.averager.handlers, "exchange", die)
     victim.stage.learn(8)
     nodes[2].stage.learn(0, 1)
     await asyncio.sleep(0.2)
@@ -163,10 +162,7 @@ async def test_an_exchange_with_a_member_that_falls_silent_ends_long_before_its_
 
 
 async def test_peer_that_does_not_run_yet_is_not_ready() -> None:
-    averager = Averager(
-        config=make_config(), own=record(1), member=FakeStage(), peers=lambda stage: [],
-        transport=GrpcTransport(ChannelPool(insecure=True)), clock=SystemClock(),
-    )  # fmt: skip
+    parts = put_together(make_context(record(1)), FakeStage())
     address = Address(run_id=make_config().run_id, protocol_version=PROTOCOL_VERSION, stage=0)
     with pytest.raises(NotReady):
-        await averager.handle(REPORT, pb.ReportRequest(address=address))
+        await parts.handlers.handle(REPORT, pb.ReportRequest(address=address))

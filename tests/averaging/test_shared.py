@@ -150,7 +150,7 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
     """It is the last one of its stage, so there is nobody else that it could have its own stage's average from."""
     async with sharing_network(tied(setting)) as network:
         last = network.peers[peer_id(4)]
-        shared, is_encoding = last.averager._shared, False
+        shared, is_encoding = last.parts.shared, False
 
         async def encode(*arguments: Any, honest: Any = shared.offer) -> None:
             nonlocal is_encoding
@@ -191,7 +191,7 @@ async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_share
 @in_virtual_time
 async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
     async with network_of(tied(), 1) as network:
-        shared = network.peers[peer_id(1)].averager._shared
+        shared = network.peers[peer_id(1)].parts.shared
         own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
         other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
         with pytest.raises(PeerUnavailable, match="nobody at stage 0 has its average of round 0"):
@@ -202,7 +202,7 @@ async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
 async def test_an_average_beyond_all_bounds_is_not_believed_and_another_holder_asked() -> None:
     async with sharing_network(tied()) as network:
         stages = stages_of(network, 1, 2, 3, 4)
-        liar, num_lies = network.peers[peer_id(3)].averager, 0
+        liar, num_lies = network.peers[peer_id(3)].averager.handlers, 0
         honest = liar.shared
 
         async def lie(request: pb.SharedRequest) -> bytes:
@@ -223,7 +223,7 @@ async def test_fragments_share_the_block_in_its_own_rounds() -> None:
     """Two fragments: the shared block is due every other round, and only then do the stages wait for each other."""
     config = tied("diloco", num_fragments=2)
     async with network_of(config, 1) as network:
-        shared = network.peers[peer_id(1)].averager._shared
+        shared = network.peers[peer_id(1)].parts.shared
         assert [shared.is_due(number) for number in range(4)] == [True, False, True, False]
         assert shared.partners(0) == {1}
         assert shared.partners(1) == set()
@@ -245,7 +245,7 @@ async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_
 
         network.before = cut_off
         for number in (1, 2, 3, 4):
-            shared = network.peers[peer_id(number)].averager._shared
+            shared = network.peers[peer_id(number)].parts.shared
 
             async def ask(*arguments: Any, honest: Any = shared.sum) -> Any:
                 nonlocal num_refused

@@ -1,18 +1,21 @@
 """Downloads from several donors: shared work, resumption, wrong bytes; and peers that catch up by them."""
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from swarm.averaging import messages
-from swarm.averaging.donor import Donor
+from swarm.averaging.donor import snapshot_id
 from swarm.averaging.messages import Standing, lineage_after
 from swarm.averaging.state_transfer import Fetched, StateTransfer
 from swarm.averaging.transport import BEGIN
@@ -25,6 +28,8 @@ from swarm.types import PeerRecord
 from tests.averaging.doubles import QUICK, FakeStage, Network, Peer, make_config, network_of, peer_id, record, until
 from tests.averaging.holder import SIZE, Holder, Line
 from tests.support.virtual_time import in_virtual_time
+
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 NUM_BYTES = 4 * SIZE
 
@@ -68,10 +73,9 @@ def after(num_messages: int, act: Callable[[str, pb.DownloadReply], None]) -> Ca
 
 
 @in_virtual_time
-async def test_sources_with_the_same_bits_share_the_work() -> None:
+async def test_sources_with_the_same_bits_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     line = line_to(3)
-    for holder_ in line.holders.values():
-        holder_.donor._segment_bytes = 16
+    monkeypatch.setattr("swarm.averaging.donor.SEGMENT_BYTES", 16)
     fetched = await fetch(transfer_over(line), 1, 2, 3)
     assert torch.equal(fetched.snapshot.tensors["state"], holder(line, 1).state)
     assert (fetched.snapshot.round, fetched.snapshot.digest) == (1, holder(line, 1).digest)
@@ -319,8 +323,6 @@ class Group:
         self.peers = [network.peers[peer_id(number)] for number in numbers]
         self.stages = [peer.stage for peer in self.peers]
         self.next_index = 0
-        for peer in self.peers:
-            peer.averager._donor._segment_bytes = 16
 
     async def commit(self) -> None:
         """One more round, in which everybody alive has learnt something."""
@@ -333,9 +335,8 @@ class Group:
 
     def add_joiner(self) -> Peer:
         """A newcomer, which waits for donors that are held up by a script."""
-        joiner = self.network.add(1)
-        joiner.averager._catch_up._transfer._silence_seconds = 5.0
-        return joiner
+        self.network.timing = dataclasses.replace(QUICK, silence_seconds=5.0)
+        return self.network.add(1)
 
     async def admit(self, joiner: Peer) -> None:
         """Count the newcomer in; all are to see that it leads now."""
@@ -350,12 +351,13 @@ class Group:
 
 
 @asynccontextmanager
-async def group_of(*numbers: int) -> AsyncIterator[Group]:
+async def group_of(*numbers: int, segment_bytes: int = 16) -> AsyncIterator[Group]:
     config = make_config("diloco", microbatches=len(numbers))
-    async with network_of(config, *numbers) as network:
-        group = Group(network, *numbers)
-        await group.commit()
-        yield group
+    with patch("swarm.averaging.donor.SEGMENT_BYTES", segment_bytes):
+        async with network_of(config, *numbers) as network:
+            group = Group(network, *numbers)
+            await group.commit()
+            yield group
 
 
 def is_download(name: str, source: int) -> bool:
@@ -382,7 +384,7 @@ async def test_download_slower_than_a_round_converges() -> None:
         assert joiner.stage.num_installs == 1
         assert len(joiner.stage.results) >= 4
         assert joiner.stage.digests == group.stages[0].digests[-len(joiner.stage.digests) :]
-        assert joiner.averager._place.outcomes == group.peers[0].averager._place.outcomes
+        assert joiner.parts.place.outcomes == group.peers[0].parts.place.outcomes
         await group.admit(joiner)
         await group.commit()
         assert len(group.digests) == 1
@@ -395,9 +397,7 @@ async def test_who_replays_slower_than_rounds_pass_takes_a_new_snapshot_and_says
 ) -> None:
     """A result takes three seconds over its line, and a round half a second. Once the run pauses it arrives."""
     caplog.set_level(logging.INFO)
-    async with group_of(2, 3) as group:
-        for peer in group.peers:
-            peer.averager._donor._segment_bytes = 1 << 20
+    async with group_of(2, 3, segment_bytes=1 << 20) as group:
 
         async def slow(name: str, source: int, target: int) -> None:
             if is_download(name, source):
@@ -511,7 +511,7 @@ async def test_where_the_results_are_lost_the_newcomer_starts_over() -> None:
                 num_lost += 1
                 await group.commit()
                 for peer in group.peers:
-                    peer.averager._donor.jumped()
+                    peer.parts.donor.jumped()
 
         joiner = group.add_joiner()
         group.network.before = lose
@@ -558,14 +558,14 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
                 await group.commit()
             # Once it has the state, it reports like everybody.
             if source == 1 and joiner.stage.results and joiner.stage.num_installs < 2:
-                states.append((participant.is_sound, participant.standing.round))
+                states.append((place.is_sound, place.standing.round))
                 assert name == "Download"
-                assert participant.is_catching_up
+                assert place.is_catching_up
 
         joiner = group.add_joiner()
-        participant = joiner.averager._place
+        place = joiner.parts.place
         group.network.tamper, group.network.before = lie, busy
-        await until(lambda: participant.is_sound and not participant.is_catching_up and joiner.stage.num_installs == 2)
+        await until(lambda: place.is_sound and not place.is_catching_up and joiner.stage.num_installs == 2)
         assert states[1] == (False, joiner.stage.results[0].round)
         assert joiner.stage.digest == group.stages[0].digest
 
@@ -626,14 +626,14 @@ async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -
         await arrived.wait()
         group.network.calls.clear()
         begin = pb.BeginRequest(
-            address=joiner.averager._context.address,
+            address=joiner.parts.context.address,
             peer_id=peer_id(2),
             ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
-            standing=messages.pack_standing(joiner.averager._place.standing),
+            standing=messages.pack_standing(joiner.parts.place.standing),
         )
-        reply = await joiner.averager.handle(BEGIN, begin)
+        reply = await joiner.averager.handlers.handle(BEGIN, begin)
         assert "catching up" in reply.refusal.reason
-        rosters = [peer.averager._roster for peer in group.peers]
+        rosters = [peer.parts.roster for peer in group.peers]
         await until(lambda: not any(peer_id(1) in roster.alive() for roster in rosters))
         await asyncio.sleep(2 * QUICK.heartbeat_seconds)
         assert not any(name == "Report" and source == 1 for name, source, _ in group.network.calls)
@@ -644,26 +644,31 @@ async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -
 
 
 @in_virtual_time
-async def test_a_snapshot_that_belies_its_digest_is_not_installed() -> None:
+async def test_a_snapshot_that_belies_its_digest_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with group_of(2, 3) as group:
+        honest_id, lies, liar = b"", list[bytes](), group.peers[0].averager.handlers
 
         def lie(target: int, reply: pb.DownloadReply) -> None:
+            nonlocal honest_id
             if target == 2 and reply.HasField("header"):
+                honest_id = snapshot_id(reply.header)
                 # The farthest of all, so it is chosen, and its segments fit its header.
                 reply.header.standing.round += 1
                 reply.header.standing.run_samples += 1
                 reply.header.state_digest = "00"
+                lies.append(snapshot_id(reply.header))
 
-        async def serve(self: Donor, request: pb.SegmentRequest) -> AsyncIterator[pb.DownloadReply]:
-            start = request.index * self._segment_bytes
-            content = self._pins[0].content
-            for piece in content.pieces(start, min(content.num_bytes, start + self._segment_bytes)):
-                yield pb.DownloadReply(data=piece)
+        async def serve(
+            request: pb.DownloadRequest, honest: Callable[[pb.DownloadRequest], Any] = liar.download
+        ) -> AsyncIterator[pb.DownloadReply]:
+            if request.segment.snapshot in lies:
+                request.segment.snapshot = honest_id
+            async for reply in honest(request):
+                yield reply
 
-        donor = group.peers[0].averager._donor
-        donor._segment = serve.__get__(donor)  # type: ignore[method-assign]
+        monkeypatch.setattr(liar, "download", serve)
         group.network.tamper = lie
         joiner = group.add_joiner()
         await until(lambda: joiner.stage.num_installs == 1)
         assert joiner.stage.digest == group.stages[1].digest
-        assert joiner.averager._catch_up._transfer._distrusted == {peer_id(2)}
+        assert len(lies) == 1, "it is not asked again"

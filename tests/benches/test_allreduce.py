@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from scripts.benches.shared.common import wait_for_json, write_json
 from scripts.benches.shared.proc import loopback_bytes
 from scripts.benches.sides.averaging_peer import SIDE, Orders, as_tensors, compare, distance, exact_mean, values
 from scripts.benches.sides.swarm_averager import averaging_config
-from swarm.averaging.completion import Completion
+from swarm.averaging.rules import is_complete
 from swarm.errors import DeadlineExceeded, IntegrityError, PeerUnavailable
 
 NUM_PARAMETERS = 1000
@@ -63,12 +64,12 @@ def test_every_element_travels_to_its_owner_and_back_once_for_each_other_member(
 
 @pytest.mark.parametrize("num_peers", [3, 4, 7])
 def test_a_round_waits_for_all_until_the_survivors_have_learnt_more(num_peers: int) -> None:
-    is_complete = Completion(config=averaging_config("fp16", num_peers), stage=0, peers=lambda stage: [])
-    assert is_complete(0, (), num_peers * (num_peers - 1))
-    assert not is_complete(0, (), (num_peers - 1) * (num_peers - 1))
+    complete = partial(is_complete, averaging_config("fp16", num_peers))
+    assert complete(0, (), num_peers * (num_peers - 1))
+    assert not complete(0, (), (num_peers - 1) * (num_peers - 1))
     # One of the survivors has not heard yet that it is to learn more.
-    assert not is_complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
-    assert is_complete(0, (), (num_peers - 1) * num_peers)
+    assert not complete(0, (), (num_peers - 2) * num_peers + num_peers - 1)
+    assert complete(0, (), (num_peers - 1) * num_peers)
 
 
 class _Answering(Group):

@@ -25,6 +25,8 @@ from peers.shared import process
 from scripts.benches.shared.common import write_json
 from swarm import config as configs
 from swarm.averaging.averager import Averager
+from swarm.averaging.context import Context
+from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import RunConfig
@@ -171,12 +173,12 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
             limits=StageLimits(max_in_flight=4),
         )  # fmt: skip
         member = StageMember(stage, num_alive=lambda: MEMBERS)
-        averager = Averager(
-            config=config, own=record, member=member, transport=GrpcTransport(channels), clock=clock,
-            peers=lambda number: records,
-        )  # fmt: skip
+        context = Context(
+            config=config, own=record, peers=lambda number: records, transport=GrpcTransport(channels), clock=clock
+        )
+        averager = Averager(put_together(context, member))
         stage.on_change, stage.serving = averager.notify, True
-        add_AveragingServiceServicer_to_server(AveragingServicer(averager, own_id=identity.peer_id), server)
+        add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers, own_id=identity.peer_id), server)
         add_HealthServicer_to_server(HealthServicer(), server)
         await server.start()
         background = [tasks.create_task(work) for work in (averager.run(), lag.run())]

@@ -27,6 +27,8 @@ from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.diloco.driven_swarm import TIMING
 from swarm import config as configs
 from swarm.averaging.averager import Averager
+from swarm.averaging.context import Context
+from swarm.averaging.parts import put_together
 from swarm.averaging.reduction import Payload
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
@@ -155,10 +157,15 @@ class Member:
             limits=StageLimits(max_in_flight=2 * num_in_flight),
         )  # fmt: skip
         self._member = StageMember(self._stage, num_alive=lambda: MEMBERS)
-        self.averager = Averager(
-            config=config, own=records[number], member=self._member, transport=transport, clock=SystemClock(),
-            timing=TIMING, peers=lambda stage: [record for record in records if record.stage == stage],
-        )  # fmt: skip
+        context = Context(
+            config=config,
+            own=records[number],
+            peers=lambda stage: [record for record in records if record.stage == stage],
+            transport=transport,
+            clock=SystemClock(),
+            timing=TIMING,
+        )
+        self.averager = Averager(put_together(context, self._member))
         self._stage.on_change = self.averager.notify
         self._stage.serving = True
         self._microbatches: deque[asyncio.Task[None]] = deque()
@@ -289,7 +296,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
             config, number, graph_bytes=graph_bytes, num_in_flight=num_in_flight, records=records,
             transport=HeldTransport(channels), tasks=tasks,
         )  # fmt: skip
-        servicer = AveragingServicer(member.averager, own_id=identity.peer_id)
+        servicer = AveragingServicer(member.averager.handlers, own_id=identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, server)
         # A peer that is slow is asked whether it lives.
         add_HealthServicer_to_server(HealthServicer(), server)

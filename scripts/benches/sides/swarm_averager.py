@@ -23,6 +23,8 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from scripts.benches.shared.common import compute_like_peers, write_json
 from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
 from swarm.averaging.averager import Averager
+from swarm.averaging.context import Context
+from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
@@ -123,11 +125,15 @@ class CodecPeer:
     async def meet(self, records: list[PeerRecord], channels: ChannelPool) -> None:
         """Serve an averager that knows all members."""
         (own,) = (record for record in records if record.peer_id == self._identity.peer_id)
-        self._averager = Averager(
-            config=self._config, own=own, member=self.member, peers=lambda stage: records,
-            transport=GrpcTransport(channels), clock=SystemClock(),
-        )  # fmt: skip
-        servicer = AveragingServicer(self._averager, own_id=self._identity.peer_id)
+        context = Context(
+            config=self._config,
+            own=own,
+            peers=lambda stage: records,
+            transport=GrpcTransport(channels),
+            clock=SystemClock(),
+        )
+        self._averager = Averager(put_together(context, self.member))
+        servicer = AveragingServicer(self._averager.handlers, own_id=self._identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, self._server)
         # A member asks an owner that is slow to answer whether it is alive.
         add_HealthServicer_to_server(HealthServicer(), self._server)

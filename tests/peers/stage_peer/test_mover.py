@@ -282,7 +282,7 @@ async def test_it_serves_nothing_that_it_could_not_download(
         LocalPeer(config, store, resume=trained).running(0) as peer,
     ):
         assert holder.server is not None
-        monkeypatch.setattr(holder.server._averager, "download", refuse)
+        monkeypatch.setattr(holder.server._averager.handlers, "download", refuse)
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
         number, _ = await peer.state()
@@ -317,7 +317,7 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
         LocalPeer(config, store, resume=trained).running(1) as holder,
     ):
         assert holder.server is not None
-        monkeypatch.setattr(holder.server._averager, "download", hang)
+        monkeypatch.setattr(holder.server._averager.handlers, "download", hang)
         peer = LocalPeer(config, store, resume=nothing if first else trained)
         async with asyncio.timeout(60.0) as patience:
             if first:
@@ -512,8 +512,8 @@ async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_s
 ) -> None:
     """Or what the stage has learnt would be gone with it."""
     assert last_peer.server is not None
-    averager, asked, goes_on = last_peer.server._averager, asyncio.Event(), asyncio.Event()
-    download = averager.download
+    handlers, asked, goes_on = last_peer.server._averager.handlers, asyncio.Event(), asyncio.Event()
+    download = handlers.download
 
     async def slowly(request: averaging_pb2.DownloadRequest) -> AsyncIterator[averaging_pb2.DownloadReply]:
         asked.set()
@@ -521,7 +521,7 @@ async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_s
         async for reply in download(request):
             yield reply
 
-    monkeypatch.setattr(averager, "download", slowly)
+    monkeypatch.setattr(handlers, "download", slowly)
     (tmp_path / "nothing").mkdir()
     joiner = LocalPeer(config, store, resume=tmp_path / "nothing")
     await joiner.rebalancer.goes(1, from_stage=None)

@@ -14,6 +14,8 @@ import torch
 
 from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.averaging.averager import Averager
+from swarm.averaging.context import Context
+from swarm.averaging.parts import put_together
 from swarm.averaging.timing import Timing
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
@@ -77,10 +79,15 @@ class Worker:
             peer_id=PeerId(f"{number:040x}"), stage=0, endpoint=f"memory:{number}", state=PeerState.SERVING,
             announced_at=0.0,
         )  # fmt: skip
-        self.averager = Averager(
-            config=config, own=self.record, member=self.member, peers=network.records,
-            transport=MemoryTransport(network), clock=SystemClock(), timing=TIMING,
-        )  # fmt: skip
+        context = Context(
+            config=config,
+            own=self.record,
+            peers=network.records,
+            transport=MemoryTransport(network),
+            clock=SystemClock(),
+            timing=TIMING,
+        )
+        self.averager = Averager(put_together(context, self.member))
         self.stage.on_change = self.averager.notify
         self.averaging = tasks.create_task(self.averager.run())
 
@@ -210,7 +217,7 @@ class DrivenSwarm:
 
     async def _new_worker(self) -> Worker:
         worker = Worker(next(self._numbers), self._config, self._network, self._tasks)
-        self._network.add(worker.record, worker.averager)
+        self._network.add(worker.record, worker.averager.handlers)
         await worker.join()
         return worker
 

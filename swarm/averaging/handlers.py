@@ -1,0 +1,103 @@
+"""What one peer answers to others: every call of AveragingService is checked here and handed to the part that knows.
+
+Called by averaging/servicer, or by the transport of a test. Decides nothing.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from swarm.averaging.barrier import Barrier
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.donor import Donor
+from swarm.averaging.participant import Participant
+from swarm.averaging.reduction import Payload
+from swarm.averaging.report_answers import ReportAnswers
+from swarm.averaging.shared import SharedBlocks
+from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, REPORT, Method, Reply, Request
+from swarm.compression.codec import Buffer
+from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.rpc.address import check_address
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+
+
+class Handlers:
+    """One peer's answers; see AveragingHandlers in averaging/transport.
+
+    Each raises WrongRun, IncompatibleVersion or WrongStage for what is not meant for this peer, NotReady before it
+    averages, and what the part that answers raises.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        participant: Participant,
+        donor: Donor,
+        shared: SharedBlocks,
+        barrier: Barrier,
+        reports: ReportAnswers,
+        changes: Changes,
+    ) -> None:
+        self._context = context
+        self._participant = participant
+        self._donor = donor
+        self._shared = shared
+        self._changes = changes
+        self._answers: dict[str, Callable[[Any], Any]] = {
+            REPORT.name: reports.answer,
+            BEGIN.name: participant.begin,
+            AVERAGE.name: participant.average,
+            COMMIT.name: participant.commit,
+            ABORT.name: participant.abort,
+            BARRIER.name: barrier.answer,
+        }
+
+    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply:
+        """Answer one request with one reply."""
+        message: Any = request
+        self._check(message.address)
+        with self._ends_without_memory():
+            reply: Reply = await self._answers[method.name](request)
+        self._changes.signal()
+        return reply
+
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
+        """Answer as the owner of a part; see Participant.exchange."""
+        self._check(opening.address)
+        with self._ends_without_memory():
+            return await self._participant.exchange(opening, pieces)
+
+    async def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
+        """Answer a peer that is behind; see Donor.serve."""
+        self._check(request.address)
+        async for reply in self._donor.serve(request):
+            yield reply
+
+    async def shared(self, request: pb.SharedRequest) -> Buffer:
+        """Give another stage this one's average of the blocks that both hold."""
+        self._check(request.address)
+        return self._shared.answer(request)
+
+    @contextmanager
+    def _ends_without_memory(self) -> Iterator[None]:
+        """Have the averager end with what is raised inside for want of memory.
+
+        Otherwise this peer would be left out round after round, and whatever it computes would count for nobody.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._context.tasks.spawn(_raise(error))
+            raise
+
+    def _check(self, address: Address) -> None:
+        check_address(address, run_id=self._context.config.run_id, stage=self._context.own.stage)
+        self._context.tasks.require_running()
+
+
+async def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,63 @@
+"""When a stage's round ends early: because another stage is further, or has waited for it."""
+
+import pytest
+
+from swarm.averaging.parts import Parts, put_together
+from swarm.types import PeerRecord, PeerState
+from tests.averaging.doubles import QUICK, FakeStage, make_config, make_context, record
+from tests.support.virtual_time import in_virtual_time
+
+
+def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Parts:
+    """The averaging of a stage's only peer, which has learnt something of its round."""
+    member = FakeStage()
+    member.learn(0)
+    context = make_context(
+        record(1),
+        lambda stage: [other for other in others if other.stage == stage],
+        config=make_config("diloco", stages=num_stages),
+    )
+    return put_together(context, member)
+
+
+def at_round(number: int, stage: int, state: PeerState = PeerState.SERVING) -> PeerRecord:
+    return record(10 + stage, stage).model_copy(update={"round": number, "state": state})
+
+
+@in_virtual_time
+async def test_a_stage_follows_another_one_that_is_further() -> None:
+    """Else its rounds would fall behind for good, and no anchor would be common to all stages."""
+    assert averaging_with(at_round(1, stage=2)).watch.view().complete
+    assert not averaging_with(at_round(0, stage=2)).watch.view().complete
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        at_round(9, stage=0),
+        at_round(9, stage=1, state=PeerState.LEAVING),
+        at_round(9, stage=2, state=PeerState.JOINING),
+    ],
+    ids=["its own stage", "it leaves", "it joins"],
+)
+@in_virtual_time
+async def test_neither_its_own_stage_nor_a_peer_that_does_not_serve_pulls_a_stage_along(other: PeerRecord) -> None:
+    assert not averaging_with(other).watch.view().complete
+
+
+@in_virtual_time
+async def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
+    """Else it might get no more: the other one lets a round's worth through, and then none."""
+    parts = averaging_with()
+    now = parts.context.clock.monotonic()
+    parts.place.awaited(now - QUICK.awaited_seconds / 2)
+    assert not parts.watch.view().complete
+    parts = averaging_with()
+    parts.place.awaited(now - QUICK.awaited_seconds)
+    parts.place.awaited(now)
+    assert parts.watch.view().complete
+
+
+@in_virtual_time
+async def test_a_single_stage_waits_for_all_its_samples() -> None:
+    assert not averaging_with(num_stages=1).watch.view().complete
