@@ -16,7 +16,7 @@ PROTOCOL_VERSION = 7
 """Peers of different protocol versions refuse each other."""
 
 LARGEST_COUNT = 1 << 48
-"""Of rounds, samples, microbatches, attempts and sizes: so far nobody counts."""
+"""The largest round, number of samples, microbatch, attempt or size in a message. No run gets so far."""
 
 TRAINER_STAGE = -1
 """A trainer is "stage -1": it hands microbatches to stage 0 with the code every stage uses."""
@@ -31,9 +31,9 @@ class PeerState(StrEnum):
 
 
 LONGEST_NAME = 64
-"""Characters of what people call a peer."""
+"""Characters in the name that people give a peer."""
 NAME_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Of what is shown to people: no control characters, which a terminal takes for commands."""
+"""What is shown to people has no control characters, which a terminal takes for commands."""
 
 
 class _Announcement(BaseModel):
@@ -58,7 +58,7 @@ class PeerRecord(_Announcement):
     """The TLS certificate its server shows; empty when the run is --insecure."""
     state: PeerState
     samples_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Its own compute only, forward and backward; 0 while unmeasured."""
+    """How fast it computes a forward and a backward, its own work alone; 0 while it has not been measured."""
     queue_length: Annotated[int, Field(ge=0)] = 0
     round: Annotated[int, Field(ge=0)] = 0
     samples: Annotated[int, Field(ge=0)] = 0
@@ -68,22 +68,22 @@ class PeerRecord(_Announcement):
     dht_address: Annotated[str, Field(max_length=255, pattern=r"^[A-Za-z0-9._:/-]*$")] = ""
     """A multiaddress at which newcomers can enter the DHT."""
     device: Annotated[str, Field(max_length=32, pattern=NAME_PATTERN)] = ""
-    """What it computes on, as PyTorch names it; empty in the records of earlier releases, which do not say."""
+    """What it computes on, as PyTorch names it; earlier releases do not say, and leave it empty."""
     movable: bool = False
     """Whether it goes to another stage by itself when that one needs it more."""
     moves: Annotated[int, Field(ge=0)] = 0
-    """How often it has done so since it started."""
+    """How often it has gone to another stage since it started."""
     nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{0,32}$")] = ""
-    """Of this start of the peer's process, and no other one."""
+    """Drawn anew at each start of the peer's process."""
     started_at: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """When that was, by the announcing machine's wall clock, seconds since the epoch."""
+    """When the process started, by the announcing machine's wall clock, in seconds since the epoch."""
 
 
 class ClaimState(StrEnum):
     """How far a peer is on its way to a stage."""
 
     PENDING = "pending"
-    """It looks whether somebody else wants the same."""
+    """It looks whether another peer wants the same."""
     CONFIRMED = "confirmed"
     """It is under way."""
     WITHDRAWN = "withdrawn"

@@ -1,1 +1,6 @@
-"""Who a peer is, and with which token it may join."""
+"""Which peer is which, and which may join.
+
+A peer makes a key, and its id is the key's digest (identity). In an open run it signs its certificate itself. In a
+locked run an owner's key issues tokens, and a peer issues itself a certificate with its token (token). The members know
+the owner by a root certificate, which tells which peers are members (authority). All are X.509 (certificates).
+"""

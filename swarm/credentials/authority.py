@@ -1,7 +1,7 @@
-"""Who belongs to a locked run: those for whose key a token of its owner vouches.
+"""The owner of a locked run as its members know it: a root certificate, which tells which peers are members.
 
-Used by identity, by dht/ for records and by rpc/ for connections and calls. Decides by certificates alone: never asks
-anybody, and knows nobody by name.
+Used by identity, by dht/ for records and by rpc/ for connections and calls. A member is a peer for whose key a token of
+the owner's vouches. Decides by certificates alone: has no list of members, and asks no other machine.
 """
 
 import datetime
@@ -26,12 +26,12 @@ class Member:
     begins_at: float
     """Seconds since the epoch."""
     expires_at: float
-    """Seconds since the epoch; the token's."""
+    """When the token does, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Authority:
-    """The owner of a locked run, as everybody else knows it.
+    """The owner of a locked run, as its members know it.
 
     Attributes:
         certificate_pem: the owner's; the root of every chain.
@@ -41,11 +41,11 @@ class Authority:
 
     @property
     def fingerprint(self) -> str:
-        """Of the owner's key: the configuration's `owner`."""
+        """The digest of the owner's key, which is the configuration's `owner`."""
         return _fingerprint(self.certificate_pem)
 
     def member(self, chain_pem: str, now: float) -> Member:
-        """Whom a chain of certificates (the holder's, then the token's) belongs to.
+        """The member to which a chain of certificates (its own, then the token's) belongs.
 
         Args:
             now: seconds since the epoch.

@@ -1,8 +1,8 @@
-"""X.509: the four kinds of certificates there are, and what is read from them.
+"""X.509: keys, the four kinds of certificates that there are, and what is read from them.
 
 Used by identity, token and authority. A peer of an open run has a certificate that it signed itself. In a locked run
-the owner's key issues tokens and a token issues a certificate to every peer that holds it, so what a peer shows is
-two certificates: its own, then the token's. Never decides who is trusted.
+the owner's key issues tokens and a token issues a certificate to every peer that holds it, so a peer shows a chain of
+two certificates: its own, then the token's. Never decides which peer is trusted.
 """
 
 import datetime
@@ -20,7 +20,7 @@ from swarm.errors import IntegrityError
 from swarm.types import PeerId
 
 PEER_NAME = "swarm-peer"
-"""Subject of every peer's certificate. TLS checks a name; which peer it is, the pinned certificate says."""
+"""Subject of every peer's certificate. TLS has to check a name; the pinned certificate tells which peer it is."""
 OWNER_NAME = "swarm-owner"
 
 FAULTS = (
@@ -32,16 +32,16 @@ FAULTS = (
     x509.ExtensionNotFound,
     x509.UnsupportedGeneralNameType,
 )
-"""What the library raises for certificates that nobody made with it."""
+"""What the library raises for certificates that it would not have made."""
 
 _LONG = datetime.timedelta(days=3650)
 _EARLIER = datetime.timedelta(days=1)
-"""A clock that runs slow must not refuse a certificate made just now."""
+"""Certificates hold from this long ago, so that a machine whose clock runs slow does not refuse a new one."""
 _END = "-----END CERTIFICATE-----\n"
 
 
 class Role(StrEnum):
-    """What the bearer of a token may do."""
+    """What a peer with a certain token may do."""
 
     PEER = "peer"
     """Serve stages, and all that a trainer may."""
@@ -75,17 +75,29 @@ def load_key(pem: str) -> ec.EllipticCurvePrivateKey:
     return key
 
 
+def load_pair(pem: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """A private key, and the certificate for it that follows. Raises IntegrityError for anything else."""
+    try:
+        key = load_key(pem)
+        certificate = load(pem[pem.index("-----BEGIN CERTIFICATE-----") :])
+    except FAULTS:
+        raise IntegrityError("not a key and a certificate") from None
+    if public_key(certificate) != key.public_key():
+        raise IntegrityError("another key's certificate")
+    return key, certificate
+
+
 # -- making them -------------------------------------------------------------------------------------------------------
 
 
 def self_signed(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    """For a peer of an open run."""
+    """A certificate for a peer of an open run."""
     builder = _builder(PEER_NAME, key.public_key(), PEER_NAME, now - _EARLIER, now + _LONG)
     return builder.add_extension(_PEER_NAMES, critical=False).sign(key, hashes.SHA256())
 
 
 def owner(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    """For the owner of a run: issues tokens."""
+    """A certificate for the owner of a run, which can issue tokens."""
     builder = _builder(OWNER_NAME, key.public_key(), OWNER_NAME, now - _EARLIER, now + _LONG)
     return _authority(builder, key, key, path_length=1).sign(key, hashes.SHA256())
 
@@ -99,7 +111,7 @@ def token(
     now: datetime.datetime,
     expires: datetime.datetime,
 ) -> x509.Certificate:
-    """For those whom the owner lets in: issues certificates to peers, and to nobody who could pass them on."""
+    """A certificate for a token, which can issue certificates to peers, but none that issue further ones."""
     builder = _builder(name, key.public_key(), OWNER_NAME, now - _EARLIER, expires)
     builder = builder.add_extension(x509.ExtendedKeyUsage(_USAGES[role]), critical=False)
     return _authority(builder, key, owner_key, path_length=0).sign(owner_key, hashes.SHA256())
@@ -108,7 +120,7 @@ def token(
 def member(
     key: ec.EllipticCurvePrivateKey, issuer: x509.Certificate, issuer_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    """For a peer or trainer that holds a token, for as long as the token holds."""
+    """A certificate for a peer or trainer that has the token `issuer`; it holds as long as the token does."""
     builder = _builder(
         PEER_NAME, key.public_key(), common_name(issuer), issuer.not_valid_before_utc, issuer.not_valid_after_utc
     )
@@ -182,12 +194,12 @@ def load_all(pem: str) -> list[x509.Certificate]:
 
 
 def first_pem(chain_pem: str) -> str:
-    """The peer's own certificate, without those that vouch for it."""
+    """The first certificate of a chain, as PEM: the peer's own, without those that vouch for it."""
     return chain_pem[: chain_pem.find(_END) + len(_END)] if _END in chain_pem else chain_pem
 
 
 def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
-    """Its key. Raises IntegrityError if that is not an elliptic-curve key."""
+    """A certificate's key. Raises IntegrityError if it is not an elliptic-curve key."""
     try:
         key = certificate.public_key()
     except FAULTS:
@@ -199,18 +211,18 @@ def public_key(certificate: x509.Certificate) -> ec.EllipticCurvePublicKey:
 
 @lru_cache(maxsize=512)
 def peer_id_of(certificate_pem: str) -> PeerId:
-    """The id that belongs to a certificate, or to the first of a chain. Raises IntegrityError if it is none.
+    """The id of the peer with this certificate, the first of a chain. Raises IntegrityError if it is none.
 
-    Asked for every call that is served, so what was read is remembered.
+    Every call that is served needs it, so what was read is remembered.
     """
     return PeerId(fingerprint(load(certificate_pem))[:40])
 
 
 @lru_cache(maxsize=4096)
 def bearer_of(chain_pem: str) -> str | None:
-    """Which token issued the certificate at the front of a chain, whatever key that is for: the fingerprint of its key.
+    """The fingerprint of the token that issued the first certificate of a chain; None if no token did.
 
-    None if none did. Says nothing about whose token that is.
+    Does not tell whether the token is one of the run's.
     """
     try:
         _, *issuers = load_all(chain_pem)
@@ -228,13 +240,13 @@ def fingerprint(certificate: x509.Certificate) -> str:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """Who it is for, in words."""
+    """The name that a certificate gives its holder."""
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(names[0].value) if names else ""
 
 
 def role_of(token_certificate: x509.Certificate) -> Role:
-    """What a token's bearer may do. Raises IntegrityError if it does not say."""
+    """What a token's certificate says a peer with it may do. Raises IntegrityError if it does not say."""
     try:
         usages = list(token_certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
     except FAULTS:

@@ -1,14 +1,14 @@
 """A peer's key: it names the peer, signs what the peer announces, and proves the peer's TLS certificate.
 
-Used by dht/ (signing and checking records) and rpc/ (TLS). One ECDSA P-256 key a peer; the peer's id is the
-digest of its public key, so nobody can announce under another's id. Never sends the private key anywhere.
+Used by dht/ (signing and checking records) and rpc/ (TLS). Each peer has one ECDSA P-256 key; the peer's id is the
+digest of its public key, so no peer can announce under another's id. Never sends the private key anywhere.
 """
 
 import datetime
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from swarm.credentials import certificates
 from swarm.credentials.authority import Authority
 from swarm.errors import IntegrityError
-from swarm.machine.disk import put_in_place
+from swarm.machine.disk import write_private
 from swarm.types import PeerId
 
 _SIGNATURE = ec.ECDSA(hashes.SHA256())
@@ -47,9 +47,7 @@ class Identity:
 def generate() -> Identity:
     """Make a new identity."""
     key = certificates.new_key()
-    certificate_pem = certificates.to_pem(certificates.self_signed(key, datetime.datetime.now(datetime.UTC)))
-    peer_id = certificates.peer_id_of(certificate_pem)
-    return Identity(peer_id=peer_id, certificate_pem=certificate_pem, key_pem=certificates.key_pem(key))
+    return _identity(key, certificates.self_signed(key, datetime.datetime.now(datetime.UTC)))
 
 
 def load_or_create(path: Path) -> Identity:
@@ -61,27 +59,18 @@ def load_or_create(path: Path) -> Identity:
     """
     if path.exists():
         try:
-            content = path.read_text()
-            key = certificates.load_key(content)
-            certificate_pem = content[content.index("-----BEGIN CERTIFICATE-----") :]
-            if certificates.public_key(certificates.load(certificate_pem)) != key.public_key():
-                raise ValueError("another key's certificate")
-        except (*certificates.FAULTS, IntegrityError):
+            return _identity(*certificates.load_pair(path.read_text()))
+        except (UnicodeDecodeError, IntegrityError):
             raise IntegrityError(f"{path} is not a peer's identity: delete it to start with a new one") from None
-        peer_id = certificates.peer_id_of(certificate_pem)
-        return Identity(peer_id=peer_id, certificate_pem=certificate_pem, key_pem=certificates.key_pem(key))
     identity = generate()
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_private(path, identity.key_pem + identity.certificate_pem)
     return identity
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, whole or not at all, whatever happens. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    put_in_place(temporary, path)
+def _identity(key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> Identity:
+    certificate_pem = certificates.to_pem(certificate)
+    peer_id = certificates.peer_id_of(certificate_pem)
+    return Identity(peer_id=peer_id, certificate_pem=certificate_pem, key_pem=certificates.key_pem(key))
 
 
 def verify(certificate_pem: str, message: bytes, signature: bytes) -> None:

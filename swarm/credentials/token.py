@@ -1,8 +1,8 @@
 """Join tokens of a locked run, and the owner's key that issues them.
 
-Used by swarm-keys, which makes both, and by every program that joins. A token is a certificate of the owner's with
-its key, and the owner's certificate, in one string; whoever has the string may let any number of its processes in,
-each with a key of its own. Never leaves the machine by itself.
+Used by swarm-keys, which makes both, and by every program that joins. A token is a certificate that the owner issued,
+with its key and with the owner's certificate, in one string. With the string any number of processes can join, each
+with a key of its own. A token never leaves the machine by itself.
 """
 
 import base64
@@ -19,8 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from swarm.credentials import certificates
 from swarm.credentials.authority import Authority
 from swarm.credentials.certificates import Role
-from swarm.credentials.identity import Identity, generate, write_private
+from swarm.credentials.identity import Identity, generate
 from swarm.errors import IntegrityError, NotAllowed
+from swarm.machine.disk import write_private
 
 PREFIX = "swarm1-"
 """Begins every token, so that one is known when it is seen."""
@@ -30,7 +31,7 @@ _LENGTH_BYTES = 2
 
 @dataclass(frozen=True)
 class Token:
-    """The right to join a run, for whoever holds it, until it expires."""
+    """The right to join a run until it expires."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey = field(repr=False)
@@ -38,7 +39,7 @@ class Token:
 
     @property
     def role(self) -> Role:
-        """What its bearer may do."""
+        """What a peer with it may do."""
         return certificates.role_of(self.certificate)
 
     @property
@@ -63,7 +64,7 @@ class Token:
         return replace(identity, certificate_pem=chain_pem, authority=self.authority)
 
     def __str__(self) -> str:
-        """The string that is handed to those who may join: anybody who reads it may."""
+        """The string that the owner hands out. It is a secret: a process that knows it can join."""
         der = self.certificate.public_bytes(serialization.Encoding.DER)
         secret = self.key.private_numbers().private_value.to_bytes(_KEY_BYTES, "big")
         parts = [secret, len(der).to_bytes(_LENGTH_BYTES, "big"), der]
@@ -99,7 +100,7 @@ class Token:
             raise ValueError("another key's certificate")
         certificate.verify_directly_issued_by(owner)
         token = cls(certificate=certificate, key=key, owner=owner)
-        # Whatever is missing is found now, not by those who are to let it in.
+        # A fault is found here and now, and not by the peers that this process joins.
         admitted = token.admit(generate())
         token.authority.member(admitted.certificate_pem, token.expires_at)
         return token
@@ -107,14 +108,14 @@ class Token:
 
 @dataclass(frozen=True)
 class OwnerKey:
-    """What makes somebody the owner of a run."""
+    """The key that makes its holder the owner of a run."""
 
     key: ec.EllipticCurvePrivateKey = field(repr=False)
     certificate: x509.Certificate
 
     @property
     def authority(self) -> Authority:
-        """As everybody else knows the owner."""
+        """The owner as the members know it."""
         return Authority(certificates.to_pem(self.certificate))
 
     def issue(self, role: Role, *, name: str, now: datetime.datetime, lifetime: datetime.timedelta) -> Token:
@@ -136,19 +137,14 @@ class OwnerKey:
         """Write it to a new file that only this user can read. Raises FileExistsError, OSError."""
         if path.exists():
             raise FileExistsError(f"{path} is there already: an owner's key is not replaced; take another name")
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, certificates.key_pem(self.key) + certificates.to_pem(self.certificate))
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read it. Raises ValueError if the file is none, OSError if it cannot be read."""
         try:
-            content = path.read_text()
-            key = certificates.load_key(content)
-            certificate = certificates.load(content[content.index("-----BEGIN CERTIFICATE-----") :])
-            if certificates.public_key(certificate) != key.public_key():
-                raise ValueError("another key's certificate")
-        except (*certificates.FAULTS, IntegrityError):
+            key, certificate = certificates.load_pair(path.read_text())
+        except (UnicodeDecodeError, IntegrityError):
             raise ValueError(f"{path} is not an owner's key: `swarm-keys new FILE` makes one") from None
         return cls(key=key, certificate=certificate)
 

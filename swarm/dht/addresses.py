@@ -72,7 +72,7 @@ def is_host(name: str) -> bool:
 
 
 def require_free_port(host: str, port: int) -> int:
-    """Check that nobody listens on a port of this machine; 0 stands for any, and one is chosen.
+    """Check that a port of this machine is free, and return it; 0 stands for any, and one is chosen.
 
     libp2p itself would share a port with another node in silence.
 

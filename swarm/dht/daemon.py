@@ -20,14 +20,14 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 2.0
-_PLACE, _PREFIX = Path("/tmp"), "swarm-p2pd-"
 # Not in TMPDIR: a socket's path has 108 characters at most, and hivemind keeps its end in /tmp too.
+_PLACE, _PREFIX = Path("/tmp"), "swarm-p2pd-"
 _SOCKET = "control.sock"
 _START_SECONDS = 60.0
 
 # PR_SET_PDEATHSIG survives exec but not fork, so the process that becomes p2pd sets it: p2pd dies with us even if we
-# are killed with -9. A group of its own keeps a terminal's Ctrl-C away: the peer still says goodbye through it. Not a
-# preexec_fn, which may deadlock in a process with threads.
+# are killed with -9. A process group of its own keeps a terminal's Ctrl-C away from p2pd, through which the peer still
+# says goodbye. A preexec_fn could deadlock in a process with threads.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 os.setpgid(0, 0)
@@ -56,7 +56,7 @@ class Daemon:
 
     async def _drain(self) -> None:
         assert self._process.stdout is not None
-        # Unread, it would block p2pd once the pipe is full.
+        # If nothing read its output, p2pd would block once the pipe is full.
         async for line in self._process.stdout:
             logger.debug("p2pd: %s", line.decode(errors="replace").rstrip())
         await self._process.wait()
@@ -84,7 +84,7 @@ async def launch(program: Path, options: Sequence[str]) -> Daemon:
         OSError: p2pd ended at once; the message is its last line.
     Cancellation leaves nothing behind.
     """
-    _sweep(_PLACE)
+    remove_leftovers(_PLACE)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_PLACE))
     control_address = f"/unix{folder / _SOCKET}"
     try:
@@ -106,8 +106,8 @@ async def launch(program: Path, options: Sequence[str]) -> Daemon:
     return Daemon(process, folder, control_address)
 
 
-def _sweep(place: Path) -> None:
-    """Remove what daemons left whose owner was killed with -9: folders that are not new, where nobody listens."""
+def remove_leftovers(place: Path) -> None:
+    """Remove the folders of daemons that were killed with their owners: those that are not new and have no listener."""
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < _START_SECONDS:
@@ -125,5 +125,5 @@ async def _await_ready(process: asyncio.subprocess.Process) -> None:
             return
         reason = line.decode(errors="replace").strip() or reason
         if reason.startswith("fatal error:"):
-            break  # Go's runtime, out of memory as a rule: what follows says where, and not why.
+            break  # From Go's runtime, which is mostly out of memory: what follows says where, and not why.
     raise OSError(f"the DHT's process, p2pd, did not start: {reason}")

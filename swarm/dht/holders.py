@@ -1,11 +1,11 @@
 """The nodes of the DHT that keep a key, remembered from one call to the next.
 
-Used by node, in the DHT's thread. hivemind looks for them at every call, and whoever is asked on the way answers with
-all that it has under the key: every reading, and every record that is stored, would bring the whole list from each of
-the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes straight to all.
-What is read names the nodes near the key, and so does the node's own routing table: both keep the choice up to date.
-Now and then they are searched for anew. Where one does not answer hivemind searches after all: answers may name nodes
-that are not there, and who names them is not to be the only one that is asked.
+Used by kademlia, in the DHT's thread. hivemind searches for these nodes at every call, and each node that it asks
+answers with all that it has under the key: every reading, and every record that is stored, would bring the whole list
+from each of the five nodes that keep it. Here a reading asks one of them, another one each time, and a store goes
+straight to all. Answers name the nodes near the key, and so does the node's own routing table: both keep the choice up
+to date. Now and then there is a new search. If one of the nodes does not answer, hivemind searches after all: an answer
+may name nodes that do not exist, and the node that gives it must not be the only one that is asked.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from swarm.dht.record_store import Found
 from swarm.machine.clock import Clock
 
 SEARCH_SECONDS = 30.0
-"""Age at which what is known of the nearest nodes is not relied on."""
+"""After how long the nearest nodes are searched for anew."""
 
 
 class Holders:
-    """Who keeps one key, as one node knows it."""
+    """The nodes that keep one key, as far as one node knows."""
 
     def __init__(self, node: Any, key: str, clock: Clock, *, client_mode: bool) -> None:
         """
@@ -31,20 +31,20 @@ class Holders:
         self._node = node
         self._protocol = node.protocol
         self._id_type = type(node.node_id)
-        """hivemind's DHTID, which node alone imports."""
+        """hivemind's DHTID, which kademlia alone imports."""
         self._key_id = self._id_type.generate(key)
         self._clock = clock
         self._own = {} if client_mode else {node.node_id: node.peer_id}
         self._nearest: dict[Any, Any] = {}
         """Node id -> peer id, the nearest first."""
         self._searched_at = float("-inf")
-        # Not with the same one as everybody else.
+        # Different nodes begin with different ones.
         self._turn = int(node.node_id)
 
     async def read(self) -> Found | None:
-        """What one of the others has, another one each time, with what this node has itself.
+        """What one of the others has, another one each time, together with what this node has itself.
 
-        None if that one does not answer, and is no holder any more, or if there are no others.
+        None if there are no others, or if that one does not answer; then it counts as a holder no more.
         """
         await self._update()
         others = self._others()
@@ -68,15 +68,15 @@ class Holders:
         """Give a sealed record to all of them.
 
         Returns:
-            Whether one of the others took it, or this node if none of them answers; and whether all that should be
-            asked were, and answered.
+            Whether one of the others took it, or this node if none of them answers; and whether all that should have
+            it were asked, and answered.
         """
         await self._update()
         others = self._others()
         is_holder = len(others) < len(self._nearest)
         took_it = is_holder and self._store_here(subkey, value, expiration)
         if not others:
-            # There may be some that did not answer a moment ago, and are back.
+            # There may be others that did not answer a moment ago, and are back.
             return took_it, is_holder and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(
@@ -91,13 +91,13 @@ class Holders:
                 self._lost(node_id)
         heard = {peer: answer for peer, answer in zip(others.values(), answers, strict=True) if answer is not None}
         if heard:
-            # This node's clock or token may be wrong, and the others tell.
+            # What the others say counts, since this node's own clock or token may be wrong.
             took_it = any(answer and all(answer) for answer in heard.values())
             took_it = took_it or await self._has(next(iter(heard)), subkey, expiration)
         return took_it, len(heard) == len(answers)
 
     async def _has(self, peer_id: Any, subkey: str, expiration: float) -> bool:
-        """Whether a node that refuses a record has just that: nodes hand all they keep to newcomers near to it."""
+        """Whether a node that refused a record has it already: nodes hand what they keep to newcomers near the key."""
         reply = await self._node._call_find_with_blacklist(peer_id, [self._key_id])
         if reply is None:
             return False
@@ -115,7 +115,7 @@ class Holders:
 
     async def _update(self) -> None:
         if self._clock.monotonic() - self._searched_at > SEARCH_SECONDS:
-            # Nobody keeps anything under its neighbour, so that answers bring nodes and nothing else.
+            # Nothing is stored under the id beside the key's, so that answers bring nodes and nothing else.
             beside = self._id_type(self._key_id ^ 1)
             found = await self._node.find_nearest_nodes([beside], self._protocol.num_replicas, exclude_self=True)
             self._nearest, self._searched_at = found[beside], self._clock.monotonic()
@@ -125,7 +125,7 @@ class Holders:
         self._choose({**self._nearest, **dict(neighbours)})
 
     def _choose(self, candidates: Mapping[Any, Any]) -> None:
-        # A node's id follows from its libp2p key: else one that lies could name itself under five ids near the key.
+        # A node's id follows from its libp2p key: else a liar could name itself under five ids near the key.
         genuine = {node_id: p for node_id, p in candidates.items() if self._id_type.generate(str(p)) == node_id}
         candidates = {**self._node._filter_blacklisted(genuine), **self._own}
         by_distance = sorted(candidates.items(), key=lambda item: self._key_id.xor_distance(item[0]))

@@ -1,7 +1,7 @@
 """The DHT's keys: under which name what is announced.
 
-Used by directory, by records, which lets a trainer's token speak under one of them only, and by those who store what
-a run announces, or answer for it: a run has the keys of `of_run`, and no others. Pure.
+Used by directory and discovery, by records, which lets a trainer's token speak under one of them only, and by the
+programs, which tell their node and their servicer which keys their run has: those of `of_run`, and no others. Pure.
 """
 
 RUNS = "swarm.runs"
@@ -10,17 +10,17 @@ _TRAINERS = ".trainers"
 
 
 def of_stage(run_id: str, stage: int) -> str:
-    """Peers of a stage."""
+    """The key for peers of a stage."""
     return f"{run_id}.stage.{stage}"
 
 
 def of_trainers(run_id: str) -> str:
-    """Trainers: in a locked run, the only key for a trainer's token."""
+    """The key for trainers: in a locked run, the only one that a trainer's token is good for."""
     return f"{run_id}{_TRAINERS}"
 
 
 def of_claims(run_id: str) -> str:
-    """Peers on their way to a stage."""
+    """The key for peers on their way to a stage."""
     return f"{run_id}.claims"
 
 
@@ -30,6 +30,6 @@ def is_for_trainers(key: str) -> bool:
 
 
 def of_run(run_id: str, num_stages: int) -> list[str]:
-    """All that belong to a run."""
+    """All keys of a run."""
     stages = [of_stage(run_id, stage) for stage in range(num_stages)]
     return [RUNS, *stages, of_trainers(run_id), of_claims(run_id)]

@@ -2,7 +2,7 @@
 
 The servicer runs at every stage peer and answers for the keys of its own run, from an answer that all callers share
 for a moment. The reader is what swarm-status has in the place of a DHT node: it opens two connections instead of
-starting libp2p and importing hivemind. Records pass through as they are, signed; whoever reads them checks them.
+starting libp2p and importing hivemind. Records pass through as they are, signed; their reader checks them.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 FRESH_SECONDS = 1.0
-"""For how long an answer does for all callers: so many questions cost the DHT one lookup of each key a second."""
+"""How long an answer does for all callers: any number of questions costs the DHT one lookup of each key a second."""
 MAX_REPLY_BYTES = 4 << 20
-"""Of the records in a reply; the rest is left out and counted."""
+"""Size of all records in a reply; the rest is left out and counted."""
 ANSWER_SECONDS = 12.0
-"""Deadline of a question, connecting included; the peer's own lookup may take ten of them."""
+"""Deadline of a question, connecting included; the peer's own lookup may take ten seconds of it."""
 MAX_OTHERS = 8
 """Peers that are remembered besides the ones that were named."""
 
@@ -45,12 +45,12 @@ class _Answer:
 
 
 class DirectoryServicer(DirectoryServiceServicer):
-    """Answers at one peer, in its whole life."""
+    """Answers at one peer, as long as its process lives."""
 
     def __init__(self, *, store: RecordStore, keys: Collection[str], clock: Clock) -> None:
         """
         Args:
-            keys: of this peer's run; nothing else is looked up for anybody.
+            keys: those of this peer's run; nothing else is looked up for other peers.
         """
         self._store = store
         self._clock = clock
@@ -60,7 +60,7 @@ class DirectoryServicer(DirectoryServiceServicer):
     async def Read(self, request: pb.ReadRequest, context: Any) -> pb.ReadReply:
         if request.key not in self._keys:
             await abort(context, WrongRun(f"{request.key[:80]!r} is no key of the run that this peer serves"))
-        # Whoever asks while it is being looked up waits for that; and it goes on for the others where one gives up.
+        # All callers that ask meanwhile wait for the same lookup, so it goes on if one of them gives up.
         outcome = await asyncio.shield(self._lookup(request.key))
         if isinstance(outcome, SwarmError):
             await abort(context, outcome)
@@ -107,8 +107,8 @@ def _found(reply: pb.ReadReply, key: str) -> dict[str, tuple[bytes, float]]:
 class PeerStore:
     """The DHT as some peer shows it: a RecordStore for a directory that announces nothing.
 
-    Asks the peer that answered last, then the named ones, then others of the run. One that is gone is passed over, and
-    so is one that is alone in the DHT, if another one is not.
+    Asks the peer that answered last, then the named ones, then others of the run. A peer that is gone is passed over,
+    and so is one that is alone in the DHT, if another one is not.
     """
 
     def __init__(self, entries: Sequence[Entry], channels: ChannelPool, own: Identity, *, insecure: bool) -> None:

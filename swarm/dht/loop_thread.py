@@ -19,7 +19,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        # hivemind leaves failed tasks behind when neighbours or p2pd go; nobody needs their tracebacks.
+        # hivemind leaves failed tasks behind when neighbours or p2pd go, and their tracebacks are of no use.
         self.loop.set_exception_handler(lambda _, context: logger.debug("%s: %s", name, context.get("message")))
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -30,7 +30,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run to the end, while the calling thread waits; should that be interrupted, the work is cancelled."""
+        """Run to the end, while the calling thread waits; if the wait is interrupted, the work is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()

@@ -1,18 +1,17 @@
 """How much is kept of what is announced under one key, and of that how much of one owner.
 
-Used by node for what it stores, and by directory for what it reads. A record that expires makes room; until then those
-that are there stay, since they may be refreshed, and who comes later is refused. An owner is whoever can make up names:
-the bearer of a token in a locked run. In an open run nobody can be told from anybody else, and the key's own limits
-are all that there is.
+Used by validator for what a node stores, and by known_records for what is read. A record that expires makes room; until
+then it stays, since it may be refreshed, and later ones are refused. The bearer of a token, who can make up any number
+of peer ids, is one owner. In an open run one owner cannot be told from another, and only the key's own limits hold.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_RECORDS, MAX_BYTES = 1024, 3 << 20
-"""Of one key. A node answers with all that it has under a key in one message, which may have 4 MiB."""
+"""Limits for one key. A node answers with all that it has under a key in one message, which may have 4 MiB."""
 MAX_OWNER_RECORDS, MAX_OWNER_BYTES = 256, 1 << 20
-"""Of these, of one owner."""
+"""Limits for the records of one owner among these."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class KeyQuota:
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
         self.num_bytes = 0
-        """Of those that were taken and have not been seen to expire."""
+        """Size of the records that were taken and have not been seen to expire."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -37,7 +36,7 @@ class KeyQuota:
         """Count a record, in the place of the one that the same subkey has.
 
         Args:
-            owner: whose share it comes out of; None for nobody's.
+            owner: the one out of whose share it comes; None if it comes out of none.
             expiration, now: seconds since the epoch.
 
         Returns:
@@ -53,7 +52,7 @@ class KeyQuota:
         return True
 
     def drop(self, subkey: str) -> None:
-        """Count it no longer."""
+        """Count a record no longer."""
         if (kept := self._kept.pop(subkey, None)) is not None:
             self.num_bytes -= kept.num_bytes
 
@@ -72,6 +71,6 @@ class KeyQuota:
         return (kept.num_bytes for name, kept in self._kept.items() if kept.owner == owner and name != subkey)
 
     def drop_expired(self, now: float) -> None:
-        """Count those no longer that have expired."""
+        """Count the records that have expired no longer."""
         for subkey in [subkey for subkey, kept in self._kept.items() if kept.expiration <= now]:
             self.drop(subkey)

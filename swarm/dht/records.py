@@ -1,9 +1,9 @@
 """Signed records: what a DHT value is, and why a stranger's can be trusted.
 
-Called by directory (seal, open) and by node, whose DHT refuses to store or pass on what `verify` refuses. A record's
-bytes carry their key, their payload, the signer's certificate and a signature over all of it; the subkey is the
-signer's peer id, so nobody can announce under another's name, move a record to another key, or prolong its life.
-Never asks the network anything.
+Called by directory, which seals, by known_records, which opens, and by validator: the DHT neither stores nor passes on
+what `verify` refuses. A record's bytes carry its key, its payload, the signer's certificate and a signature over all of
+it. The subkey is the signer's peer id, so no peer can announce under another's name, move a record to another key, or
+prolong its life. Never asks the network anything.
 """
 
 import binascii
@@ -20,7 +20,7 @@ from swarm.dht import keys
 from swarm.errors import IntegrityError, MalformedMessage, NotAllowed
 
 MAX_LIFETIME_SECONDS = 120.0
-"""A record that expires later than this is refused: the DHT keeps the farthest expiry, for good if one let it."""
+"""A record that expires later than this is refused. The DHT keeps the farthest expiry, so one could stay for good."""
 MAX_RECORD_BYTES = 16 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -35,9 +35,9 @@ class Envelope(BaseModel):
     payload: str
     """JSON of the model that belongs to the key."""
     certificate_pem: str
-    """The signer's, and in a locked run that of the token which issued it."""
+    """The signer's certificate, and in a locked run that of the token which issued it."""
     signature: str
-    """Base64, over key, subkey, expiration and payload."""
+    """In base64; over key, subkey, expiration and payload."""
 
 
 def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: float) -> bytes:
@@ -72,7 +72,7 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
     Raises:
         MalformedMessage: no envelope, or too large.
         IntegrityError: forged, stolen, or expiring too far in the future.
-        NotAllowed: its signer is no member, or a trainer that speaks where only peers may.
+        NotAllowed: its signer is no member, or is a trainer under a key that only peers may use.
     """
     # Written so that it refuses NaN as well.
     if not expiration <= now + MAX_LIFETIME_SECONDS:
@@ -86,7 +86,7 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
 
 
 def signed_by(record: bytes) -> str:
-    """The certificates in a record that `open_record` has accepted: its signer's, and its token's in a locked run."""
+    """The certificates in a record that `open_record` has accepted: the signer's, and in a locked run the token's."""
     return Envelope.model_validate_json(record).certificate_pem
 
 
@@ -115,8 +115,8 @@ def open_record(
         raise MalformedMessage(f"a record of {subkey} under {key}: {_first_fault(error)}") from None
 
 
-# Cached because the DHT has every record checked again whenever somebody reads its key. A record takes about 5 KB here,
-# and every announcement is a new one.
+# Cached because the DHT checks every record again whenever its key is read. A record takes about 5 KB here, and every
+# announcement is a new one.
 @lru_cache(maxsize=1024)
 def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope:
     if len(record) > MAX_RECORD_BYTES:
@@ -130,7 +130,7 @@ def _verify_signature(subkey: str, record: bytes, expiration: float) -> Envelope
     except ValueError:
         raise MalformedMessage(f"a record of {subkey}: the signature is not base64") from None
     if certificates.peer_id_of(envelope.certificate_pem) != subkey:
-        raise IntegrityError(f"a record of {subkey} was signed by somebody else")
+        raise IntegrityError(f"a record of {subkey} was signed by another peer")
     identity.verify(envelope.certificate_pem, signed, signature)
     return envelope
 

@@ -1,6 +1,6 @@
 """What a DHT node stores, and what it believes when other nodes answer: records of its own run.
 
-Used by node, which hands it to hivemind in the place of a RecordValidatorBase. Never asks the network anything.
+Made by kademlia, which hands it to hivemind in the place of a RecordValidatorBase. Never asks the network anything.
 """
 
 import logging
@@ -17,9 +17,8 @@ from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-
 MAX_BYTES = 64 << 20
-"""Of all records that a node stores."""
+"""Size of all records that a node stores."""
 
 
 class RecordValidator:
@@ -29,7 +28,11 @@ class RecordValidator:
     """
 
     def __init__(self, clock: Clock, *, hash_key: Callable[[str], bytes], pack: Callable[[object], bytes]) -> None:
-        """`hash_key` and `pack` are hivemind's: of a key hivemind shows the hash only, of subkey and value msgpack."""
+        """
+        Args:
+            hash_key: hivemind's hash of a key, which is all that it shows of one.
+            pack: hivemind's msgpack, in which it shows subkeys and values.
+        """
         self._clock = clock
         self._hash_key = hash_key
         self._pack = pack
@@ -53,7 +56,7 @@ class RecordValidator:
         return self._opened(record) is not None
 
     def has_room(self, record: Any) -> bool:
-        """Whether hivemind may store a DHTRecord that holds; if so it is counted."""
+        """Whether hivemind may store a DHTRecord: a valid one that fits. If so, it is counted."""
         envelope = self._opened(record)
         if envelope is None:
             return False
@@ -72,14 +75,14 @@ class RecordValidator:
         return sum(quota.num_bytes for quota in self._quotas.values())
 
     def forget(self, key: bytes) -> None:
-        """Nothing is stored under this key any more."""
+        """Count nothing under this key any more."""
         self._quotas.pop(key, None)
 
     def _opened(self, record: Any) -> Envelope | None:
         key = bytes(record.key)
         if key not in self._keys:
             return None
-        # Behind msgpack's prefixes for sizes like ours; whatever is packed otherwise fails the comparison.
+        # Before ours msgpack puts two and three bytes; anything packed otherwise fails the comparison.
         subkey = record.subkey[2:].decode(errors="replace")
         value = record.value[3:]
         if self._pack(subkey) != record.subkey or self._pack(value) != record.value:

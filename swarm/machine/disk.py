@@ -1,6 +1,6 @@
 """Files that survive a power cut: they have to be on the disk, and not only on their way there, to be relied on.
 
-Used by checkpoint/file, credentials/identity and dht/node.
+Used by checkpoint/file, credentials and dht/kademlia.
 """
 
 import os
@@ -25,3 +25,12 @@ def put_in_place(temporary: Path, path: Path) -> None:
     sync(temporary)
     temporary.rename(path)
     sync(path.parent)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, whole or not at all. Makes its folder. Blocks. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    put_in_place(temporary, path)

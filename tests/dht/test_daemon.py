@@ -36,7 +36,7 @@ def test_only_folders_where_nobody_listens_are_removed(tmp_path: Path) -> None:
         _aged(dead)
         others = tmp_path / "somebody-elses"
         others.mkdir()
-        daemon._sweep(tmp_path)
+        daemon.remove_leftovers(tmp_path)
         assert [folder.exists() for folder in (alive, dead, empty, new, others)] == [True, False, False, True, True]
 
 

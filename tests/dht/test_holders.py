@@ -122,7 +122,7 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
     assert await holders.store("a", b"1", 2.0**40) == (True, True)
     assert network.who_have(key_id) == set(network.nodes)
     # One of the others is asked all the same: by itself it does not know whether anybody is left.
-    network.nodes["node 0"].storage.store_subkey(holders._key_id, "b", node.serializer.dumps(b"2"), 2.0**40)
+    network.nodes["node 0"].storage.store_subkey(key_id, "b", node.serializer.dumps(b"2"), 2.0**40)
     found = [await holders.read() for _ in range(2)]
     assert sorted(network.asked) == ["node 0", "node 2"]
     for asked, answer in zip(network.asked, found, strict=True):
@@ -150,13 +150,13 @@ async def test_a_liar_cannot_name_itself_under_several_ids(
 ) -> None:
     network = Network(12)
     node, holders = _client(network, clock)
+    assert await holders.store("a", b"1", 2.0**40) == (True, True), "it knows the honest ones"
     liar, *_ = honest = list(network.nearest(key_id, NUM_REPLICAS, node).values())
 
     def lie(key: Any, count: int, without: Node) -> dict[Any, str]:
         return {type(key)(key ^ number): liar for number in range(1, count + 1)}
 
     monkeypatch.setattr(network, "nearest", lie)
-    holders._nearest, holders._searched_at = {network.nodes[n].node_id: n for n in honest}, clock.monotonic()
     for _ in range(2 * NUM_REPLICAS):
         assert await holders.read() is not None
     assert sorted(set(network.asked)) == sorted(honest)
