@@ -10,22 +10,18 @@ go. A peer that cannot reach the other one itself has other peers ask.
 import datetime
 import json
 import logging
-import random
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from peers.shared.network import KnownPeers, agree_on_config
+from peers.shared.membership import Membership
+from peers.shared.network import agree_on_config
 from peers.stage_peer.others import answers
-from swarm.config import RunConfig
 from swarm.credentials.identity import Identity, verify
-from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import Fatal, IntegrityError, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import PeerRecord
 
@@ -60,20 +56,18 @@ def begin(clock: Clock) -> Incarnation:
 class Rivals:
     """Other processes under the identity of this peer, or of one that asks."""
 
-    def __init__(
-        self, *, config: RunConfig, identity: Identity, own: Incarnation, known: KnownPeers, channels: ChannelPool,
-        clock: Clock, endpoint: Callable[[], str] = str,
-    ) -> None:  # fmt: skip
+    def __init__(self, membership: Membership, *, own: Incarnation, endpoint: Callable[[], str] = str) -> None:
         """
         Args:
+            own: this process's start.
             endpoint: gives where this process serves.
         """
-        self._config = config
-        self._identity = identity
+        self._config = membership.config
+        self._identity = membership.identity
+        self._known = membership.known
+        self._channels = membership.channels
+        self._clock = membership.clock
         self._own = own
-        self._known = known
-        self._channels = channels
-        self._clock = clock
         self._endpoint = endpoint
         self._asked: dict[str, tuple[float, str, pb.Incarnation | None]] = {}
         """Of late, by peer: when, for which nonce, and what came of it."""
@@ -185,12 +179,9 @@ async def require_alone_at(
         What agree_on_config raises.
     """
     config = await agree_on_config(node, None, addresses, clock, identity.authority)
-    known = KnownPeers(Router(clock, random.Random(0)), own_id=identity.peer_id)
-    channels = ChannelPool(insecure=insecure, identity=identity, clock=clock)
-    rivals = Rivals(config=config, identity=identity, own=begin(clock), known=known, channels=channels, clock=clock)
+    member = Membership.enter(config, node, identity, clock, insecure=insecure)
     try:
-        directory = Directory(node, identity, config.run_id, clock)
-        await known.look_first(directory, range(config.stages.num_stages), clock)
-        await rivals.require_alone()
+        await member.known.look_first(member.directory, member.stages, clock)
+        await Rivals(member, own=begin(clock)).require_alone()
     finally:
-        await channels.close()
+        await member.channels.close()

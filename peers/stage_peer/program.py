@@ -12,14 +12,11 @@ wired together.
 import asyncio
 import contextlib
 import dataclasses
-import errno
-import json
 import logging
 import os
 import random
-import shlex
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,21 +25,22 @@ from peers.shared import cli, process
 from peers.shared.cache import cache_folder
 from peers.shared.devices import device_of
 from peers.shared.event_file import begin, open_events, start_of
+from peers.shared.membership import Membership
 from peers.shared.network import (
     REFRESH_SECONDS,
-    KnownPeers,
     agree_on_config,
     default_name,
-    say_who_may_join,
 )
-from peers.shared.token_option import admitted, find_token, stop_or_expiry, with_token
+from peers.shared.token_option import admitted, find_token, stop_or_expiry
 from peers.stage_peer import incarnation as incarnations
+from peers.stage_peer.arrival import Arrival, outside_addresses, require_ready_file
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.identity_file import claim_identity
-from peers.stage_peer.incarnation import Rivals
+from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.mover import Listen, Mover
 from peers.stage_peer.options import PeerOptions
 from peers.stage_peer.own_addresses import own_hosts
+from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import ServerOptions, StageServer
@@ -52,7 +50,6 @@ from swarm.config import RunConfig
 from swarm.credentials.certificates import Role
 from swarm.credentials.identity import Identity
 from swarm.credentials.token import Token
-from swarm.data import corpora, tokenizers
 from swarm.dht import node as dht_node
 from swarm.dht.addresses import OwnAddress
 from swarm.dht.directory import Directory
@@ -60,10 +57,6 @@ from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
 from swarm.machine.clock import SystemClock, run_loop
-from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
-from swarm.rpc.entry import Entry
-from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
         options.token, options.initial_peers, os.environ, role=Role.PEER, insecure=options.insecure, clock=clock
     )
     announce = options.announce and options.announce.lower()
-    options = dataclasses.replace(options, initial_peers=addresses, announce=announce)
+    name = options.name or default_name()
+    options = dataclasses.replace(options, initial_peers=addresses, announce=announce, name=name)
     require_ready_file(options.ready_file)
     cache = cache_folder()
     device = device_of(options.device, random.SystemRandom())
@@ -100,7 +94,11 @@ def main(argv: Sequence[str]) -> int:
     member = admitted(identity.identity, token)
     node = enter_dht(options, member, identity.libp2p_path)
     try:
-        run_loop(run(options, own, member, node, device, checkpoints, events, token, returns))
+        start = Start(
+            options=options, config=own, token=token, identity=member, node=node, device=device,
+            checkpoints=checkpoints, events=events, returns=returns,
+        )  # fmt: skip
+        run_loop(run(start))
     finally:
         node.shutdown()
     return 0
@@ -142,139 +140,104 @@ def open_checkpoints(options: PeerOptions, owner: str) -> CheckpointWriter | Non
     return writer
 
 
-def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunConfig | None:
-    """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
-    if options.config is None and options.preset is None:
-        return None
-    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
-    if options.stages is not None:
-        stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
-        config = dataclasses.replace(config, stages=stages)
-    if options.dataset is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
-    if options.tokenizer is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))
-    if options.stage != "auto":
-        require_stage(config, options.stage)
-    owner = token.authority.fingerprint if token is not None else ""
-    if config.owner not in ("", owner):
-        raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
-    config = dataclasses.replace(config, owner=owner)
-    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
-    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
-    corpora.check_digest(config.data, corpus)
-    return dataclasses.replace(config, data=corpora.published(config.data, corpus))
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What the process has before it enters the run."""
 
+    options: PeerOptions
+    config: RunConfig | None
+    """The configuration that the command line names, if it names one."""
+    token: Token | None
+    identity: Identity
+    node: DhtNode
+    device: torch.device
+    checkpoints: CheckpointWriter | None
+    events: Events
+    returns: bool
+    """Whether others may remember this peer at its address."""
 
-def require_stage(config: RunConfig, stage: int) -> None:
-    """Raise ValueError if the run has no such stage."""
-    last = config.stages.num_stages - 1
-    if stage > last:
-        raise ValueError(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
-
-
-def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
-    """Raise ValueError if the run has a class of its own that our user has named neither in a file nor in an option."""
-    name = config.model.custom_class
-    # With a configuration of our own, the run's is the same.
-    if name and own is None and name != allowed:
-        raise ValueError(
-            f"this run would have this machine import and run {name!r}, its model.custom_class: "
-            f"if you trust that code, add --allow-class {shlex.quote(name)}"
+    def server_options(self, moves: int, *, moved: bool, incarnation: Incarnation) -> ServerOptions:
+        """What a server is told; `moved` where the peer comes from another stage."""
+        options, checkpoints = self.options, self.checkpoints
+        resume = ResumeOptions(
+            folder=options.resume,
+            round_number=None if moved else options.resume_round,
+            joins=moved or bool(options.initial_peers),
+            moves=moved,
+            had_checkpoints=checkpoints is not None and checkpoints.had_any,
+            starts_over=options.start_over,
+        )
+        return ServerOptions(
+            name=options.name,
+            device=self.device,
+            insecure=options.insecure,
+            max_in_flight=options.max_in_flight,
+            graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
+            checkpoints=checkpoints,
+            events=self.events,
+            resume=resume,
+            movable=options.rebalance_seconds > 0,
+            moves=moves,
+            incarnation=incarnation,
         )
 
+    @property
+    def listen(self) -> Listen:
+        """Where its servers listen, and what others are told of it."""
+        options, address = self.options, outside_addresses(self.node)[0]
+        host = options.announce or address.split("/")[2]
+        return Listen(host=options.host, port=options.port, announced_host=host, dht_address=address)
 
-async def run(
-    options: PeerOptions, own: RunConfig | None, identity: Identity, node: DhtNode, device: torch.device,
-    checkpoints: CheckpointWriter | None, events: Events, token: Token | None, returns: bool,
-) -> None:  # fmt: skip
+
+async def run(start: Start) -> None:
     """Join, serve and leave. Raises what Mover.run raises."""
-    clock = SystemClock()
-    config = await agree_on_config(node, own, options.initial_peers, clock, identity.authority)
-    require_allowed_class(config, own, options.allow_class)
+    options, identity, clock = start.options, start.identity, SystemClock()
+    config = await agree_on_config(start.node, start.config, options.initial_peers, clock, identity.authority)
+    require_allowed_class(config, start.config, options.allow_class)
     if options.stage != "auto":
         require_stage(config, options.stage)
-    directory = Directory(node, identity, config.run_id, clock)
-    rng = random.Random(identity.peer_id)
-    router = Router(clock, rng)
-    known = KnownPeers(router, own_id=identity.peer_id)
-    stages = range(config.stages.num_stages)
-    name = options.name or default_name()
-    channels = ChannelPool(insecure=options.insecure, identity=identity, clock=clock)
+    member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
     incarnation = incarnations.begin(clock)
-    rivals = Rivals(config=config, identity=identity, own=incarnation, known=known, channels=channels, clock=clock)
-    claim = Claim(directory=directory, clock=clock, peer_id=identity.peer_id, name=name)
+    rivals = Rivals(member, own=incarnation)
+    claim = Claim(directory=member.directory, clock=clock, peer_id=identity.peer_id, name=options.name)
     rebalancer = Rebalancer(
-        config=config, own_id=PeerId(identity.peer_id), claim=claim, directory=directory, known=known,
-        channels=channels, clock=clock, rng=rng, checkpoints=options.resume,
-        every_seconds=options.rebalance_seconds,
+        member, claim, random.Random(identity.peer_id), every_seconds=options.rebalance_seconds,
+        checkpoints=options.resume,
+    )  # fmt: skip
+    arrival = Arrival(
+        options=options, membership=member, node=start.node, device=str(start.device), token=start.token,
+        is_new=not (options.initial_peers or start.returns or options.resume),
     )  # fmt: skip
 
-    def make_server(stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
-        local = ServerOptions(
-            name=name, device=device, insecure=options.insecure, max_in_flight=options.max_in_flight,
-            graph_bytes=None if options.graph_memory_mib is None else options.graph_memory_mib << 20,
-            checkpoints=checkpoints, events=events,
-            resume=ResumeOptions(
-                folder=options.resume, round_number=None if comes_from_another else options.resume_round,
-                joins=comes_from_another or bool(options.initial_peers), moves=comes_from_another,
-                had_checkpoints=checkpoints is not None and checkpoints.had_any, starts_over=options.start_over,
-            ),
-            movable=options.rebalance_seconds > 0, moves=moves, incarnation=incarnation,
-        )  # fmt: skip
-        return StageServer(
-            config=config, stage=stage, identity=identity, known=known, router=router, directory=directory,
-            clock=clock, tasks=tasks, options=local,
-        )  # fmt: skip
-
-    addresses = outside_addresses(node)
-    has_said = False
-
-    def on_serving(stage: int, endpoint: str) -> None:
-        nonlocal has_said
-        is_first, has_said = not has_said, True
-        if is_first:
-            say_who_may_join(identity.authority)
-            entry = Entry(identity.peer_id, endpoint)
-            is_new = not (options.initial_peers or returns or options.resume)
-            announce_to_people(options, stage, device, config, node, known, entry, token, is_new=is_new)
-        try:
-            write_ready_file(options, stage, identity, endpoint, node, device)
-        except OSError as error:
-            if is_first:
-                raise
-            logger.warning("%s still names the former stage: %s", options.ready_file, error.strerror)
+    def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
+        return StageServer(member, stage, tasks, start.server_options(moves, moved=moved, incarnation=incarnation))
 
     async with asyncio.TaskGroup() as tasks:
         # Before it is waited for anything: joiners look for the run now.
-        publishing = tasks.create_task(republish(directory, config))
-        await known.look_first(directory, stages, clock, returns=returns)
+        publishing = tasks.create_task(republish(member.directory, config))
+        await member.known.look_first(member.directory, member.stages, clock, returns=start.returns)
         # Before anything is announced, which would take the place of what the other one has announced.
         await rivals.require_alone()
         keeping = tasks.create_task(claim.keep())
         stage = await first_stage(options, rebalancer)
         # Not before: until here nobody looks at it, and Ctrl-C and SIGTERM end the process by themselves.
         stop = process.stop_event()
-        begin(events, options.events, start_of(config, peer_id=identity.peer_id, name=name, stage=stage))
+        begin(start.events, options.events, start_of(config, peer_id=member.peer_id, name=options.name, stage=stage))
         background = [
-            keeping,
-            tasks.create_task(directory.watch(stages, known.update, REFRESH_SECONDS)),
             publishing,
+            keeping,
+            tasks.create_task(member.directory.watch(member.stages, member.known.update, REFRESH_SECONDS)),
             tasks.create_task(stop_or_expiry(stop, identity, clock)),
             tasks.create_task(rivals.watch()),
         ]
         mover = Mover(
-            make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=events, stop=stop,
-            on_serving=on_serving,
-            listen=Listen(
-                host=options.host, port=options.port, announced_host=options.announce or addresses[0].split("/")[2],
-                dht_address=addresses[0],
-            ),
+            make_server=make_server, rebalancer=rebalancer, clock=clock, event_log=start.events, stop=stop,
+            on_serving=arrival.serves, listen=start.listen,
         )  # fmt: skip
         await mover.run(stage)
         for task in background:
             task.cancel()
-    await channels.close()
+    await member.channels.close()
 
 
 async def first_stage(options: PeerOptions, rebalancer: Rebalancer) -> int:
@@ -294,75 +257,3 @@ async def republish(directory: Directory, config: RunConfig) -> None:
         except SwarmError as error:
             logger.debug("the configuration was not published: %s", error)
         await asyncio.sleep(20.0)
-
-
-def outside_addresses(node: DhtNode) -> list[str]:
-    """Where others enter the DHT: the addresses that reach beyond this machine, if it has any."""
-    addresses = node.addresses()
-    outside = [address for address in addresses if address.split("/")[2] != "::1" and "/127." not in address]
-    return outside or addresses
-
-
-def announce_to_people(
-    options: PeerOptions, stage: int, device: torch.device, config: RunConfig, node: DhtNode, known: KnownPeers,
-    entry: Entry, token: Token | None, *, is_new: bool,
-) -> None:  # fmt: skip
-    """Say on stdout how others join, with several peers' addresses where there are several.
-
-    Args:
-        is_new: whether this peer begins the run. Its id is that of every run of the same configuration and text, so
-            that nothing else tells whoever forgot --initial-peers.
-    """
-    addresses = list(dict.fromkeys([*outside_addresses(node)[:2], *known.dht_addresses(4)]))
-    peers = with_token(addresses[:5], str(token or ""))
-    trainers = with_token(addresses[:5], "TOKEN" if token else "")
-    watched = with_token(list(map(str, [entry, *known.entries(2)])), "TOKEN" if token else "")
-    insecure = " --insecure" if options.insecure else ""
-    own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
-    last = config.stages.num_stages - 1
-    kind = "new run" if is_new else "run"
-    print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {device}")
-    print(f"  join:   swarm-peer --stage auto --initial-peers {peers}{own_class}{insecure}")
-    print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
-    print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
-    if token:
-        print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
-
-
-def require_ready_file(path: Path | None) -> None:
-    """Raise ValueError for a --ready-file that cannot be written, which else would show only once the peer serves.
-
-    Its folder is made.
-    """
-    if path is None:
-        return
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.parent.mkdir(parents=True)
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        temporary = _temporary(path)
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        raise ValueError(f"--ready-file {path}: cannot be written: {error.strerror}") from None
-
-
-def write_ready_file(
-    options: PeerOptions, stage: int, identity: Identity, endpoint: str, node: DhtNode, device: torch.device
-) -> None:  # fmt: skip
-    """Tell whoever started us that we serve, and where; again after each move."""
-    if options.ready_file is None:
-        return
-    ready = {
-        "peer_id": identity.peer_id, "stage": stage, "endpoint": endpoint,
-        "dht_addresses": outside_addresses(node), "device": str(device),
-        "certificate_pem": "" if options.insecure else identity.certificate_pem, "time": time.time(),
-    }  # fmt: skip
-    temporary = _temporary(options.ready_file)
-    temporary.write_text(json.dumps(ready))
-    temporary.rename(options.ready_file)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp")

@@ -11,20 +11,16 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.others import answers
 from swarm.averaging.rules import has_quorum
 from swarm.checkpoint import file
-from swarm.config import RunConfig
-from swarm.dht.directory import Directory
 from swarm.errors import Fatal, SwarmError
-from swarm.machine.clock import Clock
 from swarm.rebalancing.claims import layout_of
 from swarm.rebalancing.costs import stage_costs
 from swarm.rebalancing.decision import next_check_seconds
 from swarm.rebalancing.judgement import SETTLE_SECONDS, Judgement
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 
@@ -38,26 +34,26 @@ class Rebalancer:
     """One peer's."""
 
     def __init__(
-        self, *, config: RunConfig, own_id: PeerId, claim: Claim, directory: Directory, known: KnownPeers,
-        channels: ChannelPool, clock: Clock, rng: random.Random, every_seconds: float, checkpoints: Path | None,
+        self, membership: Membership, claim: Claim, rng: random.Random, *, every_seconds: float,
+        checkpoints: Path | None,
     ) -> None:  # fmt: skip
         """
         Args:
             every_seconds: mean time between two checks; 0 never moves.
             checkpoints: folder from which a stage that nobody holds can be restored.
         """
-        self._config = config
-        self._own_id = own_id
+        self._config = membership.config
+        self._own_id = PeerId(membership.peer_id)
         self._claim = claim
-        self._directory = directory
-        self._known = known
-        self._channels = channels
-        self._clock = clock
+        self._directory = membership.directory
+        self._known = membership.known
+        self._channels = membership.channels
+        self._clock = membership.clock
         self._rng = rng
         self._every_seconds = every_seconds
         self._checkpoints = checkpoints
-        self._costs = stage_costs(config)
-        self._judgement = Judgement(own_id=own_id, costs=self._costs)
+        self._costs = stage_costs(self._config)
+        self._judgement = Judgement(own_id=self._own_id, costs=self._costs)
 
     # -- joining -----------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ the stage's state is here: bind -> get the state -> announce, average, write che
 """
 
 import asyncio
+import dataclasses
 import logging
 import random
 import resource
@@ -22,7 +23,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import swarm
 from peers.shared import devices, process
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from peers.stage_peer import resume
 from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.news import StageNews
@@ -36,22 +37,17 @@ from swarm.averaging.transport import GrpcTransport
 from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
-from swarm.config import RunConfig
-from swarm.credentials.identity import Identity
 from swarm.dht import keys
-from swarm.dht.directory import Directory
 from swarm.dht.lookup import DirectoryServicer
 from swarm.errors import Fatal, NotReady, PeerUnavailable
 from swarm.events.kinds import Events, Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
-from swarm.machine.clock import Clock
 from swarm.machine.loop_lag import LoopLag
 from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
 from swarm.model.stages import build_stage
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
-from swarm.routing.router import Router
 from swarm.rpc import tls
 from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -122,16 +118,15 @@ class StageServer:
     """One stage peer, as long as it stays at its stage."""
 
     def __init__(
-        self, *, config: RunConfig, stage: int, identity: Identity, known: KnownPeers, router: Router,
-        directory: Directory, clock: Clock, tasks: asyncio.TaskGroup, options: ServerOptions,
+        self, membership: Membership, stage: int, tasks: asyncio.TaskGroup, options: ServerOptions
     ) -> None:  # fmt: skip
-        self._config = config
+        self._config = config = membership.config
         self._number = stage
-        self._identity = identity
-        self._known = known
-        self._router = router
-        self._directory = directory
-        self._clock = clock
+        self._identity = identity = membership.identity
+        self._known = membership.known
+        self._router = router = membership.known.router
+        self._directory = membership.directory
+        self._clock = clock = membership.clock
         self._tasks = tasks
         self._options = options
         self._checkpoints = options.checkpoints
@@ -195,8 +190,8 @@ class StageServer:
         self._news = StageNews(clock)
         self._loop_lag = LoopLag(clock)
         self._rivals = Rivals(
-            config=config, identity=identity, own=options.incarnation, known=known, channels=self._channels,
-            clock=clock, endpoint=lambda: self._endpoint,
+            dataclasses.replace(membership, channels=self._channels), own=options.incarnation,
+            endpoint=lambda: self._endpoint,
         )  # fmt: skip
 
     @asynccontextmanager

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 import grpc
 import torch
 
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
-from swarm.dht.directory import Directory
 from swarm.events.kinds import NoEvents
 from swarm.hop.answers import HopListener
 from swarm.hop.hop import Hop
@@ -98,8 +97,7 @@ async def running(
     clock = SystemClock()
     config = LOCKED_RUN if identity.authority is not None else OPEN_RUN
     router = Router(clock, random.Random(0))
-    known = KnownPeers(Router(clock, random.Random(1)), own_id=identity.peer_id)
-    directory = Directory(MemoryStore(clock), identity, config.run_id, clock)
+    member = Membership.enter(config, MemoryStore(clock), identity, clock, insecure=False)
     options = ServerOptions(
         name="host", device=torch.device("cpu"), insecure=False, max_in_flight=max_in_flight, graph_bytes=1 << 28,
         resume=ResumeOptions(folder=None, round_number=None, joins=False, had_checkpoints=False), checkpoints=None,
@@ -111,10 +109,7 @@ async def running(
         clock=clock,
     )  # fmt: skip
     async with cancelled_tasks() as tasks:
-        server = StageServer(
-            config=config, stage=STAGE, identity=identity, known=known, router=known.router, directory=directory,
-            clock=clock, tasks=tasks, options=options,
-        )  # fmt: skip
+        server = StageServer(member, STAGE, tasks, options)
         async with server.serving("127.0.0.1", 0, "127.0.0.1", "") as endpoint:
             record = server._record()
             assert record.endpoint == endpoint

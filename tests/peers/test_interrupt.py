@@ -54,6 +54,7 @@ trainer.agree_on_config = agree_on_config
 commands.trainer()
 """
 JOINING_PEER = f"""{NODE}
+from peers.shared.network import KnownPeers
 from peers.stage_peer import program as stage_peer
 
 async def look_first(*arguments, **options):
@@ -61,7 +62,7 @@ async def look_first(*arguments, **options):
     await asyncio.Event().wait()
 
 stage_peer.agree_on_config = agree_on_config
-stage_peer.KnownPeers.look_first = look_first
+KnownPeers.look_first = look_first
 commands.peer()
 """
 

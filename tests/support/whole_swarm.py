@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from peers.shared.event_file import start_of
+from peers.shared.membership import Membership
 from peers.shared.network import KnownPeers
 from peers.stage_peer.resume import ResumeOptions
 from peers.stage_peer.server import ServerOptions, StageServer
@@ -88,20 +89,15 @@ class WholeSwarm:
     async def _run(self, peer: WholePeer, own: identities.Identity, serving: "asyncio.Future[None]") -> None:
         config, stages = self.config, range(self.config.stages.num_stages)
         peer.log.write(start_of(config, peer_id=own.peer_id, name="", stage=peer.stage))
-        directory = Directory(self._store, own, config.run_id, CLOCK)
-        router = Router(CLOCK, random.Random(own.peer_id))
-        known = KnownPeers(router, own_id=own.peer_id)
+        member = Membership.enter(config, self._store, own, CLOCK, insecure=True)
         options = ServerOptions(
             name="", device=torch.device("cpu"), insecure=True, max_in_flight=0, graph_bytes=1 << 30,
             resume=self.resume, checkpoints=None, events=peer.log,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
-            await known.look(directory, stages)
-            tasks.create_task(directory.watch(stages, known.update, LOOK_SECONDS))
-            peer.server = StageServer(
-                config=config, stage=peer.stage, identity=own, known=known, router=router, directory=directory,
-                clock=CLOCK, tasks=tasks, options=options,
-            )  # fmt: skip
+            await member.known.look(member.directory, stages)
+            tasks.create_task(member.directory.watch(stages, member.known.update, LOOK_SECONDS))
+            peer.server = StageServer(member, peer.stage, tasks, options)
             async with peer.server.serving("127.0.0.1", 0, "127.0.0.1", ""):
                 serving.set_result(None)
                 await asyncio.Event().wait()

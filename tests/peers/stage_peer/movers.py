@@ -6,10 +6,11 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.mover import Listen, Mover
 from peers.stage_peer.rebalancer import Rebalancer
@@ -18,11 +19,8 @@ from peers.stage_peer.server import ServerOptions, StageServer
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
-from swarm.dht.directory import Directory
 from swarm.events.kinds import Event, Leave
 from swarm.machine.clock import SystemClock
-from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
 from swarm.types import PeerId, PeerRecord
 from tests.support.memory_store import MemoryStore
 
@@ -30,8 +28,8 @@ from tests.support.memory_store import MemoryStore
 class Ordered(Rebalancer):
     """Moves when it is told to, and looks at nothing but whether it can be spared."""
 
-    def __init__(self, **parts: object) -> None:
-        super().__init__(**parts)  # type: ignore[arg-type]  # as they come
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
         self.orders: asyncio.Queue[int] = asyncio.Queue()
 
     async def next_move(self, stage: int, rate: Callable[[], float]) -> int:
@@ -58,18 +56,14 @@ class LocalPeer:
         self.identity = generate()
         self.peer_id = PeerId(self.identity.peer_id)
         self.clock = SystemClock()
-        self.directory = Directory(store, self.identity, config.run_id, self.clock)
-        rng = random.Random(self.peer_id)
-        self._router = Router(self.clock, rng)
-        self.known = KnownPeers(self._router, own_id=self.peer_id)
-        self._channels = ChannelPool(insecure=True)
+        self._membership = Membership.enter(config, store, self.identity, self.clock, insecure=True)
+        self.directory, self.known = self._membership.directory, self._membership.known
         self._resume = resume
         self.writer = CheckpointWriter(checkpoints, every=100, keep=3, owner=self.peer_id) if checkpoints else None
         claim = Claim(directory=self.directory, clock=self.clock, peer_id=self.peer_id, name="local")
         self.rebalancer = Ordered(
-            config=config, own_id=self.peer_id, claim=claim, directory=self.directory, known=self.known,
-            channels=self._channels, clock=self.clock, rng=rng, every_seconds=1.0, checkpoints=resume,
-        )  # fmt: skip
+            self._membership, claim, random.Random(self.peer_id), every_seconds=1.0, checkpoints=resume
+        )
         self.log = Record()
         self.stop = asyncio.Event()
         self.served: asyncio.Queue[int] = asyncio.Queue()
@@ -99,7 +93,7 @@ class LocalPeer:
                 with suppress(asyncio.CancelledError):
                     await running
                 watching.cancel()
-        await self._channels.close()
+        await self._membership.channels.close()
 
     async def next_served(self) -> int:
         """Wait until the next stage is served."""
@@ -128,9 +122,6 @@ class LocalPeer:
             resume=ResumeOptions(folder=self._resume, joins=comes_from_another, moves=comes_from_another),
             checkpoints=self.writer, events=self.log, movable=True, moves=moves,
         )  # fmt: skip
-        self.server = StageServer(
-            config=self._config, stage=stage, identity=self.identity, known=self.known, router=self._router,
-            directory=self.directory, clock=self.clock, tasks=tasks, options=options,
-        )  # fmt: skip
+        self.server = StageServer(self._membership, stage, tasks, options)
         self.made.append(weakref.ref(self.server))
         return self.server

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -10,18 +9,18 @@ from typing import Any
 import grpc
 import pytest
 
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from peers.stage_peer.incarnation import LOOK_SECONDS, Incarnation, Rivals
 from swarm.config import RunConfig, StagesConfig
 from swarm.credentials.identity import generate
 from swarm.errors import Fatal
 from swarm.machine.clock import ManualClock, SystemClock
-from swarm.routing.router import Router
 from swarm.rpc import tls
-from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
+from swarm.rpc.channels import SERVER_OPTIONS, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer, add_StageServiceServicer_to_server
 from swarm.types import PeerRecord, PeerState
+from tests.support.memory_store import MemoryStore
 
 CONFIG = RunConfig(stages=StagesConfig(num_stages=2))
 ME, OTHER = generate(), generate()
@@ -76,17 +75,13 @@ def record(incarnation: Incarnation, endpoint: str, *, who: Any = ME, stage: int
 async def rivals_of(
     *records: PeerRecord, own: Incarnation = OWN, who: Any = ME, clock: Any = None, host: Host | None = None
 ) -> AsyncIterator[Rivals]:  # fmt: skip
-    known = KnownPeers(Router(SystemClock(), random.Random(0)), own_id=who.peer_id)
+    member = Membership.enter(CONFIG, MemoryStore(SystemClock()), who, clock or SystemClock(), insecure=False)
     for one in records:
-        known.records[one.stage] = [*known.peers(one.stage), one]
-    channels = ChannelPool()
+        member.known.records[one.stage] = [*member.known.peers(one.stage), one]
     try:
-        yield Rivals(
-            config=CONFIG, identity=who, own=own, known=known, channels=channels, clock=clock or SystemClock(),
-            endpoint=lambda: host.endpoint if host is not None else "",
-        )  # fmt: skip
+        yield Rivals(member, own=own, endpoint=lambda: host.endpoint if host is not None else "")
     finally:
-        await channels.close()
+        await member.channels.close()
 
 
 @asynccontextmanager

@@ -6,8 +6,10 @@ import pytest
 
 from peers.shared import process
 from peers.stage_peer import program as stage_peer
+from peers.stage_peer.arrival import require_ready_file
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.program import open_checkpoints, require_allowed_class
+from peers.stage_peer.own_config import require_allowed_class
+from peers.stage_peer.program import open_checkpoints
 from swarm.config import ModelConfig, RunConfig
 
 
@@ -84,5 +86,5 @@ def test_a_ready_file_that_cannot_be_written_is_noticed_at_once(
 
 
 def test_to_check_a_ready_file_makes_its_folder_alone(tmp_path: Path) -> None:
-    stage_peer.require_ready_file(tmp_path / "new" / "ready.json")
+    require_ready_file(tmp_path / "new" / "ready.json")
     assert list(tmp_path.rglob("*")) == [tmp_path / "new"]

@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 
-from peers.shared.network import KnownPeers
+from peers.shared.membership import Membership
 from peers.stage_peer import rebalancer
 from peers.stage_peer.claim import Claim
 from peers.stage_peer.rebalancer import Rebalancer
 from swarm.checkpoint import file
 from swarm.config import AveragingConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
-from swarm.dht.directory import Directory
 from swarm.errors import Fatal, PeerUnavailable
 from swarm.machine.clock import Clock
-from swarm.routing.router import Router
-from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.types import ClaimState, PeerId, PeerRecord, PeerState
 from tests.support.memory_store import MemoryStore
@@ -64,14 +61,12 @@ class Peer:
         identity = generate()
         self.peer_id = PeerId(identity.peer_id)
         clock, rng = world.clock, random.Random(number)
-        self.directory = Directory(world.store, identity, CONFIG.run_id, clock)
-        self.known = KnownPeers(Router(clock, rng), own_id=self.peer_id)
+        member = Membership.enter(world.config, world.store, identity, clock, insecure=True)
+        self.directory, self.known = member.directory, member.known
         self.claim = Claim(directory=self.directory, clock=clock, peer_id=self.peer_id, name=str(number))
         self.rebalancer = Rebalancer(
-            config=world.config, own_id=self.peer_id, claim=self.claim, directory=self.directory, known=self.known,
-            channels=ChannelPool(insecure=True), clock=clock, rng=rng, every_seconds=PERIOD_SECONDS,
-            checkpoints=world.checkpoints,
-        )  # fmt: skip
+            member, self.claim, rng, every_seconds=PERIOD_SECONDS, checkpoints=world.checkpoints
+        )
         self.stage: int | None = None
         self.state = PeerState.SERVING
         self.round = world.round

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.program import own_config
+from peers.stage_peer.own_config import own_config
 from peers.trainer import program as trainer
 from peers.trainer.options import TrainerOptions
 from peers.trainer.program import Session, finish, open_corpus

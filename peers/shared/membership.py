@@ -1,0 +1,53 @@
+"""A process in its run: what its parts share.
+
+Made by swarm-peer and swarm-trainer once they know the run's configuration. Nothing here is done for any of the parts.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Self
+
+from peers.shared.network import KnownPeers
+from swarm.config import RunConfig
+from swarm.credentials.identity import Identity
+from swarm.dht.directory import Directory
+from swarm.dht.record_store import RecordStore
+from swarm.machine.clock import Clock
+from swarm.routing.router import Router
+from swarm.rpc.channels import ChannelPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The run, this process's identity in it, the others that it knows, and how it calls them."""
+
+    config: RunConfig
+    identity: Identity
+    directory: Directory
+    known: KnownPeers
+    channels: ChannelPool
+    clock: Clock
+
+    @classmethod
+    def enter(
+        cls, config: RunConfig, store: RecordStore, identity: Identity, clock: Clock, *, insecure: bool
+    ) -> Self:  # fmt: skip
+        """Be in a run whose records are in `store`. Nobody is known yet, and nothing is announced."""
+        return cls(
+            config=config,
+            identity=identity,
+            directory=Directory(store, identity, config.run_id, clock),
+            known=KnownPeers(Router(clock, random.Random(identity.peer_id)), own_id=identity.peer_id),
+            channels=ChannelPool(insecure=insecure, identity=identity, clock=clock),
+            clock=clock,
+        )
+
+    @property
+    def peer_id(self) -> str:
+        """This process's id."""
+        return self.identity.peer_id
+
+    @property
+    def stages(self) -> range:
+        """The run's stages."""
+        return range(self.config.stages.num_stages)

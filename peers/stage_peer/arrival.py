@@ -1,0 +1,126 @@
+"""What a stage peer tells once it serves: to people, on stdout, how others join; to a launcher, in a file, where it is.
+
+Used by program.py. The lines are printed once, and the file is written again after every move.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shlex
+import time
+from pathlib import Path
+
+from peers.shared.membership import Membership
+from peers.shared.network import say_who_may_join
+from peers.shared.token_option import with_token
+from peers.stage_peer.options import PeerOptions
+from swarm.credentials.token import Token
+from swarm.dht.node import DhtNode
+from swarm.rpc.entry import Entry
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+class Arrival:
+    """One peer's."""
+
+    def __init__(
+        self, *, options: PeerOptions, membership: Membership, node: DhtNode, device: str, token: Token | None,
+        is_new: bool,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            device: that it computes on.
+            is_new: whether this peer begins the run. A run's id is that of every run of the same configuration and
+                text, so that nothing else tells a user who forgot --initial-peers.
+        """
+        self._options = options
+        self._membership = membership
+        self._node = node
+        self._device = device
+        self._token = token
+        self._is_new = is_new
+        self._has_said = False
+
+    def serves(self, stage: int, endpoint: str) -> None:
+        """Tell that a stage is served now. Raises OSError if that cannot be written the first time."""
+        is_first, self._has_said = not self._has_said, True
+        if is_first:
+            say_who_may_join(self._membership.identity.authority)
+            self._say_how_to_join(stage, endpoint)
+        if self._options.ready_file is None:
+            return
+        try:
+            self._write(self._options.ready_file, stage, endpoint)
+        except OSError as error:
+            if is_first:
+                raise
+            logger.warning("%s still names the former stage: %s", self._options.ready_file, error.strerror)
+
+    def _say_how_to_join(self, stage: int, endpoint: str) -> None:
+        """Name several peers' addresses where there are several."""
+        config, known = self._membership.config, self._membership.known
+        entry = Entry(PeerId(self._membership.peer_id), endpoint)
+        addresses = list(dict.fromkeys([*outside_addresses(self._node)[:2], *known.dht_addresses(4)]))[:5]
+        for_trainers = "TOKEN" if self._token else ""
+        peers = with_token(addresses, str(self._token or ""))
+        trainers = with_token(addresses, for_trainers)
+        watched = with_token(list(map(str, [entry, *known.entries(2)])), for_trainers)
+        insecure = " --insecure" if self._options.insecure else ""
+        own_class = f" --allow-class {shlex.quote(config.model.custom_class)}" if config.model.custom_class else ""
+        last = config.stages.num_stages - 1
+        kind = "new run" if self._is_new else "run"
+        print(f"Serving stage {stage} (of 0 to {last}) of {kind} {config.run_id} on {self._device}")
+        print(f"  join:   swarm-peer --stage auto --initial-peers {peers}{own_class}{insecure}")
+        print(f"  train:  swarm-trainer --steps 100 --initial-peers {trainers}{insecure}")
+        print(f"  watch:  swarm-status --watch --peer {watched}{insecure}", flush=True)
+        if self._token:
+            print("  TOKEN is a trainer's; the run's owner makes one: swarm-keys issue FILE --role trainer", flush=True)
+
+    def _write(self, path: Path, stage: int, endpoint: str) -> None:
+        identity = self._membership.identity
+        ready = {
+            "peer_id": identity.peer_id,
+            "stage": stage,
+            "endpoint": endpoint,
+            "dht_addresses": outside_addresses(self._node),
+            "device": self._device,
+            "certificate_pem": "" if self._options.insecure else identity.certificate_pem,
+            "time": time.time(),
+        }
+        temporary = _temporary(path)
+        temporary.write_text(json.dumps(ready))
+        temporary.rename(path)
+
+
+def require_ready_file(path: Path | None) -> None:
+    """Raise ValueError for a --ready-file that cannot be written, which else would show only once the peer serves.
+
+    Its folder is made.
+    """
+    if path is None:
+        return
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(parents=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = _temporary(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise ValueError(f"--ready-file {path}: cannot be written: {error.strerror}") from None
+
+
+def outside_addresses(node: DhtNode) -> list[str]:
+    """Where others enter the DHT: the addresses that reach beyond this machine, if it has any."""
+    addresses = node.addresses()
+    outside = [address for address in addresses if address.split("/")[2] != "::1" and "/127." not in address]
+    return outside or addresses
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")

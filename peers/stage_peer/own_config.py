@@ -1,0 +1,56 @@
+"""What the command line of a swarm-peer says of the run's configuration: all of it, or which run's is welcome.
+
+Used by program.py before the peer enters the DHT, and once it has learnt the run's configuration.
+"""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from peers.stage_peer.options import PeerOptions
+from swarm import config as configs
+from swarm.config import RunConfig
+from swarm.credentials.token import Token
+from swarm.data import corpora, tokenizers
+
+
+def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunConfig | None:
+    """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
+    if options.config is None and options.preset is None:
+        return None
+    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
+    if options.stages is not None:
+        stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
+        config = dataclasses.replace(config, stages=stages)
+    if options.dataset is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
+    if options.tokenizer is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))
+    if options.stage != "auto":
+        require_stage(config, options.stage)
+    owner = token.authority.fingerprint if token is not None else ""
+    if config.owner not in ("", owner):
+        raise ValueError(f"the run is locked by owner {config.owner[:16]}: give a token of that owner's with --token")
+    config = dataclasses.replace(config, owner=owner)
+    tokenizers.load_for_run(config.data, vocab_size=config.model.vocab_size)
+    corpus = corpora.prepare(config.data, cache_dir=cache / "corpora")
+    corpora.check_digest(config.data, corpus)
+    return dataclasses.replace(config, data=corpora.published(config.data, corpus))
+
+
+def require_stage(config: RunConfig, stage: int) -> None:
+    """Raise ValueError if the run has no such stage."""
+    last = config.stages.num_stages - 1
+    if stage > last:
+        raise ValueError(f"--stage {stage} does not exist: this run has the stages 0 to {last}")
+
+
+def require_allowed_class(config: RunConfig, own: RunConfig | None, allowed: str | None) -> None:
+    """Raise ValueError if the run has a class of its own that our user has named neither in a file nor in an option."""
+    name = config.model.custom_class
+    # With a configuration of our own, the run's is the same.
+    if name and own is None and name != allowed:
+        raise ValueError(
+            f"this run would have this machine import and run {name!r}, its model.custom_class: "
+            f"if you trust that code, add --allow-class {shlex.quote(name)}"
+        )
