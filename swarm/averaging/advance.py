@@ -87,11 +87,17 @@ class Advance:
             self._exchanges.committed(kept.fragment, kept.residual)
             self._own_round.let_go()
             result = dataclasses.replace(
-                kept.round_result, tensors=tensors, total_squared_norm=outcome.total_squared_norm,
-                seconds=self._clock.monotonic() - kept.began_at, residual_bytes=self._exchanges.residual_bytes,
+                kept.round_result,
+                tensors=tensors,
+                total_squared_norm=outcome.total_squared_norm,
                 lineage=messages.lineage_after(self._place.standing.lineage, outcome),
                 partners=messages.digests_of(outcome.partners),
-            )  # fmt: skip
+                cost=dataclasses.replace(
+                    kept.round_result.cost,
+                    seconds=self._clock.monotonic() - kept.began_at,
+                    residual_bytes=self._exchanges.residual_bytes,
+                ),
+            )
             self._state_digest = await self._member.apply(result)
             before = self._place.standing
             self._group.commit(round_number, digest)

@@ -22,7 +22,7 @@ from swarm.averaging.shares import Shares
 from swarm.averaging.transport import record_of
 from swarm.events.kinds import Begin, Prepare
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import RoundResult
+from swarm.training.round_member import RoundCost, RoundResult
 
 
 class Participant:
@@ -153,15 +153,26 @@ class Participant:
             ballot=messages.pack_ballot(attempt.ballot), digest=average.digest, squared_norm=squared_norm,
             member_ids=member_ids, num_samples=average.num_samples,
         )  # fmt: skip
+        cost = RoundCost(
+            bytes_sent=average.bytes_sent,
+            bytes_received=average.bytes_received,
+            compression_ratio=average.compression_ratio,
+            exchange_seconds=seconds,
+            contribution_norm=closed.norm if closed.contribution.num_samples else 0.0,
+        )
         result = RoundResult(
-            round=standing.round, tensors=tensors,
-            num_samples=average.num_samples, squared_norm=average.squared_norm,
-            total_squared_norm=average.squared_norm, members=tuple(member_ids),
-            lineage="",  # Depends on what the other stages decide.
-            attempts=attempt.ballot.attempt, bytes_sent=average.bytes_sent, bytes_received=average.bytes_received,
-            compression_ratio=average.compression_ratio, seconds=0.0, digest=average.digest,
-            exchange_seconds=seconds, contribution_norm=closed.norm if closed.contribution.num_samples else 0.0,
-        )  # fmt: skip
+            round=standing.round,
+            tensors=tensors,
+            num_samples=average.num_samples,
+            squared_norm=average.squared_norm,
+            total_squared_norm=average.squared_norm,
+            members=tuple(member_ids),
+            # It depends on what the other stages decide.
+            lineage="",
+            attempts=attempt.ballot.attempt,
+            digest=average.digest,
+            cost=cost,
+        )
         return Result(
             prepared=prepared, round_result=result, residual=average.residual,
             fragment=closed.contribution.fragment, began_at=attempt.began_at,

@@ -53,7 +53,7 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
 
 
 def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
-    """From the wire. What only the members of the exchange can know of it, such as its bytes, is 0.
+    """From the wire. It cost this peer nothing.
 
     Raises:
         MalformedMessage: it does not follow from `before`, or was clipped by a norm that cannot be.
@@ -65,11 +65,17 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
         raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
     require_norms(outcome, prepared.squared_norm)
     result = RoundResult(
-        round=before.round, tensors=tensors, num_samples=prepared.num_samples, squared_norm=prepared.squared_norm,
-        total_squared_norm=outcome.total_squared_norm, members=members, lineage=lineage,
-        attempts=prepared.ballot.attempt, bytes_sent=0, bytes_received=0, compression_ratio=1.0, seconds=0.0,
-        digest=prepared.digest, partners=messages.digests_of(outcome.partners),
-    )  # fmt: skip
+        round=before.round,
+        tensors=tensors,
+        num_samples=prepared.num_samples,
+        squared_norm=prepared.squared_norm,
+        total_squared_norm=outcome.total_squared_norm,
+        members=members,
+        lineage=lineage,
+        attempts=prepared.ballot.attempt,
+        digest=prepared.digest,
+        partners=messages.digests_of(outcome.partners),
+    )
     return Committed(
         before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest)
     )

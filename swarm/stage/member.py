@@ -185,17 +185,17 @@ class StageMember:
         self, result: RoundResult, learning_rate: float, seconds: float, inner_steps: InnerSteps
     ) -> pb.RoundReport:
         """What trainers and status are told of a round that was committed, which took this peer so long."""
-        synchronous = self._stage.config.rounds.synchronous
+        synchronous, cost = self._stage.config.rounds.synchronous, result.cost
         squared_norm = result.total_squared_norm if synchronous else result.squared_norm
         return pb.RoundReport(
             round=result.round, run_samples=self.run_samples, num_members=len(result.members),
             num_alive=self._num_alive(), gradient_norm=squared_norm**0.5, learning_rate=learning_rate,
-            aggregate_seconds=result.seconds + seconds, bytes_sent=result.bytes_sent,
-            bytes_received=result.bytes_received, compression_ratio=result.compression_ratio,
+            aggregate_seconds=cost.seconds + seconds, bytes_sent=cost.bytes_sent,
+            bytes_received=cost.bytes_received, compression_ratio=cost.compression_ratio,
             attempts=result.attempts, num_samples=result.num_samples,
             averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
-            contribution_norm=result.contribution_norm, exchange_seconds=result.exchange_seconds,
-            wait_seconds=max(0.0, result.seconds - result.exchange_seconds), residual_bytes=result.residual_bytes,
+            contribution_norm=cost.contribution_norm, exchange_seconds=cost.exchange_seconds,
+            wait_seconds=max(0.0, cost.seconds - cost.exchange_seconds), residual_bytes=cost.residual_bytes,
             inner_steps=pb.InnerSteps(**dataclasses.asdict(inner_steps)),
         )  # fmt: skip
 

@@ -70,6 +70,29 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundCost:
+    """What a committed round took of one member, for reports alone.
+
+    Attributes:
+        bytes_sent: payload that it sent.
+        bytes_received: payload that it received.
+        compression_ratio: see averaging/allreduce.
+        seconds: time from its closing to the commit.
+        exchange_seconds: the part of that time which the exchange itself took.
+        contribution_norm: norm of its own contribution.
+        residual_bytes: size of what error feedback keeps.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    compression_ratio: float = 1.0
+    seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    contribution_norm: float = 0.0
+    residual_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundResult:
     """A committed round's average.
 
@@ -83,14 +106,8 @@ class RoundResult:
         members: peer ids of the contributors, in the order of summation.
         lineage: of the round that follows.
         attempts: number of the attempt that succeeded.
-        bytes_sent: payload that this member sent for it.
-        bytes_received: payload that this member received for it.
-        compression_ratio: see averaging/allreduce.
-        seconds: time from this member's closing to the commit.
-        exchange_seconds: the part of that time which the exchange itself took.
-        contribution_norm: of this member's own contribution.
-        residual_bytes: size of what error feedback keeps at this member.
         digest: BLAKE3 over the members and the averaged bytes, in hexadecimal.
+        cost: what the round took of this member. Nothing if it took no part.
         contributed: whether this member is one of `members`.
         partners: if stages share a block, digests of the results that its average was made of.
     """
@@ -103,14 +120,8 @@ class RoundResult:
     members: tuple[str, ...]
     lineage: str
     attempts: int
-    bytes_sent: int
-    bytes_received: int
-    compression_ratio: float
-    seconds: float
     digest: str
-    exchange_seconds: float = 0.0
-    contribution_norm: float = 0.0
-    residual_bytes: int = 0
+    cost: RoundCost = RoundCost()
     contributed: bool = True
     partners: tuple[str, ...] = ()
 

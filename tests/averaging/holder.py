@@ -16,7 +16,7 @@ from swarm.averaging.results import Committed
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import RoundMember, RoundResult, Snapshot, known
+from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
 from tests.averaging.doubles import place_at
 
@@ -70,8 +70,8 @@ class Holder:
         lineage = lineage_after(before.lineage, outcome)
         result = RoundResult(
             round=before.round, tensors={"state": average}, num_samples=10, squared_norm=prepared.squared_norm,
-            total_squared_norm=prepared.squared_norm, members=("m",), lineage=lineage, attempts=1, bytes_sent=5,
-            bytes_received=5, compression_ratio=2.0, seconds=1.0, digest=prepared.digest,
+            total_squared_norm=prepared.squared_norm, members=("m",), lineage=lineage, attempts=1,
+            digest=prepared.digest, cost=RoundCost(bytes_sent=5, bytes_received=5, compression_ratio=2.0, seconds=1.0),
         )  # fmt: skip
         self.state = self.state - average
         after = Standing(run_samples=before.run_samples + 10, round=before.round + 1, lineage=lineage)

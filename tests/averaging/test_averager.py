@@ -100,7 +100,7 @@ async def test_fp16_members_apply_what_went_over_the_wire() -> None:
         assert_equal_and_once(members)
         vector = result_vector(members[0])
         np.testing.assert_array_equal(vector, vector.astype(np.float16).astype(np.float32))
-        assert members[0].results[0].compression_ratio == 2.0
+        assert members[0].results[0].cost.compression_ratio == 2.0
 
 
 @in_virtual_time

@@ -20,10 +20,16 @@ from tests.support.chain import DILOCO, PATIENCE_SECONDS, SYNCHRONOUS, eventuall
 
 def _result(round_number: int, contribution: Contribution) -> RoundResult:
     return RoundResult(
-        round=round_number, tensors=contribution.tensors, num_samples=16, squared_norm=1.0, total_squared_norm=1.0,
-        members=("me",), lineage=f"after {round_number}", attempts=1, bytes_sent=0, bytes_received=0,
-        compression_ratio=1.0, seconds=0.0, digest="",
-    )  # fmt: skip
+        round=round_number,
+        tensors=contribution.tensors,
+        num_samples=16,
+        squared_norm=1.0,
+        total_squared_norm=1.0,
+        members=("me",),
+        lineage=f"after {round_number}",
+        attempts=1,
+        digest="",
+    )
 
 
 @pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])

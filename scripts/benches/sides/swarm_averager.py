@@ -167,9 +167,12 @@ class CodecPeer:
         reply: dict[str, Any] = {"seconds": self.member.finished_at - self._started_at}
         if (result := self.member.last) is not None:
             reply |= {
-                "num_members": len(result.members), "attempts": result.attempts, "bytes_sent": result.bytes_sent,
-                "bytes_received": result.bytes_received, "exchange_seconds": result.exchange_seconds,
-            }  # fmt: skip
+                "num_members": len(result.members),
+                "attempts": result.attempts,
+                "bytes_sent": result.cost.bytes_sent,
+                "bytes_received": result.cost.bytes_received,
+                "exchange_seconds": result.cost.exchange_seconds,
+            }
         return reply
 
 
