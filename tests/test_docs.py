@@ -31,7 +31,7 @@ from swarm.simulation.study import StudyOptions
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS: dict[str, type] = {
     "swarm-peer": PeerOptions,
     "swarm-trainer": TrainerOptions,
@@ -48,6 +48,7 @@ OPTIONS: dict[str, type] = {
 MAINS = {"scripts/bench": bench.main, "scripts/chaos": chaos.main, "scripts/simulate": simulate.main}
 SHOWN = {"performance.md": bench.BENCHES, "simulation.md": simulate.STUDIES | simulate.REAL}
 """What a page has a command of, for each; NAME stands for all of them."""
+MAPPED = ("swarm", "peers", "scripts/benches")
 DESIGN_SENTENCES = (
     "stages discovered via a hivemind DHT",
     "forwards routed stochastically through a throughput-ranked priority queue per stage",
@@ -165,7 +166,7 @@ def test_readme_names_every_command() -> None:
 
 
 def test_the_code_map_is_the_tree() -> None:
-    """Every entry exists, and every module of the library and the programs has one."""
+    """Every entry exists, and every module of the library, the programs and the benches has one."""
     tree = next(block for block in _FENCE.findall((ROOT / "docs" / "code-map.md").read_text()) if "\nproto/" in block)
     folders: list[str] = []
     listed = set()
@@ -174,9 +175,9 @@ def test_the_code_map_is_the_tree() -> None:
         folders[depth:] = [line.split()[0].rstrip("/")]
         listed.add("/".join(folders))
     assert not [entry for entry in sorted(listed) if not (ROOT / entry).exists()]
-    modules = {str(path.relative_to(ROOT)) for folder in ("swarm", "peers") for path in (ROOT / folder).rglob("*.py")}
+    modules = {str(path.relative_to(ROOT)) for folder in MAPPED for path in (ROOT / folder).rglob("*.py")}
     generated = {name for name in modules if name.startswith("swarm/rpc/v1/")}
-    assert {name for name in modules - generated if not name.endswith("__init__.py")} <= listed
+    assert {name for name in modules - generated if not name.endswith(("__init__.py", "__main__.py"))} <= listed
 
 
 def test_architecture_says_which_file_keeps_each_sentence() -> None:

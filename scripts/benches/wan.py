@@ -28,8 +28,7 @@ from scripts.benches.shared.probe import LEAST_SECONDS, rate_between_commits, wa
 from scripts.benches.shared.throttle import Throttle
 from scripts.benches.sides.paced_stage import PACE, Narrow
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
-from swarm.simulation import published
-from swarm.simulation.studies.utilisation import Layers, read_off
+from swarm.simulation.studies.utilisation import GPU_UTILISATION, ROUND_TRIPS_MS, Layers, read_off
 
 ACTIVATION_BYTES = 2
 """Of one element on the wire."""
@@ -102,7 +101,7 @@ class Row:
 
 
 def _layers(column: str) -> Layers:
-    return read_off(published.GPU_UTILISATION[column])
+    return read_off(GPU_UTILISATION[column])
 
 
 ROWS: dict[RowName, Row] = {
@@ -146,7 +145,7 @@ def _at_100ms(rows: list[dict[str, float]]) -> float | None:
 
 
 def _printed_at_100ms(column: str) -> float:
-    cells = dict(zip(published.ROUND_TRIPS_MS, published.GPU_UTILISATION[column], strict=True))
+    cells = dict(zip(ROUND_TRIPS_MS, GPU_UTILISATION[column], strict=True))
     return cells[100] / cells[0]
 
 

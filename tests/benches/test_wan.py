@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from scripts.benches.wan import ROWS, SWARM_BEST, Measured, Options, Row, RowName, _config, _figures
-from swarm.simulation import published
-from swarm.simulation.studies.utilisation import Layers
+from swarm.simulation.studies.utilisation import GPU_UTILISATION, LINK_MEGABITS_PER_SECOND, ROUND_TRIPS_MS, Layers
 
 NAMES: list[RowName] = ["base", "xxlarge", "gpt3"]
 
@@ -15,10 +14,10 @@ NAMES: list[RowName] = ["base", "xxlarge", "gpt3"]
     ("row", "column"), [*zip(ROWS.values(), ["base", "xxlarge", "GPT-3"], strict=True), (SWARM_BEST, "Ours")]
 )
 def test_shares_are_those_of_the_table(row: Row, column: str) -> None:
-    none, *printed = published.GPU_UTILISATION[column]
-    for milliseconds, utilisation in zip(published.ROUND_TRIPS_MS[1:], printed, strict=True):
+    none, *printed = GPU_UTILISATION[column]
+    for milliseconds, utilisation in zip(ROUND_TRIPS_MS[1:], printed, strict=True):
         # So many times as much of everything, the round trip too, leaves the same share.
-        share = row.share(published.LINK_MEGABITS_PER_SECOND, row.num_merged * milliseconds / 1000)
+        share = row.share(LINK_MEGABITS_PER_SECOND, row.num_merged * milliseconds / 1000)
         assert share == pytest.approx(utilisation / none, rel=0.04)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from swarm.simulation.fluid import FluidSwarm
 from swarm.simulation.rules.own_rule import OwnRule
-from swarm.simulation.rules.petals_rule import PetalsRule
 from swarm.simulation.rules.rule import NoRule, Rule
 from swarm.simulation.rules.swarm_rule import SwarmRule
 from swarm.simulation.timeline import Timeline
@@ -78,17 +77,6 @@ def test_who_was_sent_at_one_look_of_the_paper_s_rule_is_there_at_the_next() -> 
     assert seen == {3}
 
 
-def test_petals_rule_leaves_small_gaps_and_fills_large_ones() -> None:
-    world = World(PetalsRule)
-    world.leave(0)
-    world.timeline.run(3600.0)
-    assert world.swarm.num_moves == 0
-    world.leave(3, 6)
-    world.timeline.run(7200.0)
-    assert world.swarm.num_serving == [3, 3, 3]
-    assert world.swarm.num_moves == 2
-
-
 def test_our_peers_fill_a_gap_within_minutes_and_move_no_more_often_than_they_must() -> None:
     world = World(OwnRule)
     world.timeline.run(3600.0)
@@ -107,7 +95,7 @@ def test_newcomers_of_ours_that_come_at_once_spread_over_the_stages() -> None:
     assert world.swarm.num_serving == [8, 8, 8]
 
 
-@pytest.mark.parametrize("make", [NoRule, every_five_minutes, PetalsRule, OwnRule])
+@pytest.mark.parametrize("make", [NoRule, every_five_minutes, OwnRule])
 def test_no_rule_empties_a_stage(make: MakeRule) -> None:
     world = World(make)
     world.leave(0, 3, 6, 1, 4, 7, 2, 5)

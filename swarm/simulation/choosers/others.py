@@ -1,4 +1,4 @@
-"""Other ways to choose: by chance, the better of two, and the SWARM paper's queue.
+"""Other ways to choose: by chance, and the SWARM paper's queue.
 
 Used by the study `routing`. All of them leave a peer that has failed alone for 5 seconds, or until it is found to be
 back, and one that was busy for as long as it asked for, as this project's does: what differs is the choice.
@@ -13,7 +13,7 @@ from functools import partial
 
 from swarm.machine.clock import Clock
 from swarm.routing.peer_queue import BASE_BAN_SECONDS
-from swarm.routing.throughput import PEER_SMOOTHING, MovingAverage
+from swarm.routing.throughput import MovingAverage
 from swarm.simulation.choosers.chooser import Answer
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -82,33 +82,6 @@ class ByChance:
     def _can_be_asked(self, peer_id: PeerId, exclude: Collection[PeerId]) -> bool:
         away_until = max(self._busy_until.get(peer_id, 0.0), self._banned_until.get(peer_id, 0.0))
         return peer_id not in exclude and away_until <= self._clock.monotonic()
-
-
-class BetterOfTwo(ByChance):
-    """Two by chance; of them, the one that this sender expects to be done first: tasks that waited there when it last
-    answered and what was sent since, times its usual seconds."""
-
-    def __init__(self, clock: Clock, rng: random.Random) -> None:
-        super().__init__(clock, rng)
-        self._waiting: dict[PeerId, int] = {}
-        self._seconds: defaultdict[PeerId, MovingAverage] = defaultdict(partial(MovingAverage, PEER_SMOOTHING))
-
-    def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        """See Chooser."""
-        one, other = self._draw(stage, exclude), self._draw(stage, exclude)
-        if one is None or other is None:
-            return one or other
-        chosen = min(one, other, key=self._expected)
-        self._waiting[chosen] = self._waiting.get(chosen, 0) + 1
-        return chosen
-
-    def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
-        """See Chooser."""
-        self._waiting[peer_id] = answer.queue_length
-        self._seconds[peer_id].observe(answer.busy_seconds)
-
-    def _expected(self, peer_id: PeerId) -> float:
-        return (1 + self._waiting.get(peer_id, 0)) * (self._seconds[peer_id].value or UNKNOWN_SECONDS)
 
 
 class SwarmQueue(ByChance):

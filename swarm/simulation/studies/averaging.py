@@ -2,9 +2,9 @@
 
     scripts/simulate averaging --json
 
-From three members to a thousand, with the real rule for a group (swarm/simulation/rounds.py tells what of it). Failures
-come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration, here a round's training, every member
-dies with probability 0.2, 0.4 or 1 %; or after a given time in the mean.
+From three members to a thousand, with the real rule for a group (swarm/simulation/simulated_stage.py tells what of it).
+Failures come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration, here a round's training, every
+member dies with probability 0.2, 0.4 or 1 %; or after a given time in the mean.
 """
 
 import random
@@ -14,7 +14,8 @@ from typing import Any, get_args
 
 from swarm.averaging.timing import Timing
 from swarm.config import Quorum
-from swarm.simulation.rounds import RoundEnd, Setting, SimulatedStage
+from swarm.simulation.simulated_stage import SimulatedStage
+from swarm.simulation.stage_rounds import RoundEnd, Setting
 from swarm.simulation.study import ChanceOptions
 from swarm.simulation.timeline import Timeline
 
@@ -94,9 +95,10 @@ def _one(options: Options, size: int, lifetime_seconds: float, quorum: Quorum) -
     stage = SimulatedStage(timeline, random.Random(options.seed), setting)
     num_rounds = min(MOST_ROUNDS, max(1, options.num_contributions // size))
     end = num_rounds * (options.round_seconds + options.bound_seconds)
-    while len(stage.ends) < num_rounds and timeline.monotonic() < end:
+    rounds = stage.rounds
+    while len(rounds.ends) < num_rounds and timeline.monotonic() < end:
         timeline.run(timeline.monotonic() + options.round_seconds)
-    return figures(stage.ends, pending_seconds=stage.ending_seconds, bound_seconds=options.bound_seconds)
+    return figures(rounds.ends, pending_seconds=rounds.ending_seconds, bound_seconds=options.bound_seconds)
 
 
 def figures(ends: list[RoundEnd], *, pending_seconds: float, bound_seconds: float) -> dict[str, float | None]:

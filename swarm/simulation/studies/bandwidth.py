@@ -1,30 +1,46 @@
 """The study `bandwidth`: which line a training needs to compute for most of its time.
 
-Reproduces table 4 of Streaming DiLoCo (arXiv 2501.18512) with one model for all its cells, and asks the same of our
-rounds, with the sizes of the real codecs. Run by scripts/simulate; docs/simulation.md tells the figures. Nothing is
-drawn by chance.
+    scripts/simulate bandwidth --json
+
+Asked of rounds between two members, with the exact sizes of the codecs (swarm/compression), for the models and step
+times of Streaming DiLoCo's table 4 (arXiv 2501.18512). Nothing is drawn by chance. The figures are in
+docs/simulation.md.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swarm.averaging.shares import part_sizes
+from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig, load_preset
-from swarm.simulation import plans, published
-from swarm.simulation.plans import Training
-from swarm.simulation.reductions import Plan, needed_bandwidth
 from swarm.simulation.study import StudyOptions
 
-STREAMING_DELAY_STEPS = 1
-"""Inner steps behind which the table's `overlap` hides a fragment's reduction."""
-CANNOT = {
-    ("100B", "streaming-overlap", 0.5): (
-        "the printed bandwidth is 3 % above that of a line which never rests; here the line rests between a fragment's "
-        "arrival and the end of the backward that makes the next one"
-    ),
+NUM_MEMBERS = 2
+FRAGMENT_LAYERS = 3
+"""Layers that are averaged together, where a round averages a fragment."""
+FRAGMENT_OVERLAP_STEPS = 1
+"""`averaging.overlap_steps` of the rows with fragments."""
+UTILISATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
+"""Shares of the time in which a machine shall compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and how fast."""
+
+    num_layers: int
+    num_parameters: float
+    """In equal layers."""
+    step_seconds: float
+    """Of one inner step with nothing to wait for."""
+
+
+TRAININGS: Mapping[str, Training] = {
+    "1B": Training(num_layers=24, num_parameters=1e9, step_seconds=0.1),
+    "10B": Training(num_layers=48, num_parameters=1e10, step_seconds=0.8),
+    "100B": Training(num_layers=108, num_parameters=1e11, step_seconds=4.9),
 }
-"""Why a cell is further than a step from the paper's, by model, method and utilisation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,104 +48,58 @@ class Options(StudyOptions):
     """Options of the study `bandwidth`."""
 
     round_steps: int = 100
-    """Of our own rows: inner steps between two averagings of the same parameter."""
+    """Inner steps between two averagings of the same parameter."""
     overlap_steps: int = 5
-    """Of our own rows: `averaging.overlap_steps` of those that average the whole model while they train."""
+    """`averaging.overlap_steps` of the rows that average the whole model while they train."""
 
     def __post_init__(self) -> None:
-        largest = max(training.num_layers for training in published.TRAININGS.values()) // plans.FRAGMENT_LAYERS
-        least = largest * (STREAMING_DELAY_STEPS + 1)
+        most_fragments = max(training.num_layers for training in TRAININGS.values()) // FRAGMENT_LAYERS
+        least = most_fragments * (FRAGMENT_OVERLAP_STEPS + 1)
         if self.round_steps < least:
             raise ValueError(
-                f"round_steps must be at least {least}, for {largest} fragments in turn, not {self.round_steps}"
+                f"round_steps must be at least {least}, for {most_fragments} fragments in turn, not {self.round_steps}"
             )
         if not 0 <= self.overlap_steps < self.round_steps:
             raise ValueError(f"overlap_steps must be at least 0 and below round_steps, not {self.overlap_steps}")
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Gigabits a second by model, method and utilisation; those of the paper with their distance in grid steps."""
-    cells = {
-        model: {
-            method: _compare(plan, training, published.BANDWIDTHS[model][method])
-            for method, plan in _published_plans(training).items()
-        }
-        for model, training in published.TRAININGS.items()
-    }
-    distances = {
-        (model, method, wanted): cells[model][method][_percent(wanted)]["distance_steps"]
-        for model, methods in cells.items()
-        for method in methods
-        for wanted in published.UTILISATIONS
-    }
-    far = {cell: distance for cell, distance in distances.items() if abs(distance) > 1}
+    """Gigabits a second that each utilisation needs, by model and way to average."""
     return {
-        "grid_step": published.GRID_STEP,
-        "num_cells": len(distances),
-        "num_within_a_step": len(distances) - len(far),
-        "share_within_a_step": 1 - len(far) / len(distances),
-        "mean_distance_steps": sum(distances.values()) / len(distances),
-        "largest_distance_steps": max(distances.values(), key=abs),
-        "not_within_a_step": [
-            {
-                "model": model,
-                "method": method,
-                "utilisation_percent": _percent(wanted),
-                "distance_steps": distance,
-                "why": CANNOT.get((model, method, wanted), "not understood"),
-            }
-            for (model, method, wanted), distance in far.items()
-        ],
-        "paper": cells,
         "ours": {
             model: {
-                name: _needed(plan, training)
-                for name, plan in _our_plans(replace(training, steps_between=options.round_steps), options).items()
+                row: {f"{wanted:.0%}": gigabits for wanted, gigabits in zip(UTILISATIONS, needed, strict=True)}
+                for row, needed in _rows(training, options)
             }
-            for model, training in published.TRAININGS.items()
-        },
+            for model, training in TRAININGS.items()
+        }
     }
 
 
-def distance_steps(ours: float, printed: float) -> float:
-    """How many steps of the paper's grid a bandwidth is above the grid's point that was printed."""
-    return _steps(ours) - round(_steps(printed))
-
-
-def _steps(bandwidth: float) -> float:
-    return math.log(bandwidth / published.GRID_START) / math.log(published.GRID_STEP)
-
-
-def _percent(wanted: float) -> str:
-    return f"{wanted:.0%}"
-
-
-def _published_plans(training: Training) -> dict[str, Plan]:
-    return {
-        "data-parallel": plans.data_parallel(training),
-        "diloco": plans.diloco(training),
-        "streaming": plans.streaming(training),
-        "streaming-overlap": plans.streaming(training, delay_steps=STREAMING_DELAY_STEPS),
-        "streaming-overlap-fp4": plans.streaming(
-            training, delay_steps=STREAMING_DELAY_STEPS, bits=plans.FP4_BITS
-        ),
-    }  # fmt: skip
-
-
-def _our_plans(training: Training, options: Options) -> dict[str, Plan]:
-    rows = {}
+def _rows(training: Training, options: Options) -> list[tuple[str, list[float]]]:
+    rows = []
     for name, averaging in our_codecs().items():
-        waiting = replace(averaging, overlap_steps=0)
-        training_on = replace(averaging, overlap_steps=options.overlap_steps)
-        one_step = replace(averaging, overlap_steps=STREAMING_DELAY_STEPS)
-        rows[f"{name}, waiting"] = plans.ours(training, waiting, in_fragments=False)
-        rows[f"{name}, overlap {options.overlap_steps}"] = plans.ours(training, training_on, in_fragments=False)
-        rows[f"{name}, overlap 1, fragments"] = plans.ours(training, one_step, in_fragments=True)
+        for label, overlap_steps, num_fragments in (
+            ("waiting", 0, 1),
+            (f"overlap {options.overlap_steps}", options.overlap_steps, 1),
+            ("overlap 1, fragments", FRAGMENT_OVERLAP_STEPS, training.num_layers // FRAGMENT_LAYERS),
+        ):
+            needed = [
+                needed_gigabits_per_second(
+                    training,
+                    replace(averaging, overlap_steps=overlap_steps),
+                    round_steps=options.round_steps,
+                    num_fragments=num_fragments,
+                    wanted=wanted,
+                )
+                for wanted in UTILISATIONS
+            ]
+            rows.append((f"{name}, {label}", needed))
     return rows
 
 
 def our_codecs() -> dict[str, AveragingConfig]:
-    """Our codecs; the sparse ones as the presets have them."""
+    """The codecs of the rows; the sparse ones as the presets have them."""
     return {
         "fp16": AveragingConfig(codec="fp16"),
         "int8": AveragingConfig(codec="int8"),
@@ -139,15 +109,28 @@ def our_codecs() -> dict[str, AveragingConfig]:
     }
 
 
-def _needed(plan: Plan, training: Training) -> dict[str, float]:
-    return {
-        _percent(wanted): needed_bandwidth(plan, step_seconds=training.step_seconds, wanted=wanted)
-        for wanted in published.UTILISATIONS
-    }
+def needed_gigabits_per_second(
+    training: Training, averaging: AveragingConfig, *, round_steps: int, num_fragments: int, wanted: float
+) -> float:
+    """The bandwidth with which a machine computes for the wanted share of its time.
+
+    A round begins when an inner step has ended, and `averaging.overlap_steps` more steps are taken before its result is
+    waited for. So a round may take as long as these steps, and as much longer as the machine may wait.
+
+    Args:
+        num_fragments: rounds that average the model once, each of them an equal part; 1: a round averages all of it.
+    """
+    elements = training.num_parameters * (FRAGMENT_LAYERS / training.num_layers if num_fragments > 1 else 1)
+    computing_seconds = round_steps * training.step_seconds / num_fragments
+    waiting_seconds = computing_seconds * (1 / wanted - 1)
+    round_seconds = averaging.overlap_steps * training.step_seconds + waiting_seconds
+    return 8e-9 * sent_bytes(averaging, round(elements)) / round_seconds
 
 
-def _compare(plan: Plan, training: Training, row: tuple[float, ...]) -> Mapping[str, Mapping[str, float]]:
-    return {
-        column: {"ours": needed, "paper": printed, "distance_steps": distance_steps(needed, printed)}
-        for (column, needed), printed in zip(_needed(plan, training).items(), row, strict=True)
-    }
+def sent_bytes(averaging: AveragingConfig, num_elements: int) -> int:
+    """What one of NUM_MEMBERS equal members sends to average a vector, without the frames around it."""
+    codec, result = contribution_codec(averaging), result_codec(averaging)
+    if codec.is_sparse and averaging.gather_members >= NUM_MEMBERS:
+        return codec.num_bytes(num_elements) * (NUM_MEMBERS - 1)
+    own, *others = part_sizes(num_elements, [0.0] * NUM_MEMBERS, tile=codec.tile)
+    return sum(map(codec.num_bytes, others)) + result.num_bytes(own) * len(others)

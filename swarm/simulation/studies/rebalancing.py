@@ -2,9 +2,10 @@
 
     scripts/simulate rebalancing --json
 
-The same traces (swarm/simulation/churn.py) for everybody: no rule, the SWARM paper's every 300 and every 60 seconds,
-Petals', and this project's own code. A moving peer serves nobody while it downloads. The best there is, is an even
-spread of those that are there, at every moment and for nothing; but no rule can spare newcomers their first download.
+All rules see the same traces (swarm/simulation/churn.py): no rule, the SWARM paper's every 300 and every 60 seconds,
+and this project's own code. A peer that moves serves nothing while it downloads. The best throughput is that of an even
+spread of the peers that are there, at every moment and at no cost; but no rule can spare newcomers their first
+download.
 """
 
 import random
@@ -17,7 +18,6 @@ from typing import Any
 from swarm.simulation.churn import Market, Visit, visits
 from swarm.simulation.fluid import FluidSwarm, Kept
 from swarm.simulation.rules.own_rule import OwnRule
-from swarm.simulation.rules.petals_rule import PetalsRule
 from swarm.simulation.rules.rule import NoRule, Rule
 from swarm.simulation.rules.swarm_rule import SwarmRule
 from swarm.simulation.study import ChanceOptions
@@ -71,7 +71,7 @@ def run(options: Options) -> dict[str, Any]:
     }
     outcomes = {
         name: [_one(options, make, trace, seed) for seed, trace in traces.items()]
-        for name, make in _rules(options).items()
+        for name, make in rules_of(options).items()
     }  # fmt: skip
 
     def means(figure: Callable[[_Outcome], float]) -> dict[str, float]:
@@ -106,12 +106,12 @@ def _closed(percent: dict[str, float]) -> float:
     return (percent["ours"] - percent["swarm_60"]) / left if left else 0.0
 
 
-def _rules(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
+def rules_of(options: Options) -> dict[str, Callable[[FluidSwarm, random.Random], Rule]]:
+    """What is compared, by name."""
     return {
         "none": NoRule,
         "swarm_300": partial(SwarmRule, period_seconds=300.0),
         "swarm_60": partial(SwarmRule, period_seconds=60.0),
-        "petals": PetalsRule,
         "ours": partial(OwnRule, round_seconds=options.round_seconds),
     }
 

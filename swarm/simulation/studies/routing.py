@@ -2,11 +2,11 @@
 
     scripts/simulate routing --json
 
-Unequal peers in a pipeline, whose trainers keep it full. The same machines, links and failures for everybody: the SWARM
-paper's queue, the better of two peers drawn by chance, chance alone, and this project's router. SWARM's trainers choose
-the whole way; with the others whoever hands a microbatch on chooses, and knows what it has seen itself and what its
-likes announce. Failures come at the rates of the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies
-with probability 0.2, 0.4 or 1 %. A machine that died comes back later, and has to be found again.
+Unequal peers in a pipeline, whose trainers keep it full. The SWARM paper's queue, chance, and this project's router
+have the same machines, links and failures. SWARM's trainers choose the whole way; with the others the machine that
+hands a microbatch on chooses, and knows what it has seen itself and what peers announce. Failures come at the rates of
+the CheckFree paper (arXiv 2506.15461): in each iteration every peer dies with probability 0.2, 0.4 or 1 %. A machine
+that died comes back later, and has to be found again.
 """
 
 import gc
@@ -19,7 +19,7 @@ from typing import Any
 
 from swarm.machine.clock import Clock
 from swarm.simulation.choosers.chooser import Chooser, Ours
-from swarm.simulation.choosers.others import BetterOfTwo, ByChance, SwarmQueue
+from swarm.simulation.choosers.others import ByChance, SwarmQueue
 from swarm.simulation.machine import Machine
 from swarm.simulation.pipeline import SimulatedPipeline, View
 from swarm.simulation.study import ChanceOptions
@@ -28,8 +28,11 @@ from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.types import PeerId
 
 CHOOSERS: dict[str, Callable[[Clock, random.Random], Chooser]] = {
-    "swarm": SwarmQueue, "swarm_by_peers": SwarmQueue, "ours": Ours, "better_of_two": BetterOfTwo, "random": ByChance,
-}  # fmt: skip
+    "swarm": SwarmQueue,
+    "swarm_by_peers": SwarmQueue,
+    "ours": Ours,
+    "random": ByChance,
+}
 CHOSEN_BY_TRAINERS = {"swarm"}
 """These choose the whole way; of the others every peer has one of its own, SWARM's queue for comparison as well."""
 VIEWS_PER_STAGE = 250

@@ -1,19 +1,34 @@
 """The study `utilisation`: how much of their time the peers of a pipeline compute over slow lines.
 
+    scripts/simulate utilisation --json
+
 First SWARM's table on the square-cube law (arXiv 2301.11913): the wider a layer, the less its transfers weigh. Then
-ours on the same layers and lines, with direct hand-off and with hand-off by way of the trainer. Run by
-scripts/simulate; docs/simulation.md tells the figures. Nothing is drawn by chance.
+what the same layers and lines allow this project's peers, which hand on directly, and peers that hand on by way of the
+trainer. Nothing is drawn by chance. docs/simulation.md tells the figures.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from swarm.compression.codec import simple_codec
+from swarm.pipeline.window import MOST_IN_FLIGHT
 from swarm.rpc.wire import DTYPES
-from swarm.simulation import published
-from swarm.simulation.hand_off import Pipeline, Way, play
 from swarm.simulation.study import StudyOptions
+from swarm.stage.slots import LARGEST_NUM_SLOTS
 
+ROUND_TRIPS_MS = (0, 10, 50, 100, 200)
+"""The rows of SWARM's table."""
+GPU_UTILISATION: Mapping[str, tuple[float, ...]] = {
+    "base": (18.0, 11.8, 4.88, 2.78, 1.53),
+    "xxlarge": (32.1, 28.9, 20.1, 14.9, 10.1),
+    "GPT-3": (82.1, 79.3, 70.3, 60.2, 48.5),
+    "Ours": (89.5, 87.2, 79.5, 71.5, 59.2),
+}
+"""Its columns, as they were printed: per cent of a V100's time, by layers. "Ours" is the paper's own model."""
+LINK_MEGABITS_PER_SECOND = 500.0
+"""Of that table."""
 BYTES_PER_MEGABIT = 125_000
 ELEMENT_BYTES = {"base": 2, "xxlarge": 2, "GPT-3": 2, "Ours": 1}
 """Bytes of an activation behind the columns: 16 bits, but for the paper's own model, which it ran with 8."""
@@ -30,9 +45,9 @@ class Options(StudyOptions):
     """Of our rows."""
     peers_per_stage: int = 1
     """Of our rows: peers that share one trainer's line."""
-    peer_megabits_per_second: float = published.LINK_MEGABITS_PER_SECOND
+    peer_megabits_per_second: float = LINK_MEGABITS_PER_SECOND
     """Of our rows: a peer's line, either way."""
-    trainer_megabits_per_second: float = published.LINK_MEGABITS_PER_SECOND
+    trainer_megabits_per_second: float = LINK_MEGABITS_PER_SECOND
     """Of our rows: the trainer's line, either way."""
 
     def __post_init__(self) -> None:
@@ -56,20 +71,18 @@ class Layers:
     @property
     def tensor_bytes(self) -> float:
         """Of one of the two tensors."""
-        return self.transfer_seconds / 2 * published.LINK_MEGABITS_PER_SECOND * BYTES_PER_MEGABIT
+        return self.transfer_seconds / 2 * LINK_MEGABITS_PER_SECOND * BYTES_PER_MEGABIT
 
 
 def run(options: Options) -> dict[str, Any]:
     """Per cent of the time, by layers and round trip in milliseconds."""
-    layers = {name: read_off(row) for name, row in published.GPU_UTILISATION.items()}
+    layers = {name: read_off(row) for name, row in GPU_UTILISATION.items()}
     paper = {
         name: {
             f"{milliseconds} ms": {"ours": ours, "paper": printed, "distance_points": ours - printed}
-            for milliseconds, printed, ours in zip(
-                published.ROUND_TRIPS_MS, row, _one_after_the_other(layers[name]), strict=True
-            )
+            for milliseconds, printed, ours in zip(ROUND_TRIPS_MS, row, one_after_the_other(layers[name]), strict=True)
         }
-        for name, row in published.GPU_UTILISATION.items()
+        for name, row in GPU_UTILISATION.items()
     }
     predicted = [cell["distance_points"] for row in paper.values() for cell in list(row.values())[1:-1]]
     return {
@@ -84,7 +97,7 @@ def run(options: Options) -> dict[str, Any]:
                     dtype: _ours(column, _num_elements(name, column), dtype, milliseconds / 1000, options)
                     for dtype in WIRE_DTYPES
                 }
-                for milliseconds in published.ROUND_TRIPS_MS
+                for milliseconds in ROUND_TRIPS_MS
             }
             for name, column in layers.items()
         },
@@ -98,13 +111,14 @@ def read_off(row: tuple[float, ...]) -> Layers:
     trip: half of it on the way to the next stage, half on the way back.
     """
     none, longest = 100 / row[0], 100 / row[-1]
-    compute_seconds = (published.ROUND_TRIPS_MS[-1] - published.ROUND_TRIPS_MS[0]) / 1000 / (longest - none)
+    compute_seconds = (ROUND_TRIPS_MS[-1] - ROUND_TRIPS_MS[0]) / 1000 / (longest - none)
     return Layers(compute_seconds=compute_seconds, transfer_seconds=compute_seconds * (none - 1))
 
 
-def _one_after_the_other(layers: Layers) -> list[float]:
+def one_after_the_other(layers: Layers) -> list[float]:
+    """Per cent of the time that a machine computes without overlap, by round trip."""
     busy, moving = layers.compute_seconds, layers.transfer_seconds
-    return [100 * busy / (busy + moving + milliseconds / 1000) for milliseconds in published.ROUND_TRIPS_MS]
+    return [100 * busy / (busy + moving + milliseconds / 1000) for milliseconds in ROUND_TRIPS_MS]
 
 
 def _square_cube(layers: dict[str, Layers]) -> dict[str, dict[str, float]]:
@@ -141,7 +155,86 @@ def _ours(layers: Layers, num_elements: int, dtype: str, round_trip_seconds: flo
         peer_bytes_per_second=options.peer_megabits_per_second * BYTES_PER_MEGABIT,
         trainer_bytes_per_second=options.trainer_megabits_per_second * BYTES_PER_MEGABIT,
     )
-    outcomes = {way.value: play(pipeline, way) for way in Way}
-    return {name: 100 * outcome.utilisation for name, outcome in outcomes.items()} | {
-        "in_flight": outcomes[Way.DIRECT.value].num_in_flight
+    direct, by_trainer = pipeline.direct(), pipeline.by_way_of_the_trainer()
+    return {
+        "direct": 100 * direct.utilisation,
+        "trainer": 100 * by_trainer.utilisation,
+        "in_flight": direct.num_in_flight,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a full pipeline manages."""
+
+    utilisation: float
+    """Share of its time that a peer computes."""
+    num_in_flight: int
+    """Microbatches that this takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Equal stages, each of equal peers, fed by one trainer.
+
+    A machine computes while its lines carry other microbatches, and a line carries one tensor after the other. So what
+    is busiest for each microbatch sets the pace, if enough microbatches are in flight. Token ids and losses are small,
+    and are not counted.
+    """
+
+    num_stages: int
+    """At least 2."""
+    peers_per_stage: int
+    compute_seconds: float
+    """Forward and backward of one microbatch at one peer."""
+    tensor_bytes: float
+    """Of a microbatch's activations between two stages; its gradient is as long."""
+    round_trip_seconds: float
+    """Between any two machines."""
+    peer_bytes_per_second: float
+    """Of a peer's line, either way."""
+    trainer_bytes_per_second: float
+    """Of the trainer's line, either way."""
+
+    def direct(self) -> Outcome:
+        """Tensors go from peer to peer, as ours do; what is in flight is bounded by this project's slots and window."""
+        # An inner peer sends an activation to one side and a gradient to the other, and receives as much.
+        line_seconds = min(2, self._num_boundaries) * self._peer_seconds
+        # At each boundary both tensors pass two lines; trainer and peers make a chain, there and back.
+        alone_seconds = 4 * self._num_boundaries * self._peer_seconds + self.num_stages * self.round_trip_seconds
+        most_in_flight = min(MOST_IN_FLIGHT, self.peers_per_stage * LARGEST_NUM_SLOTS)
+        return self._outcome(self._busiest(line_seconds), alone_seconds, most_in_flight)
+
+    def by_way_of_the_trainer(self) -> Outcome:
+        """Tensors go back to the trainer, and from there to the next peer, as SWARM's and Petals' do.
+
+        A backward takes the stage's input along once more, for their peers have not kept it. Nothing bounds what is in
+        flight.
+        """
+        # An inner peer receives its input twice, and a gradient.
+        line_seconds = min(3, 1 + self._num_boundaries) * self._peer_seconds
+        # The trainer sends three tensors for each boundary, and receives two.
+        trainer_seconds = self.tensor_bytes / self.trainer_bytes_per_second
+        tensors_seconds = 5 * self._num_boundaries * (self._peer_seconds + trainer_seconds)
+        alone_seconds = tensors_seconds + 2 * self.num_stages * self.round_trip_seconds
+        busiest_seconds = max(self._busiest(line_seconds), 3 * self._num_boundaries * trainer_seconds)
+        return self._outcome(busiest_seconds, alone_seconds)
+
+    @property
+    def _num_boundaries(self) -> int:
+        return self.num_stages - 1
+
+    @property
+    def _peer_seconds(self) -> float:
+        """In which a peer's line carries one tensor."""
+        return self.tensor_bytes / self.peer_bytes_per_second
+
+    def _busiest(self, line_seconds: float) -> float:
+        """Seconds for each microbatch of the busier of a peer's two parts, where all of a stage take turns."""
+        return max(self.compute_seconds, line_seconds) / self.peers_per_stage
+
+    def _outcome(self, busiest_seconds: float, sent_seconds: float, most_in_flight: float = math.inf) -> Outcome:
+        alone_seconds = self.num_stages * self.compute_seconds + sent_seconds
+        num_in_flight = int(min(most_in_flight, math.ceil(alone_seconds / busiest_seconds)))
+        seconds = max(busiest_seconds, alone_seconds / num_in_flight)
+        return Outcome(utilisation=self.compute_seconds / self.peers_per_stage / seconds, num_in_flight=num_in_flight)

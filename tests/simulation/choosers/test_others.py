@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from swarm.simulation.choosers.chooser import Answer, Chooser
-from swarm.simulation.choosers.others import UNKNOWN_SECONDS, BetterOfTwo, ByChance, SwarmQueue
+from swarm.simulation.choosers.others import UNKNOWN_SECONDS, ByChance, SwarmQueue
 from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -68,27 +68,6 @@ def test_a_newcomer_joins_swarm_s_queue_at_its_head() -> None:
     announce(chooser, ONE, TWO, THREE)
     chooser.succeeded(THREE, answer(1.0))
     assert shares(chooser, 300)[THREE] == pytest.approx(100, abs=2), "it owes nothing for the past, and has no credit"
-
-
-def test_of_two_drawn_by_chance_the_one_with_less_to_do_is_chosen() -> None:
-    chooser = BetterOfTwo(Timeline(), random.Random(0))
-    announce(chooser, ONE, TWO)
-    chosen: Counter[PeerId | None] = Counter()
-    for _ in range(400):
-        chooser.succeeded(ONE, answer(9.0, busy_seconds=1.0, queue_length=2))
-        chooser.succeeded(TWO, answer(1.0, busy_seconds=2.0, queue_length=0))
-        chosen[chooser.choose(0, NUM_SAMPLES, ())] += 1
-    # Three times a second are more than once two; a quarter of all pairs is the first one twice.
-    assert chosen[TWO] == pytest.approx(300, abs=30)
-
-
-def test_what_was_sent_since_counts_as_waiting() -> None:
-    chooser = BetterOfTwo(Timeline(), random.Random(0))
-    announce(chooser, ONE, TWO)
-    for peer in (ONE, TWO):
-        chooser.succeeded(peer, answer(1.0))
-    chosen = shares(chooser, 400)
-    assert abs(chosen[ONE] - chosen[TWO]) < 10, "by chance alone it would be some 20 in most cases"
 
 
 def test_chance_is_even_and_never_takes_who_is_excluded_busy_or_has_failed() -> None:

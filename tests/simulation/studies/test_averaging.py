@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarm.simulation.rounds import RoundEnd
+from swarm.simulation.stage_rounds import RoundEnd
 from swarm.simulation.studies.averaging import Options, figures, run
 
 

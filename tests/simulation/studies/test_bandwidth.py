@@ -1,35 +1,57 @@
-"""The published table, as far as the study reproduces it."""
+"""Which line a training needs: bytes and seconds of small models, worked out by hand."""
 
 import pytest
 
-from swarm.simulation import published
+from swarm.compression.codec import contribution_codec, result_codec
+from swarm.config import AveragingConfig, load_preset
 from swarm.simulation.studies import bandwidth
+from swarm.simulation.studies.bandwidth import Training
+
+SMALL = Training(num_layers=6, num_parameters=6e6, step_seconds=1.0)
+MEGABITS = 8e-3
+"""Of a million bytes, in thousands."""
 
 
-def test_printed_bandwidths_lie_on_the_grid() -> None:
-    for rows in published.BANDWIDTHS.values():
-        for row in rows.values():
-            for printed in row:
-                # One decimal was printed, rounded in either direction.
-                point = published.GRID_START * published.GRID_STEP ** round(bandwidth._steps(printed))
-                assert printed == pytest.approx(point, abs=0.0551)
+def needed(*, wanted: float, overlap_steps: int = 0, num_fragments: int = 1) -> float:
+    averaging = AveragingConfig(codec="fp16", overlap_steps=overlap_steps)
+    return bandwidth.needed_gigabits_per_second(
+        SMALL, averaging, round_steps=10, num_fragments=num_fragments, wanted=wanted
+    )
 
 
-def test_a_distance_is_counted_from_the_point_that_was_printed() -> None:
-    assert bandwidth.distance_steps(86.8511, 86.8) == pytest.approx(0.0, abs=1e-4)
-    assert bandwidth.distance_steps(86.8511 * published.GRID_STEP, 86.8) == pytest.approx(1.0, abs=1e-4)
+def test_a_round_that_is_waited_for_may_take_as_long_as_the_machine_may_wait() -> None:
+    # 12 MB, in as many seconds as the ten steps take.
+    assert needed(wanted=0.5) == pytest.approx(MEGABITS * 12 / 10)
+    # And in a quarter of them.
+    assert needed(wanted=0.8) == pytest.approx(MEGABITS * 12 / 2.5)
 
 
-def test_all_cells_but_the_ones_that_are_explained_are_within_a_step() -> None:
-    figures = bandwidth.run(bandwidth.Options())
-    assert figures["num_cells"] == 75
-    assert {
-        (cell["model"], cell["method"], cell["utilisation_percent"]) for cell in figures["not_within_a_step"]
-    } == {(model, method, f"{wanted:.0%}") for model, method, wanted in bandwidth.CANNOT}  # fmt: skip
-    assert figures["share_within_a_step"] == pytest.approx(74 / 75)
-    assert abs(figures["largest_distance_steps"]) < 1.2
-    # Ours: whatever is smaller on the wire needs less.
-    for rows in figures["ours"].values():
+def test_a_round_that_overlaps_may_take_those_steps_longer() -> None:
+    assert needed(wanted=0.8, overlap_steps=3) == pytest.approx(MEGABITS * 12 / (3 + 2.5))
+
+
+def test_fragments_share_the_steps_and_the_waiting() -> None:
+    # Two rounds of 6 MB, each hidden behind one step and a half of 2.5 s.
+    assert needed(wanted=0.8, overlap_steps=1, num_fragments=2) == pytest.approx(MEGABITS * 6 / (1 + 1.25))
+
+
+def test_dense_codecs_send_half_a_contribution_and_half_a_result() -> None:
+    averaging = AveragingConfig(codec="int8")
+    codec, result = contribution_codec(averaging), result_codec(averaging)
+    assert bandwidth.sent_bytes(averaging, 1 << 20) == codec.num_bytes(1 << 19) + result.num_bytes(1 << 19)
+
+
+def test_sparse_codecs_send_the_contribution_to_the_other_member() -> None:
+    averaging = load_preset("sparseloco").averaging
+    assert bandwidth.sent_bytes(averaging, 1 << 20) == contribution_codec(averaging).num_bytes(1 << 20)
+    # With an owner for every tile instead, the sum goes back with four times as many coefficients.
+    owners = AveragingConfig(codec="topk", gather_members=1)
+    expected = contribution_codec(owners).num_bytes(1 << 19) + result_codec(owners).num_bytes(1 << 19)
+    assert bandwidth.sent_bytes(owners, 1 << 20) == expected
+
+
+def test_whatever_is_smaller_on_the_wire_needs_less() -> None:
+    for rows in bandwidth.run(bandwidth.Options())["ours"].values():
         assert rows["fp16, waiting"]["95%"] > rows["int8, waiting"]["95%"] > rows["int4, waiting"]["95%"]
         assert rows["int4, waiting"]["95%"] > 20 * rows["topk (sparseloco), waiting"]["95%"]
         assert rows["int8, waiting"]["95%"] > rows["int8, overlap 5"]["95%"] > rows["int8, overlap 1, fragments"]["95%"]

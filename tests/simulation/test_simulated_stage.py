@@ -7,9 +7,11 @@ import pytest
 
 from swarm.averaging.group import Phase
 from swarm.averaging.shares import Offer, divide
-from swarm.simulation.exchange import exchange_seconds
-from swarm.simulation.participant import TIMING
-from swarm.simulation.rounds import Setting, SimulatedMember, SimulatedStage
+from swarm.simulation.simulated_exchange import exchange_seconds
+from swarm.simulation.simulated_member import SimulatedMember
+from swarm.simulation.simulated_participant import TIMING
+from swarm.simulation.simulated_stage import SimulatedStage
+from swarm.simulation.stage_rounds import Setting
 from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId
 
@@ -40,8 +42,8 @@ def standings(stage: SimulatedStage) -> set[int]:
 def test_a_calm_stage_commits_every_round_at_the_first_attempt_with_everybody() -> None:
     stage = build()
     stage.timeline.run(300.0)
-    assert len(stage.ends) == 4
-    assert all(end.num_attempts == 1 and end.took_part == 1.0 for end in stage.ends)
+    assert len(stage.rounds.ends) == 4
+    assert all(end.num_attempts == 1 and end.took_part == 1.0 for end in stage.rounds.ends)
     assert standings(stage) == {4}
     assert len({member.standing for member in stage.members.values()}) == 1
 
@@ -61,10 +63,10 @@ def test_a_death_during_the_exchange_is_aborted_and_the_next_ballot_goes_without
     assert active is not None
     assert ballot is not None
     assert active > ballot
-    while not stage.ends:
+    while not stage.rounds.ends:
         stage.timeline.run(stage.timeline.monotonic() + 1.0)
-    assert stage.ends[0].num_attempts >= 2
-    assert victim.peer_id not in stage.newest_members
+    assert stage.rounds.ends[0].num_attempts >= 2
+    assert victim.peer_id not in stage.rounds.newest_members
 
 
 def test_a_leader_that_dies_is_followed_by_the_next_one() -> None:
@@ -72,21 +74,21 @@ def test_a_leader_that_dies_is_followed_by_the_next_one() -> None:
     run_until(stage, Phase.EXCHANGING, 5)
     first, second = sorted(stage.members)[:2]
     stage.kill(stage.members[first])
-    while not stage.ends:
+    while not stage.rounds.ends:
         stage.timeline.run(stage.timeline.monotonic() + 0.01)
     assert stage.members[second].standing.round == 1
-    assert len(stage.newest_members) == 4
-    assert stage.ends[0].num_attempts >= 2
+    assert len(stage.rounds.newest_members) == 4
+    assert stage.rounds.ends[0].num_attempts >= 2
 
 
 def test_what_all_have_prepared_is_committed_though_its_leader_is_gone() -> None:
     stage = build()
     run_until(stage, Phase.PREPARED, 5)
     stage.kill(leader(stage))
-    while not stage.ends:
+    while not stage.rounds.ends:
         stage.timeline.run(stage.timeline.monotonic() + 0.01)
-    assert len(stage.newest_members) == 5, "the result of the dead leader's attempt, and not a new one"
-    assert stage.ends[0].num_attempts == 2
+    assert len(stage.rounds.newest_members) == 5, "the result of the dead leader's attempt, and not a new one"
+    assert stage.rounds.ends[0].num_attempts == 2
 
 
 def test_a_member_that_was_away_is_back_at_the_others_round() -> None:
@@ -96,7 +98,7 @@ def test_a_member_that_was_away_is_back_at_the_others_round() -> None:
     stage.kill(stage.members[victim])
     stage.timeline.run(600.0)
     assert victim in stage.members
-    assert victim in stage.newest_members
+    assert victim in stage.rounds.newest_members
     assert len(standings(stage)) == 1
 
 
@@ -104,13 +106,13 @@ def test_a_member_that_was_away_is_back_at_the_others_round() -> None:
 def test_a_minority_goes_on_only_where_it_may(quorum: str, goes_on: bool) -> None:
     # With so much to download the dead are not back in time.
     stage = build(quorum=quorum, payload_bytes=400_000_000)
-    while not stage.ends:
+    while not stage.rounds.ends:
         stage.timeline.run(stage.timeline.monotonic() + 1.0)
     for peer_id in sorted(stage.members)[2:]:
         stage.kill(stage.members[peer_id])
     stage.timeline.run(stage.timeline.monotonic() + 200.0)
-    assert (len(stage.newest_members) == 2) == goes_on
-    assert goes_on or stage.ending_seconds > 0
+    assert (len(stage.rounds.newest_members) == 2) == goes_on
+    assert goes_on or stage.rounds.ending_seconds > 0
 
 
 @pytest.mark.parametrize("quorum", ["available", "majority"])
@@ -122,8 +124,8 @@ def test_rounds_go_on_and_members_agree_whoever_dies_when(quorum: str, payload_b
         stage.timeline.run(float(at))
         for member in stage.members.values():
             by_round.setdefault(member.standing.round, set()).add(member.standing.lineage)
-    assert len(stage.ends) > 15
-    assert any(end.num_attempts > 1 for end in stage.ends) or payload_bytes == 1000
+    assert len(stage.rounds.ends) > 15
+    assert any(end.num_attempts > 1 for end in stage.rounds.ends) or payload_bytes == 1000
     assert all(len(lineages) == 1 for lineages in by_round.values()), "one state a round"
 
 

@@ -1,6 +1,6 @@
 """A member that takes part in its stage's rounds, and how members reach each other, in virtual time.
 
-Base of the members in simulation/rounds; leaders (simulation/attempt) call it. Promises, joins, prepares, commits and
+Base of the members in simulated_member; leaders (simulated_attempt) call it. Promises, joins, prepares, commits and
 aborts are the real Group's to take or refuse; what surrounds them is as in averaging/participant. Never leads.
 """
 
@@ -17,11 +17,11 @@ from swarm.averaging.rules import has_quorum
 from swarm.averaging.timing import Timing
 from swarm.config import Quorum
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.simulation.exchange import Exchange
+from swarm.simulation.simulated_exchange import SimulatedExchange
 from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId, PeerRecord, PeerState
 
-Member = TypeVar("Member", bound="Participant")
+Member = TypeVar("Member", bound="SimulatedParticipant")
 
 TIMING = Timing()
 """As patient as real peers are."""
@@ -49,7 +49,7 @@ class Network(Generic[Member]):
         self.records: dict[PeerId, PeerRecord] = {}
         """What the directory has: all that serve, and for a while those that did."""
 
-    def send(self, sender: "Participant", peer_id: PeerId, action: Callable[[Member], object]) -> None:
+    def send(self, sender: "SimulatedParticipant", peer_id: PeerId, action: Callable[[Member], object]) -> None:
         """Have something happen at another member, or at the sender itself. The dead get no messages."""
         receiver = self.members.get(peer_id)
         if receiver is None:
@@ -63,7 +63,7 @@ class Network(Generic[Member]):
         self.timeline.after(seconds, arrive)
 
 
-class Participant:
+class SimulatedParticipant:
     """One member, as leaders see it."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Participant:
         self._committed = committed
         self._trains_since = self._clock.monotonic()
         self._prepared: pb.Prepared | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: SimulatedExchange | None = None
 
     @property
     def peer_id(self) -> PeerId:
@@ -133,7 +133,7 @@ class Participant:
             since=messages.pack_ballot(self.group.since), bytes_per_second=self.host.bytes_per_second,
         )  # fmt: skip
 
-    def join(self, ballot: Ballot, exchange: Exchange, answer: Callable[[pb.Prepared | None], object]) -> None:
+    def join(self, ballot: Ballot, exchange: SimulatedExchange, answer: Callable[[pb.Prepared | None], object]) -> None:
         """Take part in an exchange; what comes of it is answered when it is over."""
         try:
             self.group.join(exchange.standing.round, ballot, exchange.shares.digest)

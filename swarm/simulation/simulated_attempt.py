@@ -1,6 +1,6 @@
 """A leader's attempt at a round, in virtual time: Begin to all, Average to all, Commit to all, or Abort.
 
-Used by simulation/rounds. When a round is complete, what an earlier attempt left and who owns which part is decided by
+Used by simulated_member. When a round is complete, what an earlier attempt left and who owns which part is decided by
 the real functions; the order of the calls is as in averaging/leader, and whom a leader waits for as in
 averaging/broadcast. Of what those do is not here: deadlines, which nobody misses by being slow, and other stages.
 """
@@ -16,8 +16,8 @@ from swarm.averaging.messages import Standing
 from swarm.averaging.rules import unfinished
 from swarm.averaging.shares import Offer, divide
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.simulation.exchange import Exchange, exchange_seconds
-from swarm.simulation.participant import TIMING, Network, Participant
+from swarm.simulation.simulated_exchange import SimulatedExchange, exchange_seconds
+from swarm.simulation.simulated_participant import TIMING, Network, SimulatedParticipant
 from swarm.types import PeerId
 
 
@@ -35,11 +35,11 @@ IsComplete = Callable[[int, Collection[int], int], bool]
 """averaging/rules.is_complete, with a run's configuration."""
 
 
-class Attempt:
+class SimulatedAttempt:
     """A leader's way from Begin to Commit or Abort, as in averaging/leader."""
 
     def __init__(
-        self, network: Network[Any], leader: Participant, ballot: Ballot, members: Collection[PeerId], *,
+        self, network: Network[Any], leader: SimulatedParticipant, ballot: Ballot, members: Collection[PeerId], *,
         is_complete: IsComplete, payload_bytes: int, ended: Callable[[], object], failed: Callable[[Failure], object],
     ) -> None:  # fmt: skip
         self._network = network
@@ -79,7 +79,7 @@ class Attempt:
             num_elements=self._payload_bytes, tile=1, clip_to_median=0.0,
         )  # fmt: skip
         seconds = exchange_seconds(shares, {p: reply.bytes_per_second for p, reply in replies.items()})
-        exchange = Exchange(self._network.timeline, self._standing, self._ballot, shares, seconds)
+        exchange = SimulatedExchange(self._network.timeline, self._standing, self._ballot, shares, seconds)
         _Broadcast(
             self._network, self._leader, replies.keys(),
             lambda member, answer: member.join(self._ballot, exchange, answer), self._when_averaged, needs_all=True,
@@ -99,7 +99,7 @@ class Attempt:
             lineage=messages.lineage_after(self._standing.lineage, outcome),
         )  # fmt: skip
 
-        def commit(member: Participant, answer: Callable[[bool], object]) -> None:
+        def commit(member: SimulatedParticipant, answer: Callable[[bool], object]) -> None:
             member.commit(self._standing.round, prepared, after)
             answer(True)
 
@@ -108,7 +108,7 @@ class Attempt:
     def _fail(
         self, silent: Collection[PeerId], refusals: Mapping[PeerId, pb.Refusal] | None = None, *, void: bool = False
     ) -> None:  # fmt: skip
-        def abort(member: Participant, answer: Callable[[bool], object]) -> None:
+        def abort(member: SimulatedParticipant, answer: Callable[[bool], object]) -> None:
             member.abort(self._standing.round, self._ballot, void=void)
             answer(True)
 
@@ -122,8 +122,8 @@ class _Broadcast:
     """One call to many, as in averaging/broadcast: who is silent is not waited for."""
 
     def __init__(
-        self, network: Network[Any], leader: Participant, peers: Collection[PeerId],
-        call: Callable[[Participant, Callable[[Any], object]], object],
+        self, network: Network[Any], leader: SimulatedParticipant, peers: Collection[PeerId],
+        call: Callable[[SimulatedParticipant, Callable[[Any], object]], object],
         then: Callable[[dict[PeerId, Any], Collection[PeerId]], object], *, needs_all: bool = False,
     ) -> None:  # fmt: skip
         """
@@ -143,7 +143,7 @@ class _Broadcast:
             network.send(leader, peer_id, lambda member: call(member, partial(self._answer, member)))
         network.timeline.after(TIMING.heartbeat_seconds, self._watch)
 
-    def _answer(self, member: Participant, reply: Any) -> None:
+    def _answer(self, member: SimulatedParticipant, reply: Any) -> None:
         self._network.send(member, self._leader.peer_id, lambda _: self._answered(member.peer_id, reply))
 
     def _answered(self, peer_id: PeerId, reply: Any) -> None:

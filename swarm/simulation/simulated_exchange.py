@@ -1,6 +1,6 @@
 """The exchange of one attempt: over when the slowest line has sent all it has to, and never without one of its members.
 
-Used by simulation/attempt, which has the members divided by the real shares. Moves no bytes.
+Used by simulated_attempt, which has the members divided by the real shares. Moves no bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId
 
 
-class Exchange:
+class SimulatedExchange:
     """Members that send each other their parts.
 
     Attributes:
