@@ -56,4 +56,9 @@ def _try_claim(path: Path) -> ClaimedIdentity | None:
     except ValueError:
         return None
     libp2p_path = path.with_suffix(".p2p") if path.suffix == ".pem" else path.with_name(f"{path.name}.p2p")
-    return ClaimedIdentity(identity=identities.load_or_create(path), libp2p_path=libp2p_path, lock=lock)
+    try:
+        identity = identities.load_or_create(path)
+    except BaseException:
+        lock.close()
+        raise
+    return ClaimedIdentity(identity=identity, libp2p_path=libp2p_path, lock=lock)

@@ -54,3 +54,5 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    # The connections that they have closed are gone after the loop's next turn.
+    await asyncio.sleep(0)

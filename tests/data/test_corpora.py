@@ -288,7 +288,7 @@ corpora.prepare(DataConfig(dataset=sys.argv[1], sequence_length=8, microbatch_si
         folders += set(cache.glob(".preparing-*")) - set(folders)
     alive, dead = folders
     processes[1].kill()
-    processes[1].wait()
+    processes[1].communicate()
     new, unlocked = cache / ".preparing-new", cache / ".preparing-unlocked"
     for path in (new, unlocked):
         path.mkdir()

@@ -122,8 +122,7 @@ class Throttle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for server in self._servers:
-            self.loop.loop.call_soon_threadsafe(server.close)
+        self.loop.loop.call_soon_threadsafe(self._abort)
         self.loop.close()
 
     def link(self) -> Link:
@@ -154,6 +153,12 @@ class Throttle:
     def break_connections(self, one: Link, other: Link) -> None:
         """Break those between two processes; what waited for its turn is lost."""
         self.loop.loop.call_soon_threadsafe(self._break, one, other)
+
+    def _abort(self) -> None:
+        for server in self._servers:
+            server.close()
+        for end in self._ends:
+            end.transport.abort()
 
     def _wake(self) -> None:
         self._removed.set()

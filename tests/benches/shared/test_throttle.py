@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Self, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import cast
 
 import pytest
 
@@ -85,13 +85,6 @@ class _Echo:
         self._reader = reader
         self._writer = writer
 
-    @classmethod
-    async def connect(cls, link: Link, endpoint: str) -> Self:
-        reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
-        writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
-        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
-        return cls(reader, writer)
-
     async def call(self, text: bytes, timeout_seconds: float) -> bytes | None:
         """The answer; None if there was none in time."""
         self._writer.write(text)
@@ -105,27 +98,56 @@ class _Echo:
             return None
 
 
+Connect = Callable[[Link, str], Awaitable[_Echo]]
+
+
+@pytest.fixture
+async def connect(echo: tuple[str, list[bytes]]) -> AsyncIterator[Connect]:
+    """Connects to an endpoint over a machine's lines, until the test is over and before the server ends."""
+    writers = []
+
+    async def connect(link: Link, endpoint: str) -> _Echo:
+        reader, writer = await asyncio.open_connection(*link.proxy.split(":"))
+        writers.append(writer)
+        writer.write(f"CONNECT {endpoint} HTTP/1.1\r\nHost: {endpoint}\r\n\r\n".encode())
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        return _Echo(reader, writer)
+
+    yield connect
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()
+
+
 @pytest.fixture
 async def echo() -> AsyncIterator[tuple[str, list[bytes]]]:
     """Where it is, and what has arrived there."""
     arrived: list[bytes] = []
+    served: list[asyncio.Task[None]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        served.append(task)
         while chunk := await reader.read(100):
             arrived.append(chunk)
             writer.write(chunk)
         writer.close()
+        await writer.wait_closed()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         yield f"{host}:{port}", arrived
+    await asyncio.wait(served, timeout=10.0)
 
 
-async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[str, list[bytes]]) -> None:
+async def test_what_is_held_back_arrives_later(
+    throttle: Throttle, connect: Connect, echo: tuple[str, list[bytes]]
+) -> None:
     endpoint, arrived = echo
     caller, callee = throttle.link(), throttle.link()
     throttle.serve(endpoint, callee)
-    client = await _Echo.connect(caller, endpoint)
+    client = await connect(caller, endpoint)
     throttle.hinder(caller, callee)
     assert await client.call(b"one", 0.3) is None
     assert not arrived
@@ -138,12 +160,12 @@ async def test_what_is_held_back_arrives_later(throttle: Throttle, echo: tuple[s
 
 
 async def test_what_two_faults_hold_back_waits_for_the_end_of_both(
-    throttle: Throttle, echo: tuple[str, list[bytes]]
+    throttle: Throttle, connect: Connect, echo: tuple[str, list[bytes]]
 ) -> None:
     endpoint, arrived = echo
     caller, callee = throttle.link(), throttle.link()
     throttle.serve(endpoint, callee)
-    client = await _Echo.connect(caller, endpoint)
+    client = await connect(caller, endpoint)
     throttle.hinder(caller, callee, bytes_per_second=1e6)
     throttle.hinder(caller, callee)
     throttle.clear(caller, callee, bytes_per_second=1e6)
@@ -190,19 +212,19 @@ async def test_bytes_arrive_in_their_order_though_the_line_gets_shorter() -> Non
 
 
 async def test_an_answer_that_is_held_back_is_lost_with_its_connection(
-    throttle: Throttle, echo: tuple[str, list[bytes]]
+    throttle: Throttle, connect: Connect, echo: tuple[str, list[bytes]]
 ) -> None:
     endpoint, arrived = echo
     caller, callee, stranger = (throttle.link() for _ in range(3))
     throttle.serve(endpoint, callee)
-    client, other = await _Echo.connect(caller, endpoint), await _Echo.connect(stranger, endpoint)
+    client, other = await connect(caller, endpoint), await connect(stranger, endpoint)
     throttle.hinder(callee, caller)
     assert await client.call(b"lost", 0.3) is None
     assert arrived == [b"lost"], "the work was done"
     throttle.break_connections(caller, callee)
     assert await client.answer(5.0) == b""
     throttle.clear(callee, caller)
-    assert await (await _Echo.connect(caller, endpoint)).call(b"again", 5.0) == b"again"
+    assert await (await connect(caller, endpoint)).call(b"again", 5.0) == b"again"
     assert await other.call(b"not concerned", 5.0) == b"not concerned"
 
 

@@ -37,13 +37,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(folder: Path) -> subprocess.Popen[str]:
+def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     folder.mkdir()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder)], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    return process
+    ) as process:
+        yield process
+        process.kill()
 
 
 def _refused(folder: Path) -> None:
