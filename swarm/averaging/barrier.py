@@ -25,7 +25,7 @@ from swarm.types import PeerRecord, PeerState
 logger = logging.getLogger(__name__)
 
 RELAYED = 3
-"""After so many relayed answers that did not help, whoever could not be reached is tried again."""
+"""After so many relayed answers that did not help, peers that could not be reached are tried again."""
 
 
 class Barrier:
@@ -149,5 +149,5 @@ class Barrier:
         try:
             return await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
         except SwarmError as error:
-            logger.debug("nor does this peer get through to its leader: %s", error)
+            logger.debug("this peer does not get through to its leader either: %s", error)
             return pb.BarrierReply(leader=leader)

@@ -1,6 +1,6 @@
-"""Why an attempt came to nothing, who is left out of the next one for it, and how much longer that one waits.
+"""Why an attempt came to nothing, which members the next one leaves out, and how much longer that one waits.
 
-Used by averaging/leader. Pure.
+Used by averaging/leader and averaging/beginning. Pure.
 """
 
 import logging
@@ -18,7 +18,8 @@ from swarm.types import PeerId
 logger = logging.getLogger(__name__)
 
 MOST_THROUGH_ONE = 8
-"""Members of whom one may sum everything, for want of lines between the others: it carries all that they send."""
+"""The largest group in which one member may sum everything, where lines between the others are missing: it carries all
+that they send."""
 SLOW = DeadlineExceeded, Overloaded
 """Of these errors, the first ones only double the deadlines."""
 MOST_DOUBLINGS = 3
@@ -66,7 +67,7 @@ class Blame:
         """An exchange was in time."""
         self.num_timeouts = 0
 
-    # -- who is left out of it ---------------------------------------------------------------------------------------
+    # -- which members are left out of it ----------------------------------------------------------------------------
 
     def failure(self, reason: str, replies: Mapping[PeerId, Any]) -> AttemptFailed:
         """That nothing is decided, and which members will be left out of the next attempt.
@@ -88,9 +89,14 @@ class Blame:
         return failed
 
     def failed_exchange(
-        self, replies: Mapping[PeerId, Any], members: Collection[PeerId], round_number: int, ballot: Ballot, *,
+        self,
+        replies: Mapping[PeerId, Any],
+        members: Collection[PeerId],
+        round_number: int,
+        ballot: Ballot,
+        *,
         took_long: bool,
-    ) -> AttemptFailed:  # fmt: skip
+    ) -> AttemptFailed:
         """The same for an exchange, in which members name others that they had nothing from.
 
         Args:

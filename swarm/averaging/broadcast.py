@@ -21,7 +21,7 @@ class Broadcast:
     """How a leader reaches its members.
 
     Attributes:
-        is_silent: whether a peer has given no sign of life for so long that it must be frozen or gone. Whoever is
+        is_silent: whether a peer has given no sign of life for so long that it must be frozen or gone. One that is
             merely busy goes on reporting.
     """
 
@@ -30,9 +30,14 @@ class Broadcast:
     timing: Timing
 
     async def __call__(
-        self, members: Members, method: Method[Request, Reply], requests: Mapping[PeerId, Request],
-        timeout_seconds: float, *, until: Callable[[Reply | SwarmError], bool] = lambda reply: True,
-    ) -> dict[PeerId, Reply | SwarmError]:  # fmt: skip
+        self,
+        members: Members,
+        method: Method[Request, Reply],
+        requests: Mapping[PeerId, Request],
+        timeout_seconds: float,
+        *,
+        until: Callable[[Reply | SwarmError], bool] = lambda reply: True,
+    ) -> dict[PeerId, Reply | SwarmError]:
         """Call all at once; gives answers, and errors, of those that came in time.
 
         Args:

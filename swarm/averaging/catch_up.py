@@ -83,7 +83,7 @@ class CatchUp:
 
     async def _try(self, target: Standing) -> bool:
         """Whether this is over, if only because there is nothing to be had now."""
-        holders = list(self._roster.records(sorted(self._place.branches.behind(target))).values())
+        holders = list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
         is_there = False
         try:
             while True:

@@ -1,4 +1,4 @@
-"""What a peer keeps for those behind it: snapshots that somebody fetches, and the results committed since.
+"""What a peer keeps for those behind it: snapshots that others fetch, and the results committed since.
 
 Used by averaging/handlers, which hand it Download requests, and by averaging/advance, which tells it of every commit.
 A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. Keeps nothing while nobody
@@ -67,7 +67,7 @@ class Donor:
         self._member = member
         self._clock = clock
         self._lock = asyncio.Lock()
-        """Held while a snapshot is made: those who ask meanwhile get the same one."""
+        """Held while a snapshot is made: peers that ask meanwhile get the same one."""
         self._pins: list[_Pin] = []
         """By round, oldest first."""
         self._log: dict[int, _Kept] = {}
@@ -111,8 +111,9 @@ class Donor:
             lost = self._pins.pop(0)
             logger.warning(
                 "the snapshot of round %d is given up: %.0f MB of results have come since",
-                lost.snapshot.round, self._log_bytes / 1e6,
-            )  # fmt: skip
+                lost.snapshot.round,
+                self._log_bytes / 1e6,
+            )
             self._prune()
 
     def jumped(self) -> None:
@@ -207,10 +208,12 @@ class Donor:
         if messages.standing_of(snapshot) != self._place.standing:
             raise NotReady("this peer is about to move")
         pin = _Pin(
-            snapshot=snapshot, content=TensorBytes(tensor for _, tensor in sorted(snapshot.tensors.items())),
+            snapshot=snapshot,
+            content=TensorBytes(tensor for _, tensor in sorted(snapshot.tensors.items())),
             outcomes=[outcome for outcome in self._place.outcomes.values() if outcome.round < snapshot.round],
-            past=self._place.branches.told, expires_at=0.0,
-        )  # fmt: skip
+            past=self._place.branches.told,
+            expires_at=0.0,
+        )
         self._pins.append(pin)
         return pin
 
@@ -220,10 +223,14 @@ class Donor:
             content.sha256(start, min(content.num_bytes, start + size)) for start in range(0, content.num_bytes, size)
         ]
         return pb.SnapshotHeader(
-            standing=messages.pack_standing(messages.standing_of(pin.snapshot)), state_digest=pin.snapshot.digest,
-            tensors=describe(dict(sorted(pin.snapshot.tensors.items()))), outcomes=pin.outcomes, segment_bytes=size,
-            segment_digests=digests, past=pin.past,
-        )  # fmt: skip
+            standing=messages.pack_standing(messages.standing_of(pin.snapshot)),
+            state_digest=pin.snapshot.digest,
+            tensors=describe(dict(sorted(pin.snapshot.tensors.items()))),
+            outcomes=pin.outcomes,
+            segment_bytes=size,
+            segment_digests=digests,
+            past=pin.past,
+        )
 
     def _renew(self, pin: _Pin) -> None:
         pin.expires_at = self._clock.monotonic() + PIN_SECONDS

@@ -1,4 +1,4 @@
-"""Who gives up what, where several members of a synchronous round count the same microbatch.
+"""Which member gives up what, where several members of a synchronous round count the same microbatch.
 
 As when one was away, what it had was replayed by others, and it comes back. Used by averaging/leader, as it begins an
 attempt. Pure.

@@ -90,7 +90,7 @@ class Group:
         self._require_round(round_number)
         if self.phase is not Phase.BEGUN or ballot != self.active:
             raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
-        # Its leader has asked everybody within reach: no earlier attempt was, or can be, decided.
+        # Its leader has asked all members within reach: no earlier attempt was, or can be, decided.
         self.prepared = None
         self.shares_digest = shares_digest
 
@@ -104,7 +104,7 @@ class Group:
     def check_commit(self, round_number: int, digest: str) -> bool:
         """Whether the prepared result is to be applied; False if it has been already.
 
-        Who asks does not matter: that a result may be committed follows from its digest alone.
+        It does not matter which peer asks: that a result may be committed follows from its digest alone.
         """
         if round_number + 1 == self.round and digest == self.last_digest != "":
             return False

@@ -80,7 +80,7 @@ class LeadLoop:
         self._attempts = Counter({standing.round: number})
         self.num_attempts += 1
         ballot = Ballot(number, self._context.own_id)
-        members = self._roster.records(self._watch.view().progress)
+        members = self._roster.contacts.records(self._watch.view().progress)
         if not self._roster.excludes_self:
             members[self._context.own_id] = self._context.own
         try:
@@ -89,7 +89,7 @@ class LeadLoop:
             await self._own_round.step_back("it was decided, and not committed here", only=ballot)
             if self._place.standing != standing:
                 for peer_id in members.keys() - set(self._place.last_members):
-                    self._roster.failed(peer_id)
+                    self._roster.suspicions.failed(peer_id)
         except AttemptFailed as failed:
             logger.info("attempt %d at round %d failed: %s", number, standing.round, failed)
             self.aborted[str(failed)] += 1
@@ -109,7 +109,7 @@ class LeadLoop:
         for peer_id in failed.unreachable:
             self._roster.suspect(peer_id)
         for peer_id in failed.excluded:
-            self._roster.exclude(peer_id)
+            self._roster.suspicions.exclude(peer_id)
         for peer_id in failed.refused:
             self._roster.forget_report(peer_id)
         self._changes.signal()

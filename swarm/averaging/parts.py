@@ -9,6 +9,8 @@ from functools import partial
 from swarm.averaging import messages
 from swarm.averaging.advance import Advance
 from swarm.averaging.barrier import Barrier
+from swarm.averaging.beginning import Beginning
+from swarm.averaging.blame import Blame
 from swarm.averaging.branches import Branches
 from swarm.averaging.broadcast import Broadcast
 from swarm.averaging.calls import Calls
@@ -104,7 +106,18 @@ def put_together(context: Context, member: RoundMember) -> Parts:
     watch = RoundWatch(context, place, member, roster=roster, reporter=reporter, changes=changes)
     barrier = Barrier(context, place, shared=shared, watch=watch, call=call, changes=changes)
     broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
-    leader = Leader(context, place, broadcast=broadcast, barrier=barrier, shared=shared, watch=watch, changes=changes)
+    blame = Blame(context.own_id)
+    beginning = Beginning(context, watch=watch, broadcast=broadcast, blame=blame)
+    leader = Leader(
+        context,
+        place,
+        beginning=beginning,
+        broadcast=broadcast,
+        barrier=barrier,
+        shared=shared,
+        blame=blame,
+        changes=changes,
+    )
     lead_loop = LeadLoop(
         context,
         place,

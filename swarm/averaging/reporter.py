@@ -19,7 +19,7 @@ from swarm.averaging.roster import Roster
 from swarm.averaging.survey import Survey
 from swarm.errors import SwarmError
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import Progress, RoundMember
+from swarm.training.round_member import RoundMember
 from swarm.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,17 @@ class Reporter:
     """One peer's reports, and what follows from them."""
 
     def __init__(
-        self, context: Context, place: Place, member: RoundMember, *, roster: Roster, own_round: OwnRound,
-        survey: Survey, catch_up: CatchUp, changes: Changes,
-    ) -> None:  # fmt: skip
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        *,
+        roster: Roster,
+        own_round: OwnRound,
+        survey: Survey,
+        catch_up: CatchUp,
+        changes: Changes,
+    ) -> None:
         self._context = context
         self._place = place
         self._member = member
@@ -109,7 +117,7 @@ class Reporter:
             self._is_waking = False
 
     def _target(self) -> PeerId:
-        # Whoever is closed for an attempt stays with its leader, whoever else has turned up.
+        # A member that is closed for an attempt stays with its leader, even if a lower id has turned up.
         active = self._place.group.active
         return PeerId(active.leader_id) if active else self._roster.leader(self._place.standing)
 
@@ -123,7 +131,9 @@ class Reporter:
         """Members to which the connection broke: whether they are still there shows as soon as they are called."""
         members = self._roster.members(self._place.standing)
         connected = {
-            p for p, record in self._roster.records(members).items() if self._context.transport.is_connected(record)
+            p
+            for p, record in self._roster.contacts.records(members).items()
+            if self._context.transport.is_connected(record)
         }
         cut_off, self._connected = (self._connected & members.keys()) - connected, connected
         return cut_off
@@ -131,7 +141,7 @@ class Reporter:
     # -- one report --------------------------------------------------------------------------------------------------
 
     async def _report(self, peer_id: PeerId) -> None:
-        peer, version = self._roster.record(peer_id), self._changes.version
+        peer, version = self._roster.contacts.record(peer_id), self._changes.version
         progress, standing = self._member.progress(), self._place.standing
         group = self._place.group
         active = group.active
@@ -141,7 +151,7 @@ class Reporter:
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self._place.is_catching_up:
-            # Who reports is a member, or is waited for.
+            # A peer that reports is a member, or is waited for.
             return
         is_leader = peer_id == self._target()
         timeout_seconds = self._timing.report_seconds if is_leader else self._timing.call_seconds
@@ -173,12 +183,7 @@ class Reporter:
         if standing != self._place.standing:
             return
         if theirs == standing and (reply.counted_gaps or reply.num_samples):
-            progress = Progress(
-                round=theirs.round, lineage=theirs.lineage, run_samples=theirs.run_samples,
-                num_samples=reply.num_samples,
-                committed=self._roster.named(theirs.round, reply.committed_gaps), highest_microbatch=-1,
-            )  # fmt: skip
-            self._roster.heard_of_round(peer_id, progress, self._roster.named(theirs.round, reply.counted_gaps))
+            self._roster.heard_of_round(peer_id, theirs, reply)
         if not self._place.branches.is_known(theirs):
             await self._look_around(peer_id)
         elif reply.leader.peer_id not in (self._context.own_id, peer_id):

@@ -69,7 +69,7 @@ class AveragingServicer(AveragingServiceServicer):
         except (Fatal, NotServed) as error:
             await abort(context, error)
         except SwarmError as error:
-            # Whose fault it is must reach the caller, so it travels as an answer.
+            # The caller must learn whose fault it is, so that travels as an answer.
             if not isinstance(error, MemberFailed):
                 error = MemberFailed(self._own_id, str(error), noticed_by=self._own_id)
             yield pb.ExchangeReply(failure=messages.pack_failure(error))

@@ -29,9 +29,16 @@ class Survey:
     """One peer's questions."""
 
     def __init__(
-        self, context: Context, place: Place, member: RoundMember, *, roster: Roster, advance: Advance,
-        call: Caller, changes: Changes,
-    ) -> None:  # fmt: skip
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        *,
+        roster: Roster,
+        advance: Advance,
+        call: Caller,
+        changes: Changes,
+    ) -> None:
         self._context = context
         self._place = place
         self._member = member
@@ -47,12 +54,12 @@ class Survey:
         async with asyncio.TaskGroup() as calls:
             for peer in self._roster.holders():
                 calls.create_task(self._ask(peer))
-        return branches.choose(is_sound=self._place.is_sound, announced=self._roster.standings_announced())
+        return branches.choose(is_sound=self._place.is_sound, announced=self._roster.contacts.standings_announced())
 
     async def _ask(self, peer: PeerRecord) -> None:
         peer_id, standing = PeerId(peer.peer_id), self._place.standing
         request = self.request(peer_id)
-        # Who only looks around is no member because of that.
+        # A peer that only looks around does not become a member by it.
         request.unanswered = True
         try:
             timeout_seconds = self._context.timing.call_seconds
@@ -65,13 +72,15 @@ class Survey:
         """What a peer is told: where this one stands, and what it has of the round."""
         progress, prepared = self._member.progress(), self._place.group.prepared
         return pb.ReportRequest(
-            address=self._context.address, sender=contact_of(self._context.own),
+            address=self._context.address,
+            sender=contact_of(self._context.own),
             standing=messages.pack_standing(self._place.standing),
-            num_samples=progress.num_samples, committed_gaps=messages.pack_indices(progress.committed),
+            num_samples=progress.num_samples,
+            committed_gaps=messages.pack_indices(progress.committed),
             highest_microbatch=progress.highest_microbatch,
             prepared=messages.pack_ballot(prepared.ballot if prepared else None),
             unanswered=self._roster.is_suspected(peer_id),
-        )  # fmt: skip
+        )
 
     async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
         """Send a report, and once more where the connection breaks. Raises what the peer or the transport does."""
@@ -81,11 +90,11 @@ class Survey:
             return await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
         except PeerUnavailable as error:
             is_stale = messages.unpack_standing(request.standing) != self._place.standing
-            # Who was silent until the connection broke will not answer on another one.
+            # A peer that was silent until the connection broke will not answer on another one.
             was_silent = clock.monotonic() - started_at >= reconnect_seconds
             if error.is_gone or is_stale or was_silent or self._place.is_catching_up:
                 raise
-            # A connection broke: whether there is still somebody shows when another one is made, at once or not.
+            # A connection broke: whether the peer is still there shows as soon as another one is made, or is not.
             return await self._call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
 
     async def take_in(

@@ -10,9 +10,9 @@ class Timing:
     report_gap_seconds: float = 0.05
     """Least time between two reports of progress."""
     heartbeat_seconds: float = 0.5
-    """Longest time without a report; those who exchange ask each other for a sign of life as often."""
+    """Longest time without a report; members of an exchange ask each other for a sign of life as often."""
     late_seconds: float = 1.0
-    """A peer that stood still for so long asks the others anew: who missed two heartbeats counts as silent."""
+    """A peer that stood still for so long asks the others anew: one that missed two heartbeats counts as silent."""
     report_seconds: float = 3.0
     """Deadline of a report, and of a sign of life; a peer that misses it is suspected, or its exchange fails."""
     call_seconds: float = 2.0

@@ -31,7 +31,7 @@ Reply = TypeVar("Reply")
 
 
 SLOWEST_BYTES_PER_SECOND = 32 << 10
-"""A download that comes more slowly than this, beyond the wait for one piece, is given up: somebody else may send."""
+"""A download that comes more slowly than this, beyond the wait for one piece, is given up: another peer may send."""
 TELLING_BYTES = 4 << 20
 """An upload of so much tells how fast a line is."""
 
@@ -61,10 +61,16 @@ class Transport(Protocol):
         ...
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        self,
+        peer: PeerRecord,
+        opening: pb.ExchangeOpen,
+        part: Buffer,
+        *,
+        reply_bytes: int,
+        timeout_seconds: float,
         silence_seconds: float | None = None,
-    ) -> Payload:  # fmt: skip
-        """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames somebody.
+    ) -> Payload:
+        """Send a part to its owner and wait for the average. Raises MemberFailed if the owner blames a member.
 
         Args:
             silence_seconds: longest wait for the next piece; None where there is no telling.
@@ -133,9 +139,15 @@ class GrpcTransport:
         return reply
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        self,
+        peer: PeerRecord,
+        opening: pb.ExchangeOpen,
+        part: Buffer,
+        *,
+        reply_bytes: int,
+        timeout_seconds: float,
         silence_seconds: float | None = None,
-    ) -> Payload:  # fmt: skip
+    ) -> Payload:
         upload_seconds = 0.0
 
         async def requests() -> AsyncIterator[pb.ExchangeRequest]:
@@ -257,8 +269,12 @@ def record_of(contact: pb.Contact, stage: int) -> PeerRecord:
         if contact.certificate_pem and peer_id_of(contact.certificate_pem) != contact.peer_id:
             raise MalformedMessage(f"the certificate is not that of {contact.peer_id[:40]!r}")
         return PeerRecord(
-            peer_id=PeerId(contact.peer_id), endpoint=contact.endpoint, certificate_pem=contact.certificate_pem,
-            stage=stage, state=PeerState.SERVING, announced_at=0.0,
-        )  # fmt: skip
+            peer_id=PeerId(contact.peer_id),
+            endpoint=contact.endpoint,
+            certificate_pem=contact.certificate_pem,
+            stage=stage,
+            state=PeerState.SERVING,
+            announced_at=0.0,
+        )
     except (ValueError, IntegrityError):
         raise MalformedMessage(f"not a peer's address: {contact.peer_id[:40]!r} {contact.endpoint[:80]!r}") from None

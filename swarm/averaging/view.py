@@ -15,7 +15,7 @@ class GroupView:
         progress: by member, this peer included.
         committed: microbatches that some member has committed in this round.
         shown: those, but for the ones of members that have missed a heartbeat.
-        counted: what is committed, and the ones that a member had committed who is not there, or left out.
+        counted: what is committed, and what members had committed that are not there, or are left out.
         lost: of the latter, those that have certainly died with it.
         complete: the round has all it needs.
         highest_microbatch: highest index any member has seen; -1 for none.
@@ -37,7 +37,7 @@ class GroupView:
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingStatistics:
-    """Since the peer started. `num_alive` and `num_members` are two figures: who is there, and who took part."""
+    """Since the peer started. `num_alive` peers are there, and `num_members` took part in the last round."""
 
     num_attempts: int
     aborted: Mapping[str, int]

@@ -70,8 +70,8 @@ class RoundWatch:
             committed=committed,
             shown=shown,
             # Also what this peer has while it is left out: it may be back with that before the round ends.
-            counted=self._roster.counted | committed | (own.committed if is_own_round else frozenset()),
-            lost=self._roster.lost - committed,
+            counted=self._roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
+            lost=self._roster.reports.lost - committed,
             complete=self.is_complete(committed, num_samples, progress.keys()),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._changes.quiet_seconds,
@@ -91,7 +91,7 @@ class RoundWatch:
 
     def leader_contact(self) -> pb.Contact:
         """How the leader is reached."""
-        return contact_of(self._roster.record(self.leader_id) or self._context.own)
+        return contact_of(self._roster.contacts.record(self.leader_id) or self._context.own)
 
     # -- what may be done --------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class RoundWatch:
             return 0
         standing, own, own_id = self._place.standing, self._member.progress(), self._context.own_id
         others = self._roster.absent_samples(standing, present)
-        if own_id in present or own.round != standing.round or self._roster.has_failed_for_good(own_id):
+        if own_id in present or own.round != standing.round or self._roster.suspicions.has_failed_for_good(own_id):
             return others
         return others + own.num_samples
 
@@ -135,7 +135,7 @@ class RoundWatch:
             self._config.averaging.quorum,
             present,
             last_members=self._place.last_members,
-            announced=lambda: {self._context.own_id, *self._roster.announced()},
+            announced=lambda: {self._context.own_id, *self._roster.contacts.serving()},
         )
 
     def may_begin(self) -> bool:

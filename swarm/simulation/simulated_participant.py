@@ -116,7 +116,7 @@ class SimulatedParticipant:
         """Whether those who are present may commit the round that this member is at."""
         return has_quorum(
             self._quorum, present, last_members=self.last_members,
-            announced=lambda: {self.peer_id, *self.roster.announced()},
+            announced=lambda: {self.peer_id, *self.roster.contacts.serving()},
         )  # fmt: skip
 
     def begin(self, standing: Standing, ballot: Ballot) -> pb.BeginReply:

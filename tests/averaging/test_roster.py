@@ -1,20 +1,20 @@
 """What is known of a member that has fallen silent: it may come back with all it has, or it is gone."""
 
-import dataclasses
 import itertools
 from typing import Any
 
 import pytest
 
 from swarm.averaging import messages
+from swarm.averaging.contacts import MOST_UNLISTED
 from swarm.averaging.messages import Standing
-from swarm.averaging.roster import MOST_FAILURES, MOST_UNLISTED, Roster
+from swarm.averaging.roster import Roster
+from swarm.averaging.suspicions import MOST_FAILURES
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.errors import MalformedMessage
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord, PeerState
 from tests.averaging.doubles import record
 
@@ -47,7 +47,7 @@ class Group:
 
     @property
     def lost(self) -> set[int]:
-        return set(self.roster.lost)
+        return set(self.roster.reports.lost)
 
 
 def test_a_member_that_reports_has_lost_nothing() -> None:
@@ -127,7 +127,7 @@ def test_what_a_living_member_holds_that_is_left_out_is_known() -> None:
     roster = group.roster
     group.report(num_samples=500)
     assert (roster.absent_samples(HERE, {OTHER}), roster.absent_samples(HERE, ())) == (0, 500)
-    roster.exclude(OTHER)
+    roster.suspicions.exclude(OTHER)
     assert roster.absent_samples(HERE, ()) == 500, "it lives, and goes on reporting"
     roster.suspect(OTHER, is_gone=False)
     group.clock.advance(TIMING.missed_seconds - 1.0)
@@ -147,21 +147,18 @@ def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_
     group.report(num_samples=500)
     for _ in range(MOST_FAILURES):
         assert group.roster.absent_samples(HERE, ()) == 500
-        group.roster.exclude(OTHER)
+        group.roster.suspicions.exclude(OTHER)
     assert group.roster.absent_samples(HERE, ()) == 0
     group.roster.moved(Standing(run_samples=512, round=1, lineage="01"), members=["another"])
-    assert group.roster.has_failed_for_good(OTHER)
+    assert group.roster.suspicions.has_failed_for_good(OTHER)
     group.roster.moved(Standing(run_samples=1024, round=2, lineage="02"), members=["another", OTHER])
-    assert not group.roster.has_failed_for_good(OTHER)
+    assert not group.roster.suspicions.has_failed_for_good(OTHER)
 
 
 def test_what_a_leader_holds_is_known_by_its_answers() -> None:
     """It reports to nobody."""
     group = Group(round_microbatches=None)
-    progress = Progress(
-        round=0, lineage="00", run_samples=0, num_samples=500, committed=frozenset(), highest_microbatch=-1
-    )
-    group.roster.heard_of_round(OTHER, progress, frozenset())
+    group.roster.heard_of_round(OTHER, HERE, pb.ReportReply(num_samples=500))
     group.roster.suspect(OTHER, is_gone=False)
     assert group.roster.absent_samples(HERE, ()) == 500
 
@@ -177,7 +174,7 @@ def test_a_peer_that_has_not_told_what_it_has_may_have_some() -> None:
 
 def test_who_is_left_out_or_elsewhere_is_not_waited_for() -> None:
     group = Group()
-    group.roster.exclude(OTHER)
+    group.roster.suspicions.exclude(OTHER)
     assert not group.roster.awaits_reports(HERE), "it has told"
     group = Group()
     group.roster.forget()
@@ -211,13 +208,13 @@ def test_after_a_freeze_of_this_peer_nothing_of_the_others_is_lost() -> None:
 
 def test_whoever_leads_next_knows_what_the_leader_and_all_had() -> None:
     group = Group()
-    assert group.roster.counted == {3, 4}
-    progress = dataclasses.replace(group.roster.members(HERE)[OTHER].progress, committed=frozenset([5]))
+    assert group.roster.reports.counted == {3, 4}
     leader = PeerId(record(3).peer_id)
-    group.roster.heard_of_round(leader, progress, {3, 4, 5, 6})
-    assert (group.roster.counted, group.lost) == (frozenset([3, 4, 5, 6]), set())
+    gaps = messages.pack_indices
+    group.roster.heard_of_round(leader, HERE, pb.ReportReply(committed_gaps=gaps([5]), counted_gaps=gaps([3, 4, 5, 6])))
+    assert (group.roster.reports.counted, group.lost) == (frozenset([3, 4, 5, 6]), set())
     group.roster.suspect(leader, is_gone=True)
-    assert (group.roster.counted, group.lost) == (frozenset([3, 4, 5, 6]), {5})
+    assert (group.roster.reports.counted, group.lost) == (frozenset([3, 4, 5, 6]), {5})
 
 
 def test_nothing_of_a_round_that_is_over_comes_back() -> None:
@@ -225,7 +222,7 @@ def test_nothing_of_a_round_that_is_over_comes_back() -> None:
     group.roster.suspect(OTHER, is_gone=True)
     group.roster.moved(Standing(run_samples=1, round=1, lineage="01"))
     assert not group.lost
-    assert not group.roster.counted
+    assert not group.roster.reports.counted
 
 
 def test_a_member_that_is_late_is_called_before_it_counts_as_gone() -> None:
@@ -288,25 +285,25 @@ def test_a_peer_that_left_long_ago_is_forgotten_and_one_that_is_announced_is_not
     assert set(group.roster.due_suspects()) == {OTHER, third.peer_id}
     group.roster.moved(HERE)
     assert group.roster.due_suspects() == [OTHER]
-    assert group.roster.record(PeerId(third.peer_id)) is None
+    assert group.roster.contacts.record(PeerId(third.peer_id)) is None
 
 
 def test_a_member_that_names_ever_more_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm.averaging.roster.LONGEST_LIST", 10)
+    monkeypatch.setattr("swarm.averaging.round_reports.LONGEST_LIST", 10)
     group = Group()
     for first in range(0, 100, 5):
         group.report(*range(first, first + 5))
-    assert len(group.roster.counted) <= 10
+    assert len(group.roster.reports.counted) <= 10
     assert len(group.lost) <= 10
 
 
 def test_what_several_have_told_of_is_not_more_than_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round may have as many as are kept, and every member tells of the same ones."""
-    monkeypatch.setattr("swarm.averaging.roster.LONGEST_LIST", 10)
+    monkeypatch.setattr("swarm.averaging.round_reports.LONGEST_LIST", 10)
     group = Group(round_microbatches=10)
     group.report(*range(10))
     group.report(3, 4, by=record(3))
-    assert group.roster.counted == set(range(10))
+    assert group.roster.reports.counted == set(range(10))
 
 
 def test_made_up_peers_do_not_fill_the_memory() -> None:
@@ -366,7 +363,7 @@ def test_what_is_named_of_another_round_is_left_out() -> None:
 def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:
     group = Group(round_microbatches=None)
     assert not group.committed
-    assert not group.roster.counted
+    assert not group.roster.reports.counted
     assert not group.report(3, 4, 5), "that is no news"
     assert group.report(num_samples=2)
 
@@ -383,4 +380,4 @@ def test_long_texts_are_not_kept(fields: dict[str, Any]) -> None:
     group = Group()
     with pytest.raises(MalformedMessage, match="has 65 characters, at most 64 are taken"):
         group.report(by=record(3), **fields)
-    assert group.roster.record(PeerId(record(3).peer_id)) is None
+    assert group.roster.contacts.record(PeerId(record(3).peer_id)) is None
