@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from peers.keys import IssueOptions
-from peers.local.program import LocalOptions
+from peers.local.options import LocalOptions
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
 from peers.status.program import StatusOptions

@@ -27,7 +27,11 @@ async def observe(
     run_id: str, stages: Mapping[int, Sequence[PeerRecord]], trainers: Sequence[TrainerRecord], channels: ChannelPool,
     events: Sequence[str] = (), claims: Sequence[ClaimRecord] = (),
 ) -> SwarmView:  # fmt: skip
-    """Ask all peers at once; one that does not answer in time is shown as unreachable, if it is not on its way."""
+    """Ask all peers at once; one that does not answer in time is shown as unreachable, if it is not on its way.
+
+    Args:
+        run_id: of their run; empty where that is not known, and peers of any run are believed.
+    """
     rows = await asyncio.gather(
         *(_stage_row(run_id, stage, records, channels) for stage, records in sorted(stages.items()))
     )

@@ -25,7 +25,8 @@ async def describe(channel: grpc.aio.Channel, request: pb.DescribeRequest, *, se
 
     Raises:
         DeadlineExceeded: there was no answer in this time.
-        WrongRun: the peer is of another run by now; it may have been started again at the same port.
+        WrongRun: the request names a run, and the peer is of another one by now: it may have been started again at the
+            same port.
         MalformedMessage: the answer has a number or a list that is out of bounds.
         SwarmError: what the peer refused with, or PeerUnavailable where it cannot be reached.
     """
@@ -37,7 +38,7 @@ async def describe(channel: grpc.aio.Channel, request: pb.DescribeRequest, *, se
         raise DeadlineExceeded("no answer") from None
     except grpc.aio.AioRpcError as error:
         raise translate(error) from error
-    if reply.run_id != request.run_id:
+    if request.run_id and reply.run_id != request.run_id:
         raise WrongRun("it is of another run by now")
     # The figures are added up and written down, and JSON knows neither NaN nor infinity.
     require_bounds(reply, finite=True)

@@ -1,7 +1,7 @@
 """One peer is asked what it says of itself: every way in which that fails is one of the library's errors."""
 
-import asyncio
 import math
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +25,12 @@ async def test_it_answers() -> None:
         assert (await describe(ChannelPool(insecure=True).channel(record), REQUEST, seconds=5.0)).round == 7
 
 
+async def test_a_request_that_names_no_run_is_answered_by_a_peer_of_any() -> None:
+    async with describing(0, lambda request: pb.DescribeReply(run_id="another", round=7)) as record:
+        channel = ChannelPool(insecure=True).channel(record)
+        assert (await describe(channel, pb.DescribeRequest(), seconds=5.0)).round == 7
+
+
 @pytest.mark.parametrize(
     ("say", "error"),
     [
@@ -42,11 +48,12 @@ async def test_an_answer_that_is_of_no_use_is_an_error(
 
 
 async def test_a_peer_that_says_nothing_is_late() -> None:
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    async with server:
-        host, port = server.sockets[0].getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         record = PeerRecord(
-            peer_id="a" * 40, announced_at=0.0, stage=0, endpoint=f"{host}:{port}", state=PeerState.SERVING
-        )
+            peer_id="a" * 40, announced_at=0.0, stage=0, endpoint=f"127.0.0.1:{silent.getsockname()[1]}",
+            state=PeerState.SERVING,
+        )  # fmt: skip
+        channels = ChannelPool(insecure=True)
         with pytest.raises(DeadlineExceeded, match="no answer"):
-            await describe(ChannelPool(insecure=True).channel(record), REQUEST, seconds=0.2)
+            await describe(channels.channel(record), REQUEST, seconds=0.2)
+        await channels.close()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
+
 from peers.status.observe import observe, with_moves
 from peers.status.peer_row import LONGEST_REFUSAL, MOST_REFUSALS, PeerRow
 from peers.status.view import StageRow, SwarmView
@@ -153,3 +155,13 @@ async def test_what_a_peer_computes_on_is_shown_though_it_does_not_answer() -> N
     silent = [_record(OTHER, 9, PeerState.SERVING).model_copy(update={"device": name}) for name in ("cuda:1", "")]
     shown = await _ask([], *silent)
     assert [(peer["state"], peer["device"]) for peer in shown] == [("unreachable", "cuda:1"), ("unreachable", "")]
+
+
+@pytest.mark.parametrize(("run_id", "state"), [("", "serving"), (RUN, "serving"), ("another", "unreachable")])
+async def test_only_a_peer_of_the_run_that_is_asked_for_is_shown(run_id: str, state: str) -> None:
+    """swarm-local knows its run by name alone, and asks for none."""
+    channels = ChannelPool(insecure=True)
+    async with describing(0, lambda _: pb.DescribeReply(run_id=RUN, state="serving")) as record:
+        seen = await observe(run_id, {0: [record]}, (), channels)
+    await channels.close()
+    assert seen.stages[0].peers[0].state == state

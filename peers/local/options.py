@@ -1,0 +1,80 @@
+"""The options of swarm-local."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.shared import cli
+
+PRESET = "tiny"
+"""Taken where neither --preset nor --config is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """Launch a swarm on this machine and train."""
+
+    preset: str | None = None
+    """Configuration that comes with swarm: tiny, small, llama-124m, sparseloco or targon; tiny if no --config is given
+    either."""
+    config: Path | None = None
+    """TOML file, instead of a preset."""
+    stages: int | None = None
+    """Number of stages, instead of the configuration's."""
+    peers_per_stage: int = 2
+    """Peers that each stage begins with."""
+    steps: int = 60
+    """Steps to train; a step is one round of the whole swarm."""
+    dataset: str | None = None
+    """Text, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
+    output: Path = Path("swarm-output")
+    """Folder for metrics.jsonl, summary.json, loss.png and the processes' logs."""
+    kill_at: int | None = None
+    """Kill -9 a random peer once this run has made so many steps; its stage keeps another one."""
+    join_at: int | None = None
+    """Start one more peer, where there are fewest, once this run has made so many steps."""
+    evaluate_every: int = 10
+    """Steps between two evaluations on held-out text."""
+    sample_tokens: int = 200
+    """Tokens of text that the trained swarm writes at the end; 0 for none."""
+    threads: int = 1
+    """CPU threads of each peer."""
+    max_in_flight: int = 0
+    """Microbatches that each peer works on at once; 0 lets it find out."""
+    device: str = "cpu"
+    """cpu, cuda:1, ... or mps, for all peers; cuda and auto spread them over the GPUs by free memory. Each peer's
+    autograd graphs get their part of it."""
+    wandb: str | None = None
+    """Report to this Weights & Biases project, into local files."""
+    wandb_online: bool = False
+    """Report to the Weights & Biases service as it happens."""
+    token: str | None = None
+    """A peer's token, or @FILE: the run is locked. It may also be in SWARM_TOKEN."""
+    insecure: bool = False
+    """Plain TCP instead of TLS between the peers."""
+    checkpoint: Path | None = None
+    """Folder to which all peers write checkpoints."""
+    checkpoint_every: int | None = None
+    """Rounds from one checkpoint to the next, instead of swarm-peer's 10."""
+    resume: Path | None = None
+    """Go on from the newest checkpoint in this folder, with as many stages as are asked for; metrics.jsonl is kept."""
+    seed: int = 0
+    """Chooses the peer that is killed."""
+
+    def __post_init__(self) -> None:
+        least = {
+            "stages": 1, "peers_per_stage": 1, "steps": 1, "threads": 1, "max_in_flight": 0, "evaluate_every": 0,
+            "sample_tokens": 0, "checkpoint_every": 1,
+        }  # fmt: skip
+        cli.require_at_least(self, least)
+        if self.config is not None and self.preset is not None:
+            raise ValueError("--config and --preset exclude each other")
+        if self.wandb_online and self.wandb is None:
+            raise ValueError("--wandb-online needs --wandb PROJECT")
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise ValueError("--checkpoint-every needs --checkpoint DIR")
+        for name in ("kill_at", "join_at"):
+            step = getattr(self, name)
+            if step is not None and not 0 <= step < self.steps:
+                raise ValueError(f"--{name.replace('_', '-')} must be between 0 and {self.steps - 1}, not {step}")
+        if self.kill_at is not None and self.peers_per_stage < 2:
+            raise ValueError("--kill-at needs --peers-per-stage 2 or more: a stage without a peer stops the run")

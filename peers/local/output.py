@@ -1,0 +1,68 @@
+"""A local swarm's output folder: what an earlier run left in it, what the trainer has written so far, and the end.
+
+Used by swarm.py.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from peers.status.view import TrainerRow
+from swarm.metrics import log as metrics_log
+from swarm.metrics.plot import plot_loss
+
+
+class Output:
+    """The folder of one run."""
+
+    def __init__(self, folder: Path, *, goes_on: bool) -> None:
+        """
+        Args:
+            goes_on: whether metrics.jsonl is kept, for the run goes on from a checkpoint.
+        """
+        self.folder = folder
+        self.logs = folder / "logs"
+        self.metrics = folder / "metrics.jsonl"
+        self.first_step = 0
+        """Step of the whole training from which this run goes on."""
+        self._goes_on = goes_on
+        self._num_old_rows = 0
+        """Lines of metrics.jsonl that are an earlier run's."""
+
+    def clear(self, logs_in_use: Collection[Path]) -> None:
+        """Delete what an earlier run left, now that this one has begun; metrics that it goes on with are kept."""
+        if not self._goes_on:
+            self.metrics.unlink(missing_ok=True)
+        elif self.metrics.exists() and (rows := list(metrics_log.read(self.metrics))):
+            self._num_old_rows, self.first_step = len(rows), rows[-1]["step"]
+        stale = {*self.logs.glob("peer-*.log"), self.logs / "trainer.log"} - set(logs_in_use)
+        for path in (*stale, *(self.folder / name for name in ("summary.json", "loss.png", "sample.txt"))):
+            path.unlink(missing_ok=True)
+
+    def trainer_rows(self) -> tuple[TrainerRow, ...]:
+        """Where the trainer is, by the last step that it has written down."""
+        rows = list(metrics_log.read(self.metrics))[self._num_old_rows :] if self.metrics.exists() else []
+        steps = [row for row in rows if "train/loss" in row]
+        if not steps:
+            return ()
+        self.first_step, last = steps[0]["step"] - 1, steps[-1]
+        rate = last["train/tokens_per_sec"]
+        return (TrainerRow(name="trainer", step=last["step"], loss=last["train/loss"], tokens_per_second=rate),)
+
+    def finish(self, figures: Mapping[str, int]) -> None:
+        """Add to the trainer's summary, and print it with the sample and where everything is."""
+        path = self.folder / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8")) | dict(figures)
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        # Once more, with the last events in it.
+        plot_loss(self.metrics, self.folder / "loss.png")
+        sample = self.folder / "sample.txt"
+        if sample.exists():
+            print(sample.read_text(encoding="utf-8"))
+        console = Console()
+        console.print_json(data=summary)
+        console.print(f"Figures, plot and logs are in {self.folder}", highlight=False, soft_wrap=True)
+        for run in sorted((self.folder / "wandb").glob("offline-run-*"))[-1:]:
+            console.print(f"To upload this run to Weights & Biases: wandb sync {run}", highlight=False, soft_wrap=True)

@@ -1,0 +1,134 @@
+"""The peers of a local swarm: started, seen to serve, killed.
+
+Used by swarm.py and drama.py. It never decides when.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.commands import command_line
+from peers.local.options import PRESET, LocalOptions
+from peers.local.supervisor import Child, Supervisor
+from peers.shared import cli, devices
+from peers.shared.devices import Device
+from peers.stage_peer.options import PeerOptions
+from swarm.config import RunConfig
+from swarm.types import PeerRecord, PeerState
+
+MOST_ADDRESSES = 4
+"""Of peers that serve, told to those who join."""
+
+
+@dataclass(eq=False)
+class LocalPeer:
+    """A peer that we started."""
+
+    child: Child
+    stage: int
+    ready_file: Path
+    record: PeerRecord | None = None
+    """What it is known by, once it serves."""
+    dht_address: str = ""
+
+    def is_ready(self) -> bool:
+        """Whether it serves, by the file that it writes then."""
+        if self.record is None and self.ready_file.exists():
+            ready = json.loads(self.ready_file.read_text())
+            self.dht_address = ready["dht_addresses"][0]
+            self.record = PeerRecord(
+                peer_id=ready["peer_id"],
+                name=self.child.name,
+                announced_at=ready["time"],
+                stage=self.stage,
+                endpoint=ready["endpoint"],
+                certificate_pem=ready["certificate_pem"],
+                state=PeerState.SERVING,
+                device=ready["device"],
+            )
+        return self.record is not None
+
+
+class LocalPeers:
+    """The peers that were started and have not ended."""
+
+    def __init__(
+        self, options: LocalOptions, config: RunConfig, children: Supervisor, folder: Path, places: Sequence[Device]
+    ) -> None:
+        """
+        Args:
+            folder: for their keys and ready files.
+            places: the device of each peer, in the order in which they start.
+        """
+        self.num_stages = options.stages or config.stages.num_stages
+        self.running: list[LocalPeer] = []
+        self._options = options
+        self._custom_class = config.model.custom_class
+        self._children = children
+        self._folder = folder
+        self._places = places
+        self._num_started = 0
+
+    def start(self, stage: int) -> LocalPeer:
+        """Start one more, and do not wait for it."""
+        self._num_started += 1
+        name = f"peer-{self._num_started}"
+        device = self._places[self._num_started - 1]
+        graph_bytes = devices.graph_bytes(device, num_processes=self._places.count(device))
+        ready_file, options = self._folder / f"{name}.json", self._options
+        own = PeerOptions(
+            stage=stage,
+            name=name,
+            host="127.0.0.1",
+            device=device.name,
+            graph_memory_mib=graph_bytes >> 20,
+            threads=options.threads,
+            max_in_flight=options.max_in_flight,
+            identity=self._folder / f"{name}.pem",
+            ready_file=ready_file,
+            insecure=options.insecure,
+            checkpoint=options.checkpoint,
+            checkpoint_every=options.checkpoint_every,
+            resume=options.resume,
+            **self._run_options(),
+        )
+        child = self._children.start(name, command_line("peer", cli.arguments(own)))
+        peer = LocalPeer(child=child, stage=stage, ready_file=ready_file)
+        self.running.append(peer)
+        return peer
+
+    def _run_options(self) -> dict[str, Any]:
+        """How a peer joins the run: at the addresses of those that serve, or as the first, which begins it."""
+        options = self._options
+        if addresses := self.addresses:
+            return {"initial_peers": addresses, "allow_class": self._custom_class or None}
+        preset = None if options.config else options.preset or PRESET
+        return {"config": options.config, "preset": preset, "stages": options.stages, "dataset": options.dataset}
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others enter the DHT."""
+        return tuple(peer.dht_address for peer in self.running if peer.dht_address)[:MOST_ADDRESSES]
+
+    @property
+    def serving(self) -> list[LocalPeer]:
+        """Those that serve."""
+        return [peer for peer in self.running if peer.record is not None]
+
+    def counts(self) -> Counter[int]:
+        """How many each stage has, whether they serve yet or not."""
+        return Counter({stage: 0 for stage in range(self.num_stages)} | Counter(peer.stage for peer in self.running))
+
+    def kill(self, peer: LocalPeer) -> None:
+        """Kill one as a power cut would."""
+        self.running.remove(peer)
+        self._children.kill9(peer.child)
+
+    def ended(self, name: str) -> LocalPeer:
+        """Forget one that has ended by itself; gives it."""
+        gone = next(peer for peer in self.running if peer.child.name == name)
+        self.running.remove(gone)
+        return gone

@@ -1,0 +1,176 @@
+"""One run of a local swarm: peers -> trainer -> watch -> summary.
+
+Used by program.py, which ends every child afterwards.
+"""
+
+import asyncio
+import re
+import time
+
+from peers.commands import command_line
+from peers.local.drama import Drama
+from peers.local.options import LocalOptions
+from peers.local.output import Output
+from peers.local.peers import LocalPeers
+from peers.local.supervisor import Child, Exit, Supervisor
+from peers.shared import cli
+from peers.status.live_table import LiveTable
+from peers.status.observe import observe
+from peers.status.peer_row import PeerRow
+from peers.status.view import StageRow, SwarmView
+from peers.trainer.options import TrainerOptions
+from swarm.credentials.identity import Identity
+from swarm.errors import PeerUnavailable
+from swarm.metrics.log import MetricsLog
+from swarm.rpc.channels import ChannelPool
+from swarm.types import PeerRecord
+
+START_SECONDS, START_SECONDS_PER_PEER = 120.0, 20.0
+"""Longest wait for the peers that follow the first: all at once import, look and connect. The first may take its time:
+it may have to fetch the text and prepare it."""
+LOOK_SECONDS = 0.5
+
+
+class LocalSwarm:
+    """The swarm on this machine."""
+
+    def __init__(
+        self, options: LocalOptions, run_name: str, peers: LocalPeers, children: Supervisor, identity: Identity
+    ) -> None:
+        """
+        Args:
+            identity: with which the peers are asked how they are.
+        """
+        self.peers = peers
+        self.output = Output(options.output, goes_on=options.resume is not None)
+        self._options = options
+        self._run_name = run_name
+        self._children = children
+        self._drama = Drama(options, peers)
+        self._channels = ChannelPool(insecure=options.insecure, identity=identity)
+        self._events: list[str] = []
+
+    async def run(self) -> int:
+        """Start, train, show; gives the exit code."""
+        per_stage, num_stages = self._options.peers_per_stage, self.peers.num_stages
+        with LiveTable() as table:
+            self._events.append(
+                f"starting {num_stages} x {per_stage} peers and a trainer; their logs are in {self.output.logs}"
+            )
+            table.show(SwarmView(run=self._run_name, events=tuple(self._events)))
+            await self.start_first_peer()
+            self.output.clear([child.log for child in self._children.running])
+            for number in range(1, num_stages * per_stage):
+                self.peers.start(number % num_stages)
+            await self.until_ready(table)
+            trainer = self.start_trainer()
+            with MetricsLog(self.output.metrics) as metrics:
+                await self.watch(trainer, table, metrics)
+        await self._channels.close()
+        self.output.finish({"peers_killed": self._drama.num_killed, "peers_joined": self._drama.num_joined})
+        return 0
+
+    async def start_first_peer(self) -> None:
+        """Start it and wait until it serves: the others join through it.
+
+        Raises:
+            PeerUnavailable: it ended instead.
+        """
+        # Children append to their logs, and the last line says why one ended: it must be this one's.
+        (self.output.logs / "peer-1.log").unlink(missing_ok=True)
+        first = self.peers.start(0)
+        while not first.is_ready():
+            self._fail_on_exit()
+            await asyncio.sleep(0.1)
+
+    async def until_ready(self, table: LiveTable) -> None:
+        """Wait until every peer serves. Raises PeerUnavailable if one ended, or takes too long."""
+        seconds = START_SECONDS + START_SECONDS_PER_PEER * len(self.peers.running)
+        deadline = time.monotonic() + seconds
+        while late := [peer.child for peer in self.peers.running if not peer.is_ready()]:
+            self._fail_on_exit()
+            if time.monotonic() > deadline:
+                raise PeerUnavailable(f"{late[0].name} does not serve after {seconds:.0f} s; its log is {late[0].log}")
+            table.show(await self._view())
+            await asyncio.sleep(0.1)
+
+    def start_trainer(self) -> Child:
+        """Start the trainer, and do not wait for it."""
+        options = self._options
+        own = TrainerOptions(
+            initial_peers=self.peers.addresses,
+            steps=options.steps,
+            output=options.output,
+            name="trainer",
+            evaluate_every=options.evaluate_every,
+            sample_tokens=options.sample_tokens,
+            wandb=options.wandb,
+            wandb_online=options.wandb_online,
+            insecure=options.insecure,
+        )
+        return self._children.start("trainer", command_line("trainer", cli.arguments(own)))
+
+    async def watch(self, trainer: Child, table: LiveTable, metrics: MetricsLog) -> None:
+        """Show the swarm until the trainer has trained, and do what was asked for meanwhile.
+
+        Raises:
+            PeerUnavailable: the trainer failed, or a stage has lost its last peer.
+        """
+        while True:
+            step = await self._show(table)
+            self._note(self._drama.act(step - self.output.first_step), metrics, step, prefix=f"step {step}: ")
+            lost = ""
+            for end in self._children.exits():
+                if end.name == trainer.name:
+                    await self._show(table)
+                    if end.returncode != 0:
+                        # Whether before its last step or, where a file could not be written, after it.
+                        raise PeerUnavailable(f"the trainer failed: {_why(end)}")
+                    return
+                gone = self.peers.ended(end.name)
+                what = f"{end.name} ended by itself: {_why(end)}"
+                self._note([what], metrics, step)
+                if not self.peers.counts()[gone.stage]:
+                    lost = f"stage {gone.stage} has no peer left: {what}; its log is {gone.child.log}"
+            if lost:
+                # What the stage had learnt is gone, and the trainer would wait for ever.
+                raise PeerUnavailable(lost)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _show(self, table: LiveTable) -> int:
+        """Show where everybody is; gives the trainer's step."""
+        view = await self._view()
+        table.show(view)
+        return view.trainers[0].step if view.trainers else self.output.first_step
+
+    async def _view(self) -> SwarmView:
+        stages: dict[int, list[PeerRecord]] = {stage: [] for stage in range(self.peers.num_stages)}
+        for peer in self.peers.running:
+            if peer.record is not None:
+                stages[peer.stage].append(peer.record)
+        # Which run that is, the first peer decides, with the digest of the text: it is known here by its name alone.
+        view = await observe("", stages, (), self._channels, self._events)
+        rows = tuple(StageRow(stage=row.stage, peers=row.peers + self._starting(row.stage)) for row in view.stages)
+        return SwarmView(run=self._run_name, stages=rows, trainers=self.output.trainer_rows(), events=view.events)
+
+    def _starting(self, stage: int) -> tuple[PeerRow, ...]:
+        """Our peers of a stage that cannot be asked yet."""
+        return tuple(
+            PeerRow(name=peer.child.name, peer_id="", state="joining")
+            for peer in self.peers.running
+            if peer.stage == stage and peer.record is None
+        )
+
+    def _fail_on_exit(self) -> None:
+        for end in self._children.exits():
+            raise PeerUnavailable(f"{end.name} did not start: {_why(end)}")
+
+    def _note(self, happened: list[str], metrics: MetricsLog, step: int, *, prefix: str = "") -> None:
+        for text in happened:
+            self._events.append(prefix + text)
+            metrics.event(step, prefix + text)
+
+
+def _why(end: Exit) -> str:
+    """A child's last line without its beginning (program; or time, name and level), which says nothing new here."""
+    return re.split(r": error: | ERROR: ", end.reason, maxsplit=1)[-1]

@@ -1,0 +1,54 @@
+"""With which options each peer of a local swarm is started."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from swarm import config as configs
+from tests.peers.local.children import serve, started_peers
+
+_CHOSEN = ("--preset", "--config", "--checkpoint", "--checkpoint-every")
+
+
+def test_each_peer_has_its_device_and_its_part_of_the_memory(tmp_path: Path) -> None:
+    _, peers, children = started_peers(tmp_path)
+    for stage in (0, 1, 2):
+        peers.start(stage)
+    commands = [children.commands[f"peer-{number}"] for number in (1, 2, 3)]
+    assert [command[command.index("--device") + 1] for command in commands] == ["cuda:0", "cuda:1", "cuda:0"]
+    # Half of 8 GiB, which four peers share.
+    assert {command[command.index("--graph-memory-mib") + 1] for command in commands} == {"1024"}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["--preset", "tiny"]),
+        ({"preset": "small"}, ["--preset", "small"]),
+        ({"config": Path("x.toml")}, ["--config", "x.toml"]),
+        ({"checkpoint": Path("c")}, ["--preset", "tiny", "--checkpoint", "c"]),
+        (
+            {"checkpoint": Path("c"), "checkpoint_every": 5},
+            ["--preset", "tiny", "--checkpoint", "c", "--checkpoint-every", "5"],
+        ),
+    ],
+)
+def test_the_first_peer_gets_what_was_asked_for(
+    options: dict[str, object], expected: list[str], tmp_path: Path
+) -> None:
+    _, peers, children = started_peers(tmp_path, None, **options)
+    peers.start(0)
+    command = children.commands["peer-1"]
+    options_at = [index for index, word in enumerate(command) if word in _CHOSEN]
+    assert [word for index in options_at for word in command[index : index + 2]] == expected
+
+
+def test_those_who_join_are_told_of_a_model_that_the_user_s_configuration_names(tmp_path: Path) -> None:
+    config = configs.load_preset("tiny")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, custom_class="mine:Model"))
+    _, peers, children = started_peers(tmp_path, config)
+    serve(peers.start(0))
+    peers.start(1)
+    assert "--allow-class" not in children.commands["peer-1"]
+    assert " --allow-class mine:Model" in " ".join(children.commands["peer-2"])
