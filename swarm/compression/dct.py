@@ -6,7 +6,7 @@ matter in encoding, because each vector has one sender. But members must decode 
 inverse multiplies whole numbers that are so small that float64 holds every sum of their products exactly. Then nothing
 is rounded, and the order makes no difference.
 
-Shapes: T tiles, E = 4096 elements of a tile, F = 2048 frequencies kept.
+Shapes: T tiles, or B as blocks; E = 4096 elements of a tile, F = 2048 frequencies kept.
 """
 
 import functools
@@ -14,18 +14,9 @@ import math
 
 import torch
 
-from swarm.compression.buffers import (
-    CHUNK_ELEMENTS,
-    Buffer,
-    as_tensor,
-    check_finite,
-    check_scales,
-    clamp_scales,
-    in_chunks,
-    reciprocals,
-    slices,
-)
+from swarm.compression.buffers import check_finite
 from swarm.compression.layout import SIDE, TILE
+from swarm.compression.quantize import Blockwise
 
 FACTOR_BITS = 25
 """The inverse's cosines (`_whole_factors`) are whole multiples of 2**-25, and less than 0.18."""
@@ -58,55 +49,31 @@ def _whole_terms(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tiles.mul_(2.0**TERM_BITS / power_T11).round_(), power_T11 * 2.0**-TERM_BITS
 
 
-class DctLowpass:
-    """Keeps the half of each tile's coefficients with the lowest frequencies, as float16 relative to the largest one.
+class DctLowpass(Blockwise):
+    """Keeps the half of each tile's coefficients with the lowest frequencies.
 
-    The float32 scales of all tiles come first, and then the float16 numbers of all tiles, in rising order of the sum of
-    both frequencies, and then of the first. The last tile is filled up with zeros. The filter is that of torchrun-ddp.
+    They are float16 numbers, relative to the largest one, whose magnitude is a float32 scale. They are in rising order
+    of the sum of both frequencies, and then of the first. The filter is that of torchrun-ddp.
     """
 
     name = "dct-lowpass"
     tile = TILE
     needs_feedback = True
-    is_sparse = False
+    _scale_dtype = torch.float32
+    _limit = 1
+    _code_bytes = 2 * (TILE // 2)
 
-    def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Transform, choose, and scale to at most 1."""
-        encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
-        all_scales_T, all_halves_TF = self._split(encoded, vector_N.numel())
-        for rows, tiles_TE in in_chunks(vector_N, TILE):
-            kept_TF = dct(tiles_TE)[:, _low_frequencies()]
-            all_scales_T[rows] = clamp_scales(kept_TF.abs().amax(1))
-            inverse_T = reciprocals(all_scales_T[rows])
-            all_halves_TF[rows] = kept_TF.mul_(inverse_T[:, None]).clamp_(-1, 1)
-        return encoded.numpy().data
+    def _choose(self, blocks_BE: torch.Tensor) -> torch.Tensor:
+        return dct(blocks_BE)[:, _low_frequencies()]
 
-    def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
-        """The inverse transform, with zeros for the high frequencies.
+    def _pack(self, scaled_BE: torch.Tensor, target: torch.Tensor) -> None:
+        target.view(torch.float16).copy_(scaled_BE)
 
-        Raises:
-            MalformedMessage: a wrong length, a scale out of range, or numbers that are not finite.
-        """
-        encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
-        scales_T, halves_TF = self._split(encoded, num_elements)
-        check_scales(scales_T, self.name)
-        check_finite(halves_TF, f"a vector in {self.name}")
-        vector_TE = torch.empty(len(scales_T), TILE)
-        for rows in slices(len(scales_T), CHUNK_ELEMENTS // TILE):
-            coefficients_TE = torch.zeros(rows.stop - rows.start, TILE)
-            coefficients_TE[:, _low_frequencies()] = halves_TF[rows].float() * scales_T[rows, None]
-            vector_TE[rows] = inverse_dct(coefficients_TE)
-        return vector_TE.view(-1)[:num_elements]
-
-    def num_bytes(self, num_elements: int) -> int:
-        """Exact size: whole tiles."""
-        return -(-num_elements // TILE) * (4 + 2 * len(_low_frequencies()))
-
-    def _split(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the scales, float32 (T,), and of the halves, float16 (T, F)."""
-        num_tiles = -(-num_elements // TILE)
-        scales_T = encoded[: 4 * num_tiles].view(torch.float32)
-        return scales_T, encoded[4 * num_tiles :].view(torch.float16).view(num_tiles, len(_low_frequencies()))
+    def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
+        halves_BF = check_finite(codes.view(torch.float16), f"a vector in {self.name}")
+        coefficients_BE = torch.zeros_like(target_BE)
+        coefficients_BE[:, _low_frequencies()] = halves_BF.float() * scales_B1
+        target_BE.copy_(inverse_dct(coefficients_BE))
 
 
 def _exact_matrix() -> torch.Tensor:

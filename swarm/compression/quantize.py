@@ -1,7 +1,7 @@
 """Dense codecs: casts to a smaller floating-point type, and blockwise integers.
 
-codec.py picks one. They keep every element. Decoding takes one product for each element, which rounds alike on every
-processor.
+codec.py picks one, and dct.py has another one with the layout of `Blockwise`. Those here keep every element. Decoding
+takes one product for each element, which rounds alike on every processor.
 
 Shapes: N elements of the part, B blocks, E elements of a block.
 """
@@ -56,38 +56,41 @@ class Cast:
         return num_elements * self._dtype.itemsize
 
 
-class _Blockwise(ABC):
-    """Integers with one bfloat16 scale for each block: the scales of all blocks, and then the codes of all blocks.
+class Blockwise(ABC):
+    """Codes with one scale for each block: the scales of all blocks, and then the codes of all blocks.
 
-    A block's largest magnitude gets the largest code. bfloat16 has the range of float32, and its coarse steps cost next
-    to nothing, because the codes are relative to the scale as it travels. The last block is filled up with zeros.
+    A block's largest magnitude gets the largest code. The last block is filled up with zeros.
     """
 
     name: str
     tile: int
     needs_feedback: bool
     is_sparse = False
+    _scale_dtype: torch.dtype
     _limit: int
-    _bits: int
+    """Magnitude of the largest code."""
+    _code_bytes: int
+    """Bytes that the codes of a block take."""
 
     def encode(self, vector_N: torch.Tensor) -> Buffer:
-        """Quantise to the nearest code. A tie goes to the even one."""
+        """Quantise relative to the scale as it travels."""
         encoded = torch.empty(self.num_bytes(vector_N.numel()), dtype=torch.uint8)
         all_scales_B, all_codes = self._split(encoded, vector_N.numel())
         temporary = torch.empty(CHUNK_ELEMENTS)
         for rows, blocks_BE in in_chunks(vector_N, self.tile):
-            scaled_BE = temporary[: blocks_BE.numel()].view(blocks_BE.shape)
-            all_scales_B[rows] = clamp_scales(torch.abs(blocks_BE, out=scaled_BE).amax(1) / self._limit)
+            kept_BE = self._choose(blocks_BE)
+            scaled_BE = temporary[: kept_BE.numel()].view(kept_BE.shape)
+            all_scales_B[rows] = clamp_scales(torch.abs(kept_BE, out=scaled_BE).amax(1) / self._limit)
             inverse_B = reciprocals(all_scales_B[rows].float())
-            torch.mul(blocks_BE, inverse_B[:, None], out=scaled_BE)
-            self._pack(scaled_BE.round_().clamp_(-self._limit, self._limit), all_codes[rows])
+            torch.mul(kept_BE, inverse_B[:, None], out=scaled_BE)
+            self._pack(scaled_BE.clamp_(-self._limit, self._limit), all_codes[rows])
         return encoded.numpy().data
 
     def decode(self, buffer: Buffer, num_elements: int) -> torch.Tensor:
         """Multiply the codes by their scales.
 
         Raises:
-            MalformedMessage: a wrong length, a scale out of range, or a code below the range.
+            MalformedMessage: a wrong length, a scale out of range, or a code that no encoder writes.
         """
         encoded = as_tensor(buffer, self.num_bytes(num_elements), f"{num_elements} elements of {self.name}")
         scales_B, codes = self._split(encoded, num_elements)
@@ -99,31 +102,46 @@ class _Blockwise(ABC):
 
     def num_bytes(self, num_elements: int) -> int:
         """Exact size: whole blocks."""
-        return -(-num_elements // self.tile) * (2 + self.tile * self._bits // 8)
+        return -(-num_elements // self.tile) * (self._scale_dtype.itemsize + self._code_bytes)
 
     def _split(self, encoded: torch.Tensor, num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the scales, bfloat16 (B,), and of the codes, uint8 (B, bytes of a block)."""
+        """Views of the scales (B,), and of the codes, uint8 (B, bytes of a block)."""
         num_blocks = -(-num_elements // self.tile)
-        scales = encoded[: 2 * num_blocks].view(torch.bfloat16)
-        return scales, encoded[2 * num_blocks :].view(num_blocks, self.tile * self._bits // 8)
+        scales_bytes = num_blocks * self._scale_dtype.itemsize
+        scales_B = encoded[:scales_bytes].view(self._scale_dtype)
+        return scales_B, encoded[scales_bytes:].view(num_blocks, self._code_bytes)
+
+    def _choose(self, blocks_BE: torch.Tensor) -> torch.Tensor:
+        """What is kept of the blocks."""
+        return blocks_BE
 
     @abstractmethod
-    def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
-        """Write whole numbers in float32 as codes."""
+    def _pack(self, scaled_BE: torch.Tensor, target: torch.Tensor) -> None:
+        """Write numbers between the limits as codes. May overwrite the numbers."""
 
     @abstractmethod
     def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
-        """Multiply codes and scales. Raises MalformedMessage for a code below the range."""
+        """Multiply codes by scales. Raises MalformedMessage for a code that no encoder writes."""
 
 
-class Int8(_Blockwise):
+class _Integers(Blockwise):
+    """The nearest whole numbers, where a tie goes to the even one.
+
+    The scales are bfloat16, which has the range of float32. Its coarse steps cost next to nothing, because the codes
+    are relative to the scale as it travels.
+    """
+
+    _scale_dtype = torch.bfloat16
+
+
+class Int8(_Integers):
     """Codes from -127 to 127, a byte each."""
 
     name = "int8"
     tile = 128
     needs_feedback = False
     _limit = 127
-    _bits = 8
+    _code_bytes = 128
 
     def largest(self, encoded: torch.Tensor) -> float:
         """An upper bound on the magnitudes that whole blocks (uint8) decode to, without decoding them.
@@ -139,8 +157,8 @@ class Int8(_Blockwise):
         if int(codes_BE.amin()) < -127:
             raise MalformedMessage("int8 holds the code -128")
 
-    def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
-        target.view(torch.int8).copy_(codes_BE)
+    def _pack(self, scaled_BE: torch.Tensor, target: torch.Tensor) -> None:
+        target.view(torch.int8).copy_(scaled_BE.round_())
 
     def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:
         codes_BE = codes.view(torch.int8)
@@ -148,7 +166,7 @@ class Int8(_Blockwise):
         torch.mul(codes_BE, scales_B1, out=target_BE)
 
 
-class Int4(_Blockwise):
+class Int4(_Integers):
     """Codes from -7 to 7, plus 8, two in a byte.
 
     A byte's low bits belong to the block's first half, and its high bits to the second, so that packing moves whole
@@ -159,10 +177,10 @@ class Int4(_Blockwise):
     tile = 64
     needs_feedback = True
     _limit = 7
-    _bits = 4
+    _code_bytes = 32
 
-    def _pack(self, codes_BE: torch.Tensor, target: torch.Tensor) -> None:
-        low, high = codes_BE.chunk(2, 1)
+    def _pack(self, scaled_BE: torch.Tensor, target: torch.Tensor) -> None:
+        low, high = scaled_BE.round_().chunk(2, 1)
         target.copy_(low.add(high, alpha=16).add_(8 + 8 * 16))
 
     def _unpack(self, codes: torch.Tensor, scales_B1: torch.Tensor, target_BE: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The whole model in one process: what a swarm's training is compared with.
 
-Used by tests and benches. It is the stage module of a run cut into one stage, so its parameters are exactly the stages'
-parameters under any cut.
+Used by tests and benches, and by users who load a run's weights. It is the stage module of a run cut into one stage, so
+its parameters are exactly the stages' parameters under any cut.
 
 Shape suffixes: B samples, T positions, V vocabulary.
 """
