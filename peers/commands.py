@@ -42,6 +42,11 @@ def keys() -> None:
     _run("swarm-keys", "peers.keys")
 
 
+def model() -> None:
+    """Run `swarm-model`."""
+    _run("swarm-model", "peers.model")
+
+
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
     """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
 

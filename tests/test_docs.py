@@ -13,6 +13,7 @@ import pytest
 
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
+from peers.model import ExportModelOptions, ImportModelOptions, PushModelOptions
 from peers.shared import cli
 from peers.stage_peer.options import PeerOptions
 from peers.status.program import StatusOptions
@@ -37,6 +38,9 @@ OPTIONS: dict[str, type] = {
     "swarm-trainer": TrainerOptions,
     "swarm-status": StatusOptions,
     "swarm-keys issue": IssueOptions,
+    "swarm-model import": ImportModelOptions,
+    "swarm-model export": ExportModelOptions,
+    "swarm-model push": PushModelOptions,
     "swarm-local": LocalOptions,
     "scripts/demo": LocalOptions,
     "scripts/bench all": AllOptions,

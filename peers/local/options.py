@@ -14,8 +14,8 @@ class LocalOptions:
     """Launch a swarm on this machine and train."""
 
     preset: str | None = None
-    """Configuration that comes with swarm: tiny, small, llama-124m, sparseloco or targon; tiny if no --config is given
-    either."""
+    """Configuration that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m, sparseloco or targon; tiny if
+    no --config is given either."""
     config: Path | None = None
     """TOML file, instead of a preset."""
     stages: int | None = None

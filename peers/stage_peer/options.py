@@ -33,8 +33,12 @@ class PeerOptions:
     """The run's model.custom_class, as MODULE:CLASS: joining a run that has one, this machine imports and runs it."""
     config: Path | None = None
     """TOML file of a new run."""
+    model: Path | None = None
+    """Folder made by swarm-model import: a new run begins with its configuration and its weights. With --initial-peers,
+    where nobody holds the stage yet, the stage's weights are taken from it."""
     preset: str | None = None
-    """Configuration of a new run that comes with swarm: tiny, small, llama-124m, sparseloco or targon."""
+    """Configuration of a new run that comes with swarm: tiny, small, gpt2-124m, gpt2-355m, llama-124m,
+    sparseloco or targon."""
     dataset: str | None = None
     """Text of a new run, instead of the configuration's: stdlib, a file, a folder, a glob, or hf:NAME."""
     tokenizer: str | None = None
@@ -97,15 +101,14 @@ class PeerOptions:
         if self.stage != "auto" and self.stage < 0:
             raise ValueError(f"--stage must not be negative, not {self.stage}")
         cli.require_at_least(self, {"stages": 1, "checkpoint_every": 1, "keep_checkpoints": 1})
-        if self.config is not None and self.preset is not None:
-            raise ValueError("--config and --preset exclude each other")
-        own = self.config is not None or self.preset is not None
-        if not own and not self.initial_peers:
+        if sum(source is not None for source in (self.config, self.preset, self.model)) > 1:
+            raise ValueError("--config, --preset and --model exclude each other")
+        if not self.names_a_run and not self.initial_peers:
             raise ValueError(
-                "a new run needs --preset NAME or --config FILE; to join one, give --initial-peers ADDRESS"
+                "a new run needs --preset NAME, --config FILE or --model DIR; to join one, give --initial-peers ADDRESS"
             )
-        if not own and (self.dataset or self.tokenizer or self.stages):
-            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset or --config")
+        if not self.names_a_run and (self.dataset or self.tokenizer or self.stages):
+            raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
         for name in ("port", "dht_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
@@ -121,6 +124,11 @@ class PeerOptions:
         for name in ("threads", "max_in_flight", "graph_memory_mib"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative, not {getattr(self, name)}")
+
+    @property
+    def names_a_run(self) -> bool:
+        """Whether it says what the run is: a joiner that has the model at hand takes the run's own configuration."""
+        return bool(self.config or self.preset or (self.model and not self.initial_peers))
 
     @property
     def label(self) -> str:

@@ -12,13 +12,17 @@ from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.credentials.token import Token
 from swarm.data import corpora, tokenizers
+from swarm.interchange import run_folder
 
 
 def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunConfig | None:
     """The configuration that the command line names, complete with data's digest and owner; None if it names none."""
-    if options.config is None and options.preset is None:
+    if not options.names_a_run:
         return None
-    config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
+    if options.model is not None:
+        config = run_folder.load_config(options.model)
+    else:
+        config = configs.load(options.config) if options.config else configs.load_preset(options.preset or "")
     if options.stages is not None:
         stages = dataclasses.replace(config.stages, num_stages=options.stages, layers_per_stage=())
         config = dataclasses.replace(config, stages=stages)

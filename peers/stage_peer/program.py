@@ -56,6 +56,8 @@ from swarm.dht.directory import Directory
 from swarm.dht.node import DhtNode
 from swarm.errors import PeerUnavailable, SwarmError
 from swarm.events.kinds import Events
+from swarm.interchange import run_folder
+from swarm.interchange.weights import WeightsFolder
 from swarm.machine.clock import SystemClock, run_loop
 
 logger = logging.getLogger(__name__)
@@ -156,7 +158,9 @@ class Start:
     returns: bool
     """Whether others may remember this peer at its address."""
 
-    def server_options(self, moves: int, *, moved: bool, incarnation: Incarnation) -> ServerOptions:
+    def server_options(
+        self, moves: int, *, moved: bool, incarnation: Incarnation, weights: WeightsFolder | None
+    ) -> ServerOptions:
         """What a server is told; `moved` where the peer comes from another stage."""
         options, checkpoints = self.options, self.checkpoints
         resume = ResumeOptions(
@@ -166,6 +170,7 @@ class Start:
             moves=moved,
             had_checkpoints=checkpoints is not None and checkpoints.had_any,
             starts_over=options.start_over,
+            has_weights=weights is not None,
         )
         return ServerOptions(
             name=options.name,
@@ -176,6 +181,7 @@ class Start:
             checkpoints=checkpoints,
             events=self.events,
             resume=resume,
+            weights=weights,
             movable=options.rebalance_seconds > 0,
             moves=moves,
             incarnation=incarnation,
@@ -194,6 +200,7 @@ async def run(start: Start) -> None:
     options, identity, clock = start.options, start.identity, SystemClock()
     config = await agree_on_config(start.node, start.config, options.initial_peers, clock, identity.authority)
     require_allowed_class(config, start.config, options.allow_class)
+    weights = None if options.model is None else run_folder.open_weights(options.model, config)
     if options.stage != "auto":
         require_stage(config, options.stage)
     member = Membership.enter(config, start.node, identity, clock, insecure=options.insecure)
@@ -210,7 +217,8 @@ async def run(start: Start) -> None:
     )  # fmt: skip
 
     def make_server(stage: int, moves: int, moved: bool, tasks: asyncio.TaskGroup) -> StageServer:
-        return StageServer(member, stage, tasks, start.server_options(moves, moved=moved, incarnation=incarnation))
+        local = start.server_options(moves, moved=moved, incarnation=incarnation, weights=weights)
+        return StageServer(member, stage, tasks, local)
 
     async with asyncio.TaskGroup() as tasks:
         # Before it is waited for anything: joiners look for the run now.

@@ -34,6 +34,7 @@ class ResumeOptions:
         had_checkpoints: the folder that will be written to holds some already.
         joins: the run is there, as far as the command line knows.
         moves: the peer comes from another stage. It does not bring initial weights to a run that has gone on.
+        has_weights: the weights that the run begins with are here, if they are not drawn.
         starts_over: the user wants initial weights where nobody holds the stage of a run that has gone on, and there is
             no checkpoint.
     """
@@ -43,6 +44,7 @@ class ResumeOptions:
     had_checkpoints: bool = False
     joins: bool = False
     moves: bool = False
+    has_weights: bool = False
     starts_over: bool = False
 
 
@@ -172,6 +174,11 @@ def _begin_with(restored: Restored) -> Beginning:
 
 
 def _start_over(config: RunConfig, stage: int, others: Others, options: ResumeOptions) -> Beginning | None:
+    if config.model.weights and not options.has_weights and (others.latest == 0 or options.starts_over):
+        raise Fatal(
+            f"nobody holds stage {stage}, and the run begins with a model's weights: start a peer of stage {stage} "
+            "where that model is, with --model DIR"
+        )
     if others.latest == 0:
         return None
     if not options.starts_over:

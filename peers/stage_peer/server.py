@@ -43,9 +43,10 @@ from swarm.errors import Fatal, NotReady, PeerUnavailable
 from swarm.events.kinds import Events, Join
 from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
+from swarm.interchange.weights import WeightsFolder
 from swarm.machine.loop_lag import LoopLag
 from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
-from swarm.model.stages import build_stage
+from swarm.model.stages import build_stage, parameter_shapes
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc import tls
@@ -99,6 +100,8 @@ class ServerOptions:
     resume: ResumeOptions
     checkpoints: CheckpointWriter | None
     events: Events
+    weights: WeightsFolder | None = None
+    """What the run begins with, if it is here."""
     movable: bool = False
     """Whether the peer may be needed elsewhere and go there."""
     moves: int = 0
@@ -147,7 +150,9 @@ class StageServer:
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
         try:
-            module = build_stage(config, stage, device=options.device)
+            given = None if options.weights is None else options.weights.load(parameter_shapes(config, stage))
+            module = build_stage(config, stage, device=options.device, weights=given)
+            del given
             weights = weights_of(config, module, lineage=resume.genesis(config, stage), events=self._events)
             # What the first step makes: moments, a second sum, another copy; and the server's threads. If they do not
             # fit, that is to be said now, and not after an hour.

@@ -186,6 +186,12 @@ def difference(path: Path, config: RunConfig) -> str:
         return ""
 
 
+def config_of(path: Path) -> RunConfig:
+    """The configuration that a file was written under, as it says itself. Raises IntegrityError if it is unreadable."""
+    with _opened(path) as file:
+        return _unpack(file.metadata() or {}, path).config
+
+
 def parameters(path: Path) -> set[str]:
     """Names of the parameters whose state a file holds. Raises IntegrityError if it cannot be read."""
     with _opened(path) as file:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from swarm.config.checks import (
     STRICT,
+    is_sha256,
     require,
     require_at_least_one,
     require_not_negative,
@@ -15,7 +16,7 @@ from swarm.config.checks import (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The transformer: decoder-only, Llama-shaped."""
+    """The transformer: decoder-only, Llama-shaped unless switches say otherwise."""
 
     __pydantic_config__ = STRICT
 
@@ -27,17 +28,47 @@ class ModelConfig:
     """Columns of the residual stream that are trained, and travel between stages; the other columns are a fixed
     function of the token, which every stage computes. 0: all of them are."""
     num_heads: int = 4
-    """Query heads a layer; d_model is an even multiple of it."""
+    """Query heads a layer."""
     num_kv_heads: int = 0
     """Key and value heads a layer (grouped-query attention); 0 means as many as query heads."""
+    head_width: int = 0
+    """Width of a head, an even number; 0 means d_model / num_heads."""
     d_ff: int = 0
-    """Width of the SwiGLU; 0 means 8/3 of d_model, rounded up to a multiple of 32."""
+    """Width of the feed-forward block; 0 means 8/3 of d_model, rounded up to a multiple of 32."""
+    feed_forward: Literal["swiglu", "gelu"] = "swiglu"
+    """The feed-forward block: gated by SiLU, or two matrices with GELU (its tanh form) in between."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm, or LayerNorm with its bias."""
+    qk_norm: bool = False
+    """Normalise each query and key head before it is rotated."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    attention_output_bias: bool = False
+    """Whether the attention's projection into the residual stream has a bias."""
+    feed_forward_bias: bool = False
+    """Whether the feed-forward block's projections have biases."""
+    positions: Literal["rope", "learned"] = "rope"
+    """Rotary positions, or a trained vector for each position that is added to the embedding."""
+    max_positions: int = 0
+    """Longest sequence that the model is for, and the number of learned positions; 0 means that any length will do,
+    which learned positions do not allow."""
     vocab_size: int = 256
     """Tokens the embedding knows; at least the tokenizer's."""
     rope_theta: float = 10_000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """How rotary frequencies are lowered for sequences longer than a model was first trained with: all of them by
+    rope_factor, or as Llama 3.1 does, slow ones by rope_factor, fast ones not at all, with a ramp in between."""
+    rope_factor: float = 1.0
+    """By how much rope_scaling lowers them."""
+    rope_low_frequency_factor: float = 1.0
+    """llama3: waves longer than rope_original_positions over this are slow."""
+    rope_high_frequency_factor: float = 4.0
+    """llama3: waves shorter than rope_original_positions over this are fast."""
+    rope_original_positions: int = 8192
+    """llama3: the longest sequence that the model was first trained with."""
     norm_epsilon: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square, or the variance, by the norm."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections into the residual stream get it / sqrt(2 * num_layers)."""
     tied_embeddings: bool = False
@@ -48,17 +79,26 @@ class ModelConfig:
     """Run matrix products in bfloat16, with float32 weights and gradients."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the layer again."""
+    weights: str = ""
+    """Digest of the weights that the run begins with, which swarm-model import shows; empty: they are drawn from
+    data.seed."""
     custom_class: str = ""
     """`package.module:Class` of your own model (docs/operations.md has the requirements); empty: the built-in one."""
 
     def __post_init__(self) -> None:
         require_usable_numbers("model", self)
         require_at_least_one("model", self, "num_layers", "d_model", "num_heads", "vocab_size")
-        require_not_negative("model", self, "num_kv_heads", "d_ff")
-        require_positive("model", self, "rope_theta", "norm_epsilon", "init_std")
+        require_not_negative("model", self, "num_kv_heads", "head_width", "d_ff", "max_positions")
+        require_positive("model", self, "norm_epsilon", "init_std")
+        self._check_positions()
         require(
-            self.d_model % (2 * self.num_heads) == 0,
-            f"model.d_model ({self.d_model}) must be an even multiple of model.num_heads ({self.num_heads})",
+            self.head_width % 2 == 0,
+            f"model.head_width must be even, not {self.head_width}",
+        )
+        require(
+            bool(self.head_width) or self.d_model % (2 * self.num_heads) == 0,
+            f"model.d_model ({self.d_model}) must be an even multiple of model.num_heads ({self.num_heads}), "
+            "or model.head_width be set",
         )
         require(
             self.num_heads % self.kv_heads == 0,
@@ -77,12 +117,37 @@ class ModelConfig:
             not (self.bottleneck_dim and self.custom_class),
             "model.bottleneck_dim is for the built-in model, not for a model.custom_class",
         )
+        require(
+            not self.weights or is_sha256(self.weights),
+            f"model.weights must be the 64 hexadecimal digits that swarm-model shows, not {self.weights[:80]!r}",
+        )
+        require(
+            not (self.weights and self.custom_class),
+            "model.weights is for the built-in model, not for a model.custom_class",
+        )
         require(0.0 <= self.dropout < 1.0, f"model.dropout must be in [0, 1), not {self.dropout}")
+
+    def _check_positions(self) -> None:
+        require_at_least_one("model", self, "rope_original_positions")
+        require_positive("model", self, "rope_theta", "rope_factor", "rope_low_frequency_factor")
+        require(
+            self.rope_low_frequency_factor < self.rope_high_frequency_factor,
+            f"model.rope_low_frequency_factor ({self.rope_low_frequency_factor}) must be below "
+            f"model.rope_high_frequency_factor ({self.rope_high_frequency_factor})",
+        )
+        if self.positions == "learned":
+            require(self.max_positions > 0, "model.positions = 'learned' needs model.max_positions")
+            require(self.rope_scaling == "none", "model.rope_scaling is for model.positions = 'rope'")
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads with the default resolved."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def width_of_heads(self) -> int:
+        """head_width with the default resolved."""
+        return self.head_width or self.d_model // self.num_heads
 
     @property
     def hidden_width(self) -> int:

@@ -81,6 +81,11 @@ class RunConfig:
             not (model.tied_embeddings and model.custom_class and num_stages > 1),
             "model.tied_embeddings is not for a model.custom_class of several stages: it has parameters of its own",
         )
+        require(
+            model.max_positions == 0 or self.data.sequence_length <= model.max_positions,
+            f"data.sequence_length ({self.data.sequence_length}) must not exceed model.max_positions "
+            f"({model.max_positions})",
+        )
         fewest = min(layers) if layers else model.num_layers // num_stages
         num_fragments = self.averaging.num_fragments
         require(

@@ -1,4 +1,4 @@
-"""The parts of a decoder-only, Llama-shaped transformer, and dropout that can be computed again.
+"""The parts of a decoder-only transformer, and dropout that can be computed again.
 
 Used by stages.py. Modules hold no state but parameters: rotary tables and dropout masks are made anew in every forward
 pass, so the same inputs and the same key give the same outputs whenever, and however often, they are computed. The
@@ -67,16 +67,55 @@ class RMSNorm(nn.Module):
         return rms_norm(hidden_BTD, self.weight, self.epsilon)
 
 
-def rotary_tables(num_positions: int, head_width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+class LayerNorm(nn.Module):
+    """To mean 0 and variance 1, then times a trained weight, plus a trained bias (arXiv 1607.06450)."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.epsilon = epsilon
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return F.layer_norm(hidden_BTD, self.weight.shape, self.weight, self.bias, self.epsilon)
+
+
+def make_norm(model: ModelConfig, width: int) -> RMSNorm | LayerNorm:
+    """A norm of the model's kind."""
+    return (RMSNorm if model.norm == "rms" else LayerNorm)(width, model.norm_epsilon)
+
+
+def rotary_tables(model: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, [T, J] float32 each (arXiv 2104.09864).
 
     They are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from those that
     autograd may save.
     """
-    exponents_J = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     positions_T1 = torch.arange(num_positions, device=device, dtype=torch.float32)[:, None]
-    angles_TJ = positions_T1 * (1.0 / theta**exponents_J)
+    angles_TJ = positions_T1 * rotary_frequencies(model, device)
     return angles_TJ.cos(), angles_TJ.sin()
+
+
+def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
+    """Radians a position for each pair of a head's elements: [J], float32.
+
+    With `rope_scaling = "llama3"` a wave that is longer than the first training's sequences is stretched, a short one
+    is left, and in between the two are mixed in proportion to how often it fits (Llama 3.1's apply_scaling).
+    """
+    head_width = model.width_of_heads
+    exponents_J = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
+    frequencies_J = 1.0 / model.rope_theta**exponents_J
+    if model.rope_scaling == "none":
+        return frequencies_J
+    slowed_J = frequencies_J / model.rope_factor
+    if model.rope_scaling == "linear":
+        return slowed_J
+    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
+    wavelengths_J = 2 * math.pi / frequencies_J
+    share_kept_J = (model.rope_original_positions / wavelengths_J - low) / (high - low)
+    mixed_J = (1 - share_kept_J) * slowed_J + share_kept_J * frequencies_J
+    mixed_J = torch.where(share_kept_J < 0, slowed_J, mixed_J)
+    return torch.where(share_kept_J > 1, frequencies_J, mixed_J)
 
 
 def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
@@ -112,23 +151,27 @@ def has_grouped_kernel(
 
 
 class CausalSelfAttention(nn.Module):
-    """Rotary, grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
+    """Grouped-query attention (arXiv 2305.13245) to the same and earlier positions."""
 
     def __init__(self, model: ModelConfig, output_width: int) -> None:
         super().__init__()
-        head_width = model.d_model // model.num_heads
+        head_width = model.width_of_heads
         self.num_heads = model.num_heads
         self.num_kv_heads = model.kv_heads
-        self.q = nn.Linear(model.d_model, model.d_model, bias=False)
-        self.k = nn.Linear(model.d_model, model.kv_heads * head_width, bias=False)
-        self.v = nn.Linear(model.d_model, model.kv_heads * head_width, bias=False)
-        self.output = nn.Linear(model.d_model, output_width, bias=False)
+        self.q = nn.Linear(model.d_model, model.num_heads * head_width, bias=model.qkv_bias)
+        self.k = nn.Linear(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
+        self.v = nn.Linear(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
+        self.q_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
+        self.k_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
+        self.output = nn.Linear(model.num_heads * head_width, output_width, bias=model.attention_output_bias)
 
-    def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor, sin_TJ: Tensor) -> Tensor:
-        q_BHTK = rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads)
-        k_BGTK = rearrange(self.k(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
+    def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor | None, sin_TJ: Tensor | None) -> Tensor:
+        q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads))
+        k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads))
         v_BGTK = rearrange(self.v(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
-        mixed_BHTK = attention(rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ), v_BGTK)
+        if cos_TJ is not None and sin_TJ is not None:
+            q_BHTK, k_BGTK = rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ)
+        mixed_BHTK = attention(q_BHTK, k_BGTK, v_BGTK)
         output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
         return output_BTR
 
@@ -138,12 +181,25 @@ class SwiGLU(nn.Module):
 
     def __init__(self, model: ModelConfig, output_width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.d_model, model.feed_forward_width, bias=False)
-        self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=False)
-        self.down = nn.Linear(model.feed_forward_width, output_width, bias=False)
+        self.gate = nn.Linear(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
+        self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
+        self.down = nn.Linear(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         output_BTR: Tensor = self.down(swiglu(self.gate(hidden_BTD), self.up(hidden_BTD)))
+        return output_BTR
+
+
+class GELU(nn.Module):
+    """Plain feed-forward: down(gelu(up(x))), GELU as its tanh approximation has it (arXiv 1606.08415, section 2)."""
+
+    def __init__(self, model: ModelConfig, output_width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
+        self.down = nn.Linear(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        output_BTR: Tensor = self.down(F.gelu(self.up(hidden_BTD), approximate="tanh"))
         return output_BTR
 
 
@@ -160,15 +216,24 @@ class TransformerLayer(nn.Module):
         width = model.d_model if self.writes_all else model.hidden_width
         self.site = f"layers.{layer}"
         self.probability = model.dropout
-        self.attention_norm = RMSNorm(model.d_model, model.norm_epsilon)
+        self.attention_norm = make_norm(model, model.d_model)
         self.attention = CausalSelfAttention(model, width)
-        self.feed_forward_norm = RMSNorm(model.d_model, model.norm_epsilon)
-        self.feed_forward = SwiGLU(model, width)
+        self.feed_forward_norm = make_norm(model, model.d_model)
+        self.feed_forward = (SwiGLU if model.feed_forward == "swiglu" else GELU)(model, width)
 
     def forward(
-        self, hidden_BTR: Tensor, fixed_BTC: Tensor | None, cos_TJ: Tensor, sin_TJ: Tensor, key: DropoutKey | None
+        self,
+        hidden_BTR: Tensor,
+        fixed_BTC: Tensor | None,
+        cos_TJ: Tensor | None,
+        sin_TJ: Tensor | None,
+        key: DropoutKey | None,
     ) -> Tensor:
-        """Run the layer. `fixed_BTC` are the columns that are not trained, if there is a bottleneck."""
+        """
+        Args:
+            fixed_BTC: the columns that are not trained, where there is a bottleneck.
+            cos_TJ, sin_TJ: as rotary_tables makes them, where positions are rotary.
+        """
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
         mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ)
@@ -206,11 +271,21 @@ class Embedding(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.probability = model.dropout
         self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_width))
 
-    def forward(self, tokens_BT: Tensor, key: DropoutKey | None) -> Tensor:
-        return dropout(F.embedding(tokens_BT, self.weight), self.probability, key, "embedding")
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.weight)
+
+
+class Positions(nn.Module):
+    """A trained vector for each position, to be added to the embedding of the token there."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden_width))
+
+    def forward(self, embedded_BTR: Tensor) -> Tensor:
+        return embedded_BTR + self.weight[: embedded_BTR.shape[1]]
 
 
 class Head(nn.Module):
@@ -218,7 +293,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(model.d_model, model.norm_epsilon)
+        self.norm = make_norm(model, model.d_model)
         self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
 
     def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:

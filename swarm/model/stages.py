@@ -43,7 +43,9 @@ from swarm.model.layers import (
     Embedding,
     FixedColumns,
     Head,
+    Positions,
     TransformerLayer,
+    dropout,
     rotary_tables,
     seeded_generator,
 )
@@ -97,6 +99,8 @@ class StageModule(nn.Module):
         self.is_first = stage == 0
         has_embedding = self.is_first or any(stage in shared.stages for shared in shared_parameters(config))
         self.embedding = Embedding(config.model) if has_embedding else None
+        has_positions = self.is_first and config.model.positions == "learned"
+        self.positions = Positions(config.model) if has_positions else None
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(config.model, layer) for layer in layer_range})
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
         self.head = Head(config.model) if stage == config.stages.num_stages - 1 else None
@@ -119,10 +123,13 @@ class StageModule(nn.Module):
             hidden_BTR = inputs
             if self.is_first:
                 assert self.embedding is not None
-                hidden_BTR, tokens_BT = self.embedding(inputs, dropout_key), inputs
+                hidden_BTR, tokens_BT = self.embedding(inputs), inputs
+                if self.positions is not None:
+                    hidden_BTR = self.positions(hidden_BTR)
+                hidden_BTR = dropout(hidden_BTR, self.model.dropout, dropout_key, "embedding")
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
-            head_width = self.model.d_model // self.model.num_heads
-            tables = rotary_tables(inputs.shape[1], head_width, self.model.rope_theta, inputs.device)
+            is_rotary = self.model.positions == "rope"
+            tables = rotary_tables(self.model, inputs.shape[1], inputs.device) if is_rotary else (None, None)
             for layer in self.layers.values():
                 hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key)
             if self.head is not None:
@@ -179,13 +186,20 @@ def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: obje
     return output_BTR
 
 
-def build_stage(config: RunConfig, stage: int, *, device: torch.device | str) -> nn.Module:
+def build_stage(
+    config: RunConfig, stage: int, *, device: torch.device | str, weights: Mapping[str, Tensor] | None = None
+) -> nn.Module:
     """Make a stage's module with its initial weights, which are the same bits at every peer and under any cut.
+
+    Args:
+        weights: what the run begins with, of all of the stage's parameters; None draws them.
 
     Raises:
         ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
     """
     if not config.model.custom_class:
+        if weights is not None:
+            return _with_given_weights(config, stage, weights).to(device)
         return _with_initial_weights(StageModule, config, stage).to(device)
     stage_class = _custom_class(config.model.custom_class)
     try:
@@ -232,6 +246,21 @@ def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage
     else:
         init_parameters(config.data.seed)
     return module
+
+
+def _with_given_weights(config: RunConfig, stage: int, weights: Mapping[str, Tensor]) -> nn.Module:
+    module = StageModule(config, stage, layer_ranges(config)[stage])
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(weights[name])
+    return module
+
+
+def parameter_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
+    """The shapes of a stage's parameters in the built-in model, by name; takes no memory for them."""
+    with torch.device("meta"):
+        module = StageModule(config, stage, layer_ranges(config)[stage])
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
 def _custom_class(name: str) -> type[nn.Module]:

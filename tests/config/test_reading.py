@@ -27,13 +27,13 @@ def test_a_binary_file_is_one_line(tmp_path: Path) -> None:
         config.load(tmp_path / "x.toml")
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "llama-124m"])
+@pytest.mark.parametrize("name", ["tiny", "small", "llama-124m", "gpt2-124m", "gpt2-355m"])
 def test_presets_load(name: str) -> None:
     assert config.load_preset(name).run == name
 
 
 def test_an_unknown_preset_names_the_known_ones() -> None:
-    known = "llama-124m, small, sparseloco, targon, tiny"
+    known = "gpt2-124m, gpt2-355m, llama-124m, small, sparseloco, targon, tiny"
     with pytest.raises(ValueError, match=f"unknown preset 'huge'; the presets are {known}"):
         config.load_preset("huge")
 

@@ -107,6 +107,8 @@ class RealSwarm:
         self.text = write_text(folder / "text.txt")
         self.config = folder / "run.toml"
         self.config.write_text(CONFIG.format(dataset=self.text, setting=setting), encoding="utf-8")
+        self.model: Path | None = None
+        """Run folder that the first peer begins with, instead of `config`."""
         self._num_started = 0
 
     @property
@@ -141,7 +143,8 @@ class RealSwarm:
             device="cpu",
             threads=1,
             initial_peers=(self.address,) if self.peers else (),
-            config=None if self.peers else self.config,
+            config=None if self.peers or self.model else self.config,
+            model=None if self.peers else self.model,
             identity=self.folder / f"{name}.pem",
             ready_file=ready_file,
             events=self.events / f"{name}.jsonl",

@@ -1,0 +1,260 @@
+"""swarm-model: takes models in and gives them out.
+
+    swarm-model import ./Llama-3.2-1B --output run/      a model of Hugging Face becomes the beginning of a run
+    swarm-model export --checkpoint checkpoints/ --output out/
+    swarm-model show run/
+    swarm-model push out/ NAME/REPOSITORY --dry-run
+
+Works on files alone: it needs no swarm. A model that is named as on the hub is downloaded first; nothing of it is
+executed.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from peers.shared import cli, process
+from swarm.checkpoint import file
+from swarm.errors import PeerUnavailable
+from swarm.interchange import origin, run_folder
+from swarm.interchange.export import Origin, Target, export_model
+from swarm.interchange.families.known import family_of
+from swarm.interchange.run_folder import ImportOptions, import_model
+from swarm.interchange.source import DTYPES, Source, parameter_shapes
+
+PROG = "swarm-model"
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+"""What is downloaded of a model: its configuration, its weights if they are safetensors, and its tokenizer."""
+_DTYPES = {"fp32": DTYPES["F32"], "fp16": DTYPES["F16"], "bf16": DTYPES["BF16"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportModelOptions:
+    """Make a run folder of a model of Hugging Face: swarm-peer --model DIR begins a run with it."""
+
+    source: tyro.conf.Positional[str]
+    """The model's folder, or its name on the hub."""
+    output: Path
+    """Folder to make."""
+    stages: int = 0
+    """Into how many stages the model is cut; 0 takes two. The first peer's --stages changes it later."""
+    dataset: str = ""
+    """Text to train on: stdlib, a file, a folder, a glob, or hf:NAME. The first peer's --dataset changes it later."""
+    run: str = ""
+    """Name of the run; left out, that of the model."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"stages": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportModelOptions:
+    """Make a folder that transformers loads of what a run has learnt."""
+
+    output: Path
+    """Folder to make."""
+    checkpoint: Path | None = None
+    """Folder with checkpoints of all stages."""
+    round: int | None = None
+    """Round to export; left out, the newest that is whole."""
+    model: Path | None = None
+    """Run folder, instead of checkpoints: the model as it was imported."""
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
+    """Type of the weights; keep leaves them as they are, which is fp32 in a checkpoint."""
+    tokenizer: Path | None = None
+    """Folder with the tokenizer's files, if it is not where the run's configuration says."""
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.model is None):
+            raise ValueError("give either --checkpoint DIR or --model DIR")
+        if self.round is not None and self.checkpoint is None:
+            raise ValueError("--round needs --checkpoint DIR: a run folder has no rounds")
+        cli.require_at_least(self, {"round": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowModelOptions:
+    """Say what a model's folder, a run folder, or a folder of checkpoints has."""
+
+    folder: tyro.conf.Positional[Path]
+    """The folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushModelOptions:
+    """Upload an exported folder to the hub; needs a token of its (HF_TOKEN, or `hf auth login`)."""
+
+    folder: tyro.conf.Positional[Path]
+    """What export has made."""
+    repository: tyro.conf.Positional[str]
+    """NAME/REPOSITORY; made if it is not there."""
+    private: bool = False
+    """Whether a repository that is made can be seen by you alone."""
+    dry_run: bool = False
+    """Say what would be uploaded, and upload nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; gives its exit code."""
+    name, *arguments = argv or [""]
+    if name in ("-h", "--help"):
+        print(f"{__doc__}\n{PROG} {'|'.join(_COMMANDS)} --help explains the options.")
+        return 0
+    if name not in _COMMANDS:
+        known = ", ".join(_COMMANDS)
+        print(f"{PROG}: error: say one of {known}, not {name!r} (see {PROG} --help)", file=sys.stderr)
+        return process.EXIT_USAGE
+    options, command = _COMMANDS[name]
+    with process.interruptible():
+        command(cli.parse(options, prog=f"{PROG} {name}", argv=arguments))
+    return 0
+
+
+def import_(options: ImportModelOptions) -> None:
+    """Make a run folder. Raises ValueError, IntegrityError, PeerUnavailable, OSError."""
+    source = Source(_folder_of(options.source))
+    _say(f"{source.family.architecture}, {_count(source.shapes)} parameters, {_name_of(source.dtype)}")
+    wanted = ImportOptions(
+        num_stages=options.stages,
+        dataset=options.dataset,
+        run=options.run or ("" if Path(options.source).is_dir() else options.source.replace("/", "-")[:64]),
+    )
+    config = import_model(source, options.output, wanted)
+    print(f"{options.output}: the run {config.run} in {config.stages.num_stages} stages, {config.model.weights}")
+    print(f"  begin:  swarm-peer --model {options.output}")
+
+
+def export(options: ExportModelOptions) -> None:
+    """Make a folder for transformers. Raises ValueError, IntegrityError, OSError."""
+    found = _origin(options)
+    tokenizer = options.tokenizer or Path(os.path.expanduser(found.config.data.tokenizer)).parent
+    target = Target(dtype=_DTYPES.get(options.dtype), tokenizer_folder=tokenizer)
+    files = export_model(found, options.output, target)
+    num_bytes = sum(path.stat().st_size for path in files)
+    print(f"{options.output}: round {found.card.round} of the run {found.config.run}, {num_bytes / 1e6:,.1f} MB")
+    print(f"  load:   transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!r})")
+
+
+def show(options: ShowModelOptions) -> None:
+    """Say what a folder has. Raises ValueError, IntegrityError."""
+    if (options.folder / run_folder.CONFIG).is_file():
+        found, kind = origin.from_run_folder(options.folder), "run folder"
+    elif file.names(options.folder):
+        found, kind = origin.from_checkpoints(options.folder, None), "checkpoints"
+    else:
+        source = Source(options.folder)
+        _rows({
+            "kind": "model of Hugging Face",
+            "family": source.family.architecture,
+            "parameters": _count(source.shapes),
+            "type": _name_of(source.dtype),
+            "layers": source.model.num_layers,
+        })  # fmt: skip
+        return
+    config = found.config
+    try:
+        family = family_of(config.model).architecture
+    except ValueError as error:
+        family = f"none of transformers' ({error})"
+    _rows({
+        "kind": kind,
+        "run": config.run_id,
+        "family": family,
+        "parameters": _count(parameter_shapes(config.model)) if not config.model.custom_class else "not known",
+        "stages": config.stages.num_stages,
+        "round": found.card.round,
+        "tokens": f"{found.card.num_samples * config.data.sequence_length:,}",
+        "weights at the beginning": config.model.weights or "random",
+        "text": config.data.dataset,
+        "tokenizer": config.data.tokenizer,
+    })  # fmt: skip
+
+
+def push(options: PushModelOptions) -> None:
+    """Upload a folder. Raises ValueError for one that is no export, PeerUnavailable if the hub does not take it."""
+    if not (options.folder / "config.json").is_file() or not any(options.folder.glob("*.safetensors")):
+        raise ValueError(f"{options.folder} is no exported model: make one with {PROG} export")
+    files = sorted(path for path in options.folder.iterdir() if path.is_file())
+    for path in files:
+        print(f"  {path.name}  {path.stat().st_size:,} bytes")
+    total = sum(path.stat().st_size for path in files)
+    if options.dry_run:
+        print(f"{len(files)} files, {total:,} bytes, would go to https://huggingface.co/{options.repository}")
+        return
+    # Only now: it takes a while to import, and nothing else needs it.
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise ValueError("there is no token for the hub: set HF_TOKEN, or run `hf auth login`")
+    _say(f"uploading {total:,} bytes to {options.repository}")
+    try:
+        hub = huggingface_hub.HfApi()
+        hub.create_repo(options.repository, private=options.private, exist_ok=True)
+        hub.upload_folder(repo_id=options.repository, folder_path=options.folder)
+    except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
+        raise PeerUnavailable(f"the hub did not take it: {_one_line(error)}") from None
+    print(f"https://huggingface.co/{options.repository}")
+
+
+def _origin(options: ExportModelOptions) -> Origin:
+    if options.model is not None:
+        return origin.from_run_folder(options.model)
+    assert options.checkpoint is not None
+    return origin.from_checkpoints(options.checkpoint, options.round)
+
+
+def _folder_of(source: str) -> Path:
+    """The folder of a model, downloaded if it is no folder here. Raises ValueError, PeerUnavailable."""
+    if Path(source).is_dir():
+        return Path(source)
+    if source.count("/") > 1 or source.startswith((".", "/", "~")):
+        raise ValueError(f"{source}: there is no such folder")
+    # As above.
+    import huggingface_hub
+
+    _say(f"{source} is no folder here: downloading it from the hub")
+    try:
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # noqa: BLE001 - the library raises its own and those of its HTTP client
+        raise PeerUnavailable(f"{source} cannot be downloaded from the hub: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def _count(shapes: Any) -> str:
+    total = 0
+    for shape in shapes.values():
+        size = 1
+        for extent in shape:
+            size *= extent
+        total += size
+    return f"{total:,}"
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rows(values: dict[str, object]) -> None:
+    width = max(map(len, values))
+    for name, value in values.items():
+        print(f"{name:{width}}  {value}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+_COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
+    "import": (ImportModelOptions, import_),
+    "export": (ExportModelOptions, export),
+    "show": (ShowModelOptions, show),
+    "push": (PushModelOptions, push),
+}

@@ -1,0 +1,148 @@
+"""Do models of Hugging Face compute here what they compute there, and come back as they went?
+
+For each family that swarm-model reads, transformers makes a small model with random weights and saves it. It is
+imported into a run folder, computed in three stages, each of which reads its own layers, and exported again.
+`max_logit_diff` and `kl` are the largest over all positions, in float32, against transformers; `roundtrip_exact` says
+whether every tensor has the bits that it had, and transformers loads the result without a missing or unexpected key.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from peers.shared import cli
+from scripts.benches.shared.common import OutputOptions, say
+from scripts.benches.shared.judged import LESS
+from swarm.config import RunConfig
+from swarm.errors import IntegrityError
+from swarm.interchange import origin, run_folder
+from swarm.interchange.export import export_model
+from swarm.interchange.run_folder import ImportOptions, import_model
+from swarm.interchange.source import Source
+from swarm.model.stages import build_stage, parameter_shapes
+
+NUM_STAGES = 3
+MOST_LOGIT_DIFF, MOST_KL = 1e-4, 1e-8
+JUDGED = {"families.*.max_logit_diff": LESS, "families.*.kl": LESS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(OutputOptions):
+    """Compare every family with transformers, and send it there and back."""
+
+    d_model: int = 128
+    """Width of the models; a multiple of 32."""
+    num_layers: int = 6
+    """Their layers, at least three."""
+    positions: int = 64
+    """Tokens of each of four samples."""
+    vocabulary: int = 512
+    """Tokens that they know."""
+
+    def __post_init__(self) -> None:
+        cli.require_at_least(self, {"d_model": 32, "num_layers": NUM_STAGES, "positions": 2, "vocabulary": 2})
+        if self.d_model % 32:
+            raise ValueError(f"--d-model must be a multiple of 32, not {self.d_model}")
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Measure all families; gives the figures."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    found = {}
+    for name, make in _models(options).items():
+        say(name)
+        with tempfile.TemporaryDirectory(prefix="bench-families-") as folder:
+            found[name] = _measure(make(), options, Path(folder))
+    passed = all(
+        figures["max_logit_diff"] < MOST_LOGIT_DIFF and figures["kl"] < MOST_KL and figures["roundtrip_exact"]
+        for figures in found.values()
+    )
+    return {"families": found, "passed": passed}
+
+
+def _models(options: Options) -> dict[str, Callable[[], Any]]:
+    """Makers of models with random weights, by family; what tells them apart is all covered."""
+    num_heads = options.d_model // 16
+    sizes: dict[str, Any] = {
+        "vocab_size": options.vocabulary,
+        "hidden_size": options.d_model,
+        "intermediate_size": 2 * options.d_model + 16,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
+        "max_position_embeddings": options.positions,
+    }
+    llama3 = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": options.positions // 4,
+    }
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    gpt2 = {"vocab_size": options.vocabulary, "n_embd": options.d_model, "n_layer": options.num_layers}
+    t = transformers
+    return {
+        "llama-2": lambda: t.LlamaForCausalLM(t.LlamaConfig(**{**sizes, "num_key_value_heads": num_heads})),
+        "llama-3": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, rope_parameters=llama3)),
+        "llama-3-tied": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(**sizes, rope_parameters=llama3, tie_word_embeddings=True)
+        ),
+        "llama-linear-biases": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(**sizes, rope_parameters=linear, attention_bias=True, mlp_bias=True)
+        ),
+        "smollm2": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes, tie_word_embeddings=True)),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**sizes, head_dim=24, sliding_window=None)),
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=32)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2, n_head=num_heads, n_positions=options.positions)),
+    }
+
+
+@torch.no_grad()
+def _measure(model: Any, options: Options, folder: Path) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        # Norms and biases as well, so that none goes unnoticed.
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1.0 + 0.1 * noise if parameter.ndim == 1 else noise / options.d_model**0.5)
+    model.eval().save_pretrained(folder / "in")
+    config = import_model(Source(folder / "in"), folder / "run", ImportOptions(num_stages=NUM_STAGES))
+    tokens_BT = torch.randint(0, options.vocabulary, (4, options.positions), generator=generator)
+    ours, theirs = _logits(config, folder / "run", tokens_BT), model(tokens_BT).logits
+    log_ours, log_theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    export_model(origin.from_run_folder(folder / "run"), folder / "out")
+    return {
+        "max_logit_diff": float((ours - theirs).abs().max()),
+        "kl": float((log_theirs.exp() * (log_theirs - log_ours)).sum(-1).abs().max()),
+        "roundtrip_exact": _is_same(folder / "in", folder / "out"),
+    }
+
+
+def _logits(config: RunConfig, folder: Path, tokens_BT: Tensor) -> Tensor:
+    """What the stages compute, one after the other, each with what it reads of the weights by itself."""
+    weights = run_folder.open_weights(folder, config)
+    hidden = tokens_BT
+    for stage in range(NUM_STAGES):
+        given = weights.load(parameter_shapes(config, stage))
+        hidden = build_stage(config, stage, device="cpu", weights=given)(hidden, dropout_key=None)
+    return hidden
+
+
+def _is_same(before: Path, after: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (before, after))
+    if one.keys() != other.keys() or not all(torch.equal(one[name], other[name]) for name in one):
+        return False
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(after, output_loading_info=True)
+    if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        raise IntegrityError(f"transformers reports {report}")
+    return True

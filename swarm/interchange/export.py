@@ -1,0 +1,207 @@
+"""A model's folder as transformers reads it, written from weights by our names.
+
+Called by swarm-model. Either all of the folder is there at the end, or nothing. What it holds is read without code of
+ours: config.json, generation_config.json, safetensors with an index, the tokenizer's files, and a model card.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.data.tokenizers import ByteTokenizer
+from swarm.interchange.families.family import Family, TensorRule
+from swarm.interchange.families.known import family_of
+from swarm.interchange.run_folder import TOKENIZER, TOKENIZER_FILES
+from swarm.interchange.source import parameter_shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What the model card tells of a model's training.
+
+    Attributes:
+        round: at which its weights were taken.
+        num_samples: that the run had trained on by then.
+        losses: by what was measured, nats a token.
+    """
+
+    round: int
+    num_samples: int
+    losses: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a model's weights come from.
+
+    Attributes:
+        config: the run's.
+        load: gives parameters of the whole model, by name.
+    """
+
+    config: RunConfig
+    load: Callable[[set[str]], Mapping[str, Tensor]]
+    card: Card
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """How they are to be written.
+
+    Attributes:
+        dtype: to store them in; None leaves them as they are.
+        tokenizer_folder: where the tokenizer's files are, if it is not made of bytes.
+        shard_bytes: of one file of weights, if a single tensor is not larger: that much is in memory.
+    """
+
+    dtype: torch.dtype | None = None
+    tokenizer_folder: Path | None = None
+    shard_bytes: int = 2 << 30
+
+
+def export_model(origin: Origin, output: Path, target: Target | None = None) -> list[Path]:
+    """Write the folder; gives its files. Blocks, and has one shard in memory.
+
+    Raises:
+        ValueError: no architecture of transformers computes this model, the output is there, or there is no tokenizer.
+        IntegrityError: the weights cannot be read.
+        OSError: the folder cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already: name a folder that is not, or is empty")
+    target = target or Target()
+    family = family_of(origin.config.model)
+    temporary = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        _write_tokenizer(origin.config, target.tokenizer_folder, temporary)
+        dtype = _write_weights(origin, family, temporary, target)
+        _write_json(temporary / "config.json", _config(origin.config, family, dtype))
+        if not (temporary / "generation_config.json").exists():
+            _write_json(temporary / "generation_config.json", {"_from_model_config": True})
+        (temporary / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
+        if output.exists():
+            output.rmdir()
+        temporary.rename(output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return sorted(output.iterdir())
+
+
+def _write_weights(origin: Origin, family: Family, folder: Path, target: Target) -> torch.dtype:
+    """Write all shards and their index; gives the type of the weights."""
+    shards, total_bytes, dtype = list[dict[str, Path]](), 0, torch.float32
+    for shard in _shards(origin, family, target):
+        path = folder / f"shard-{len(shards)}.tmp"
+        save_file(shard, path, metadata={"format": "pt"})
+        shards.append(dict.fromkeys(shard, path))
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        dtype = next(iter(shard.values())).dtype
+    index: dict[str, str] = {}
+    for number, shard_files in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        next(iter(shard_files.values())).rename(folder / name)
+        index |= dict.fromkeys(shard_files, name)
+    if len(shards) > 1:
+        values = {"metadata": {"total_size": total_bytes}, "weight_map": index}
+        _write_json(folder / "model.safetensors.index.json", values)
+    return dtype
+
+
+def _shards(origin: Origin, family: Family, target: Target) -> Iterator[dict[str, Tensor]]:
+    model = origin.config.model
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+    for rule in family.tensors(model, parameter_shapes(model)):
+        tensor = _theirs(rule, origin, target.dtype)
+        if shard and num_bytes + tensor.nbytes > target.shard_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        shard[rule.theirs] = tensor
+        num_bytes += tensor.nbytes
+    yield shard
+
+
+def _theirs(rule: TensorRule, origin: Origin, dtype: torch.dtype | None) -> Tensor:
+    ours = origin.load(set(rule.ours))
+    tensor = torch.cat([ours[name] for name in rule.ours])
+    if rule.transposed:
+        tensor = tensor.t()
+    # A copy, so that no two tensors of a file share memory, which safetensors refuses.
+    return tensor.to(dtype or tensor.dtype).contiguous().clone()
+
+
+def _config(config: RunConfig, family: Family, dtype: torch.dtype) -> dict[str, Any]:
+    model = config.model
+    values = family.write(model)
+    if not model.max_positions:
+        values["max_position_embeddings"] = config.data.sequence_length
+    name = str(dtype).removeprefix("torch.")
+    return {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": name, **values}
+
+
+def _write_tokenizer(config: RunConfig, source: Path | None, folder: Path) -> None:
+    if config.data.tokenizer == ByteTokenizer.identity:
+        _byte_tokenizer().save(str(folder / TOKENIZER))
+    else:
+        if source is None or not (source / TOKENIZER).is_file():
+            raise ValueError(
+                f"the run's tokenizer {config.data.tokenizer!r} is not on this machine: copy it to here, and "
+                "name the copy with --tokenizer"
+            )
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _byte_tokenizer() -> tokenizers.Tokenizer:
+    """A tokenizer.json whose tokens are the 256 bytes, each under its own number."""
+    # The library writes a byte as a printable character: one of Latin-1 stands for itself, the others for what comes
+    # after it, in the order of the bytes (GPT-2's bytes_to_unicode).
+    itself = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in itself]
+    characters = {byte: chr(byte) for byte in itself} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    vocabulary = {character: byte for byte, character in characters.items()}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _card(origin: Origin, family: Family, dtype: torch.dtype) -> str:
+    config, card = origin.config, origin.card
+    rows = {
+        "Run": f"`{config.run_id}`",
+        "Round": str(card.round),
+        "Tokens seen": f"{card.num_samples * config.data.sequence_length:,}",
+        "Text": f"`{config.data.dataset}`, digest `{config.data.digest or 'not known'}`",
+        "Weights at the beginning": f"`{config.model.weights}`" if config.model.weights else "random",
+        "Architecture": f"{family.architecture}, {str(dtype).removeprefix('torch.')}",
+        **{name: f"{loss:.4f} nats a token" for name, loss in card.losses.items()},
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
+        f"# {config.run}\n\nTrained with Swarm by machines of several people together.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("PATH")\ntokenizer = AutoTokenizer.from_pretrained("PATH")\n```\n'
+    )
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

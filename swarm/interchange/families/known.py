@@ -1,0 +1,91 @@
+"""All families, and which of them a configuration belongs to."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swarm.config import ModelConfig
+from swarm.interchange.families import gpt2, llama
+from swarm.interchange.families.family import Family, Keys
+
+FAMILIES = (llama.LLAMA, llama.MISTRAL, llama.QWEN2, llama.QWEN3, gpt2.GPT2)
+
+
+def read_config(path: Path) -> tuple[Family, ModelConfig]:
+    """The family and our configuration of a model, from its config.json.
+
+    Raises:
+        ValueError: one line, for a file that is missing or no JSON, an architecture that is not built, and a key that
+            is not known or whose value is not supported.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"cannot read {path}: {reason}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is no model's configuration: it holds no object")
+    if values.get("quantization_config"):
+        raise ValueError(f"{path}: a quantized model cannot be trained; take the one that it was made from")
+    family = _family(values)
+    keys = Keys(values)
+    fields = family.read(keys)
+    keys.finish()
+    return family, ModelConfig(**fields)
+
+
+def _family(values: Mapping[str, Any]) -> Family:
+    named = values.get("architectures") or []
+    for family in FAMILIES:
+        if family.architecture in named or (not named and values.get("model_type") == family.model_type):
+            return family
+    what = named[0] if named else values.get("model_type", "nothing")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ValueError(f"config.json: the architecture {what!r} is not supported; these are: {supported}")
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The family in which transformers computes what `model` does.
+
+    A Mistral is a Llama by then: what told them apart was how far its layers look back.
+
+    Raises:
+        ValueError: none does.
+    """
+    if model.custom_class:
+        raise ValueError("a model.custom_class has no counterpart in transformers")
+    if model.bottleneck_dim:
+        raise ValueError("a model with a model.bottleneck_dim has no counterpart in transformers")
+    for family in FAMILIES:
+        # What a family cannot say is lost when its configuration is written, and read again.
+        try:
+            again = ModelConfig(**family.read(Keys(family.write(model))))
+        except ValueError:
+            continue
+        if _computes(again) == _computes(model):
+            return family
+    raise ValueError("no architecture of transformers has this combination of switches in [model]")
+
+
+def _computes(model: ModelConfig) -> tuple[object, ...]:
+    """All that decides what a model computes, with the defaults resolved."""
+    switches = (model.feed_forward, model.norm, model.qk_norm, model.positions, model.rope_scaling)
+    biases = (model.qkv_bias, model.attention_output_bias, model.feed_forward_bias)
+    sizes = (model.num_layers, model.d_model, model.num_heads, model.kv_heads, model.width_of_heads)
+    widths = (model.feed_forward_width, model.vocab_size, model.tied_embeddings, model.norm_epsilon)
+    rope: tuple[object, ...] = ()
+    if model.positions == "rope":
+        rope = (model.rope_theta,)
+        if model.rope_scaling != "none":
+            rope = (*rope, model.rope_factor)
+        if model.rope_scaling == "llama3":
+            rope = (
+                *rope,
+                model.rope_low_frequency_factor,
+                model.rope_high_frequency_factor,
+                model.rope_original_positions,
+            )
+    return (*switches, *biases, *sizes, *widths, *rope)

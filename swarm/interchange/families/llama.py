@@ -1,0 +1,188 @@
+"""Llama and its relatives: Mistral, Qwen2 and Qwen3, which differ in a bias, a norm and a window.
+
+SmolLM2 and TinyLlama are Llamas by their own configuration. Rotary positions pair the same elements as ours do, so no
+row of a matrix changes its place.
+"""
+
+from typing import Any
+
+from swarm.config import ModelConfig
+from swarm.interchange.families.family import Family, Keys, TensorRule
+
+_LAYER = "model.layers.{layer}"
+
+
+def _projection(theirs: str, ours: str) -> tuple[TensorRule, ...]:
+    return tuple(
+        TensorRule(theirs=f"{_LAYER}.{theirs}.{part}", ours=(f"layers.{{layer}}.{ours}.{part}",))
+        for part in ("weight", "bias")
+    )
+
+
+_RULES = (
+    TensorRule(theirs="model.embed_tokens.weight", ours=("embedding.weight",)),
+    *_projection("input_layernorm", "attention_norm"),
+    *_projection("self_attn.q_proj", "attention.q"),
+    *_projection("self_attn.k_proj", "attention.k"),
+    *_projection("self_attn.v_proj", "attention.v"),
+    *_projection("self_attn.q_norm", "attention.q_norm"),
+    *_projection("self_attn.k_norm", "attention.k_norm"),
+    *_projection("self_attn.o_proj", "attention.output"),
+    *_projection("post_attention_layernorm", "feed_forward_norm"),
+    *_projection("mlp.gate_proj", "feed_forward.gate"),
+    *_projection("mlp.up_proj", "feed_forward.up"),
+    *_projection("mlp.down_proj", "feed_forward.down"),
+    TensorRule(theirs="model.norm.weight", ours=("head.norm.weight",)),
+    TensorRule(theirs="lm_head.weight", ours=("head.output.weight",)),
+)
+
+
+def _read(keys: Keys) -> dict[str, Any]:
+    keys.expect("hidden_act", "silu")
+    keys.expect("pretraining_tp", 1)
+    num_heads = keys.get("num_attention_heads", int)
+    return {
+        "num_layers": keys.get("num_hidden_layers", int),
+        "d_model": keys.get("hidden_size", int),
+        "num_heads": num_heads,
+        "num_kv_heads": keys.get("num_key_value_heads", int, num_heads),
+        "head_width": keys.get("head_dim", int, 0),
+        "d_ff": keys.get("intermediate_size", int),
+        "vocab_size": keys.get("vocab_size", int),
+        "norm_epsilon": keys.get("rms_norm_eps", float, 1e-6),
+        "tied_embeddings": keys.get("tie_word_embeddings", bool, False),
+        "max_positions": keys.get("max_position_embeddings", int),
+        **_read_rope(keys),
+    }
+
+
+def _read_rope(keys: Keys) -> dict[str, Any]:
+    """Rotary positions as transformers 5 writes them, or as versions before it did."""
+    theta = keys.get("rope_theta", float, 10_000.0)
+    found = [section for section in map(keys.section, ("rope_parameters", "rope_scaling")) if section is not None]
+    if not found:
+        return {"rope_theta": theta}
+    rope = found[0]
+    theta = rope.get("rope_theta", float, theta)
+    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
+    fields: dict[str, Any] = {"rope_theta": theta}
+    if kind == "linear":
+        fields |= {"rope_scaling": "linear", "rope_factor": rope.get("factor", float)}
+    elif kind == "llama3":
+        fields |= {
+            "rope_scaling": "llama3",
+            "rope_factor": rope.get("factor", float),
+            "rope_low_frequency_factor": rope.get("low_freq_factor", float),
+            "rope_high_frequency_factor": rope.get("high_freq_factor", float),
+            "rope_original_positions": rope.get("original_max_position_embeddings", int),
+        }
+    elif kind != "default":
+        raise ValueError(f"config.json: rotary positions of type {kind!r} are not supported")
+    rope.finish()
+    return fields
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "hidden_act": "silu",
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.d_model,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.width_of_heads,
+        "intermediate_size": model.feed_forward_width,
+        "vocab_size": model.vocab_size,
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": model.tied_embeddings,
+        "max_position_embeddings": model.max_positions,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": None,
+    }
+    if model.rope_scaling == "linear":
+        values["rope_scaling"] = {"rope_type": "linear", "factor": model.rope_factor}
+    elif model.rope_scaling == "llama3":
+        values["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_factor,
+            "low_freq_factor": model.rope_low_frequency_factor,
+            "high_freq_factor": model.rope_high_frequency_factor,
+            "original_max_position_embeddings": model.rope_original_positions,
+        }
+    return values
+
+
+def _read_llama(keys: Keys) -> dict[str, Any]:
+    has_biases = keys.get("attention_bias", bool, False)
+    return _read(keys) | {
+        "qkv_bias": has_biases,
+        "attention_output_bias": has_biases,
+        "feed_forward_bias": keys.get("mlp_bias", bool, False),
+    }
+
+
+def _write_llama(model: ModelConfig) -> dict[str, Any]:
+    return _write(model) | {"attention_bias": model.qkv_bias, "mlp_bias": model.feed_forward_bias}
+
+
+def _within_window(fields: dict[str, Any], window: int) -> dict[str, Any]:
+    """A model whose layers look back `window` positions is an ordinary one for sequences as long as that."""
+    return fields | {"max_positions": min(fields["max_positions"], window)}
+
+
+def _read_mistral(keys: Keys) -> dict[str, Any]:
+    fields = _read(keys)
+    # Without the key it is transformers' default; null says that there is none.
+    window = keys.get("sliding_window", int, fields["max_positions"]) if keys.has("sliding_window") else 4096
+    return _within_window(fields, window)
+
+
+def _write_mistral(model: ModelConfig) -> dict[str, Any]:
+    return _write(model) | {"sliding_window": None}
+
+
+def _read_qwen(keys: Keys) -> dict[str, Any]:
+    fields = _read(keys)
+    window = keys.get("sliding_window", int, fields["max_positions"])
+    is_used = keys.get("use_sliding_window", bool, False)
+    kinds = set(keys.get("layer_types", list, ["full_attention"]))
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise ValueError(f"config.json: layer_types has {min(map(str, kinds))!r}, which is not supported")
+    return _within_window(fields, window) if is_used or "sliding_attention" in kinds else fields
+
+
+def _read_qwen2(keys: Keys) -> dict[str, Any]:
+    return _read_qwen(keys) | {"qkv_bias": True}
+
+
+def _read_qwen3(keys: Keys) -> dict[str, Any]:
+    has_biases = keys.get("attention_bias", bool, False)
+    fields = _read_qwen(keys)
+    head_width = fields["head_width"] or 128
+    biases = {"qkv_bias": has_biases, "attention_output_bias": has_biases}
+    return fields | biases | {"head_width": head_width, "qk_norm": True}
+
+
+def _write_qwen2(model: ModelConfig) -> dict[str, Any]:
+    return _write(model) | {"use_sliding_window": False, "sliding_window": None}
+
+
+def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    return _write_qwen2(model) | {"attention_bias": model.qkv_bias}
+
+
+def _family(architecture: str, model_type: str, read: Any, write: Any) -> Family:
+    return Family(
+        architecture=architecture,
+        model_type=model_type,
+        read=read,
+        write=write,
+        rules=_RULES,
+        no_tensors=(".rotary_emb.inv_freq",),
+        prefix="model.",
+    )
+
+
+LLAMA = _family("LlamaForCausalLM", "llama", _read_llama, _write_llama)
+MISTRAL = _family("MistralForCausalLM", "mistral", _read_mistral, _write_mistral)
+QWEN2 = _family("Qwen2ForCausalLM", "qwen2", _read_qwen2, _write_qwen2)
+QWEN3 = _family("Qwen3ForCausalLM", "qwen3", _read_qwen3, _write_qwen3)

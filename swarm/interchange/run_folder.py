@@ -1,0 +1,151 @@
+"""A run folder: a configuration, the weights that the run begins with, and the tokenizer.
+
+    DIR/run.toml           what swarm-peer --model DIR begins
+    DIR/weights/           see weights.py
+    DIR/tokenizer.json     and whatever else transformers keeps of a tokenizer, for the export
+
+`import_model` makes one of a folder as transformers writes it: either all of it is there at the end, or nothing.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from swarm import config as configs
+from swarm.config import DataConfig, RunConfig, StagesConfig
+from swarm.data import tokenizers
+from swarm.errors import IntegrityError
+from swarm.interchange import weights
+from swarm.interchange.source import Source
+from swarm.interchange.weights import WeightsFolder
+
+CONFIG, WEIGHTS, TOKENIZER = "run.toml", "weights", "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+"""What is copied from a model's folder, and given back by an export."""
+LONGEST_SEQUENCE = 1024
+"""Tokens of a sample, if the user says nothing, in a run of a model that could take more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """How the run is to begin.
+
+    Attributes:
+        num_stages: into how many the model is cut; 0 for two, or one where it has a single layer.
+        dataset: the text to train on; the configuration's default if it is empty.
+        run: the run's name; that of the source's folder if it is empty.
+    """
+
+    num_stages: int = 0
+    dataset: str = ""
+    run: str = ""
+
+
+def import_model(source: Source, output: Path, options: ImportOptions) -> RunConfig:
+    """Make a run folder; gives its configuration. Blocks, and has one layer of the model in memory.
+
+    Raises:
+        ValueError: the output is there, or the configuration makes no run.
+        IntegrityError: a weight is no finite number.
+        OSError: the folder cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already: name a folder that is not, or is empty")
+    config = _config(source, output, options)
+    temporary = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        digest = weights.write(temporary / WEIGHTS, _parts(source))
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=digest))
+        for name in TOKENIZER_FILES:
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, temporary / name)
+        (temporary / CONFIG).write_text(to_toml(config), encoding="utf-8")
+        if output.exists():
+            output.rmdir()
+        temporary.rename(output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return config
+
+
+def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    names: dict[str, set[str]] = {}
+    for name in source.shapes:
+        names.setdefault(weights.part_of(name), set()).add(name)
+    for part, members in names.items():
+        yield part, dict(source.tensors(members))
+
+
+def _config(source: Source, output: Path, options: ImportOptions) -> RunConfig:
+    """The run's configuration, but for the digest of its weights. Raises ValueError."""
+    model = source.model
+    name = options.run or re.sub(r"[^A-Za-z0-9_-]+", "-", source.folder.resolve().name).strip("-")[:64] or "model"
+    longest = min(model.max_positions or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
+    data = DataConfig(sequence_length=longest)
+    if options.dataset:
+        data = dataclasses.replace(data, dataset=options.dataset)
+    if (source.folder / TOKENIZER).is_file():
+        tokenizers.load_for_run(
+            dataclasses.replace(data, tokenizer=str(source.folder / TOKENIZER)), vocab_size=model.vocab_size
+        )
+        data = dataclasses.replace(data, tokenizer=str(output.resolve() / TOKENIZER))
+    num_stages = options.num_stages or min(2, model.num_layers)
+    return RunConfig(run=name, model=model, stages=StagesConfig(num_stages=num_stages), data=data)
+
+
+def load_config(folder: Path) -> RunConfig:
+    """The configuration of a run folder, with the tokenizer that lies in it. Raises ValueError."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is no run folder: make one with swarm-model import")
+    config = configs.load(folder / CONFIG)
+    if not (folder / TOKENIZER).is_file():
+        return config
+    # The folder may have been copied from another machine.
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(folder / TOKENIZER)))
+
+
+def open_weights(folder: Path, config: RunConfig) -> WeightsFolder:
+    """The weights of a run folder. Raises IntegrityError if they are not those that the run begins with."""
+    found = WeightsFolder(folder / WEIGHTS)
+    if found.digest != config.model.weights:
+        raise IntegrityError(
+            f"{folder} has other weights ({found.digest[:12]}) than the run begins with ({config.model.weights[:12]})"
+        )
+    return found
+
+
+def to_toml(config: RunConfig) -> str:
+    """A configuration as a TOML file of what differs from the defaults."""
+    default = dataclasses.asdict(RunConfig())
+    lines, sections = list[str](), list[str]()
+    for name, value in dataclasses.asdict(config).items():
+        if not isinstance(value, dict):
+            lines += _line(name, value, default[name])
+        else:
+            entries = [line for key, entry in value.items() for line in _line(key, entry, default[name][key])]
+            sections += ["", f"[{name}]", *entries] if entries else []
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def _line(name: str, value: Any, default: Any) -> list[str]:
+    # JSON's scalars and arrays are TOML's as well.
+    return [] if value == default else [f"{name} = {json.dumps(value)}"]

@@ -1,0 +1,157 @@
+"""A model's folder as transformers writes it, read tensor by tensor.
+
+Everything is checked from the files' headers before any tensor is read: that all tensors are there, of the sizes that
+the configuration says, and none that nobody knows. Nothing of a folder is ever executed: of the formats for weights
+only safetensors is read. Never writes.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.interchange.families.family import TensorRule
+from swarm.interchange.families.known import read_config
+from swarm.model import stages
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights that can be read, by their names in safetensors."""
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each of our parameters, by name, in the order of the whole model."""
+    config = RunConfig(model=model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=1))
+    return {name: tuple(shape) for name, shape in stages.parameter_shapes(config, 0).items()}
+
+
+class Source:
+    """One folder with a model.
+
+    Attributes:
+        family: the one that it belongs to.
+        model: our configuration of it.
+        shapes: of each of our parameters.
+        dtype: of its weights.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Look through all headers. Raises ValueError, one line, for whatever is wrong with the folder."""
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder with a model")
+        self.folder = folder
+        self.family, self.model = read_config(folder / "config.json")
+        self.shapes = parameter_shapes(self.model)
+        self._files = _files(folder)
+        self._rules = {name: rule for rule in self.family.tensors(self.model, self.shapes) for name in rule.ours}
+        self.dtype = self._check()
+
+    def tensors(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Some of our parameters, of the source's type; one tensor of theirs is read at a time."""
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for rule in dict.fromkeys(self._rules[name] for name in self.shapes if name in names):
+                theirs = self._find(rule)
+                path = self._files[theirs]
+                if path not in opened:
+                    opened[path] = stack.enter_context(_opened(path))
+                tensor = opened[path].get_tensor(theirs)
+                if rule.transposed:
+                    tensor = tensor.t()
+                parts = tensor.split([self.shapes[name][0] for name in rule.ours])
+                for name, part in zip(rule.ours, parts, strict=True):
+                    if name in names:
+                        yield name, part.contiguous()
+
+    def _find(self, rule: TensorRule) -> str:
+        """The name under which the files have a tensor. Raises ValueError if none has it."""
+        for name in (rule.theirs, rule.theirs.removeprefix(self.family.prefix)):
+            if name in self._files:
+                return name
+        raise ValueError(f"{self.folder}: no file has the tensor {rule.theirs!r}")
+
+    def _check(self) -> torch.dtype:
+        """Compare the headers with what the model needs; gives the type of its weights. Raises ValueError."""
+        wanted = {self._find(rule): rule for rule in dict.fromkeys(self._rules.values())}
+        types: dict[str, str] = {}
+        for path in sorted(set(self._files.values())):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    if name in wanted:
+                        header = file.get_slice(name)
+                        self._check_shape(name, wanted[name], tuple(header.get_shape()))
+                        types[header.get_dtype()] = name
+                    elif not self._is_harmless(name, file):
+                        raise ValueError(f"{path}: the tensor {name!r} is no part of a {self.family.architecture}")
+        unknown = types.keys() - DTYPES
+        if unknown:
+            raise ValueError(
+                f"{self.folder}: the tensor {types[min(unknown)]!r} is of type {min(unknown)}, and only "
+                f"{', '.join(DTYPES)} can be read"
+            )
+        return max((DTYPES[name] for name in types), key=lambda dtype: torch.finfo(dtype).bits)
+
+    def _check_shape(self, theirs: str, rule: TensorRule, shape: tuple[int, ...]) -> None:
+        first = sum(self.shapes[name][0] for name in rule.ours)
+        expected = (first, *self.shapes[rule.ours[0]][1:])
+        if rule.transposed:
+            expected = expected[::-1]
+        if shape != expected:
+            raise ValueError(
+                f"{self.folder}: the tensor {theirs!r} is {list(shape)}, and config.json makes it {list(expected)}"
+            )
+
+    def _is_harmless(self, name: str, file: Any) -> bool:
+        """Whether a tensor may be left out: a table that follows from the configuration, or a tied head's copy."""
+        if name.endswith(self.family.no_tensors):
+            return True
+        if name != "lm_head.weight" or not self.model.tied_embeddings:
+            return False
+        embedding = self._find(self._rules["embedding.weight"])
+        with _opened(self._files[embedding]) as other:
+            return torch.equal(file.get_tensor(name), other.get_tensor(embedding))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: it is not a whole safetensors file ({error})") from None
+
+
+def _files(folder: Path) -> Mapping[str, Path]:
+    """The file of each tensor. Raises ValueError if one of the files is missing, or there is none."""
+    if (folder / _INDEX).exists():
+        try:
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            named = {str(name): str(file) for name, file in index["weight_map"].items()}
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{folder / _INDEX} is no index of safetensors files") from None
+        for file in sorted(set(named.values())):
+            if Path(file).name != file:
+                raise ValueError(f"{folder / _INDEX} names {file!r}, which is not in the folder")
+            if not (folder / file).is_file():
+                raise ValueError(f"{folder}: the shard {file} is missing; download the model again")
+        files = {folder / file for file in named.values()}
+    elif (folder / _SINGLE).is_file():
+        files = {folder / _SINGLE}
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ValueError(
+            f"{folder} has its weights as a pickle, which can hold code and is never read; save the model with "
+            "safe_serialization=True"
+        )
+    else:
+        raise ValueError(f"{folder} has no {_SINGLE} and no {_INDEX}")
+    found: dict[str, Path] = {}
+    for path in sorted(files):
+        with _opened(path) as opened:
+            found |= dict.fromkeys(opened.keys(), path)
+    return found

@@ -1,0 +1,113 @@
+"""A model of Hugging Face becomes a run, is trained by real processes, and goes home."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from peers.local.supervisor import Supervisor
+from swarm import config as configs
+from swarm.config import AveragingConfig, DataConfig, OptimizerConfig, RoundsConfig
+from swarm.data import corpora
+from swarm.data.microbatches import Microbatches
+from swarm.interchange.run_folder import to_toml
+from tests.interchange.small_models import save
+from tests.support.swarm import RealSwarm, run, wait_until, write_text
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+EVALUATED = 16
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
+    with Supervisor(tmp_path / "logs") as children:
+        yield RealSwarm(tmp_path, children)
+
+
+def _import(folder: Path, num_stages: int) -> None:
+    """Import a model, and say in run.toml how it is to be trained, as a user would."""
+    save("llama-3", folder / "model")
+    options = ("--stages", str(num_stages), "--dataset", str(write_text(folder / "text.txt")))
+    result = run("model", "import", str(folder / "model"), "--output", str(folder / "run"), *options)
+    assert result.returncode == 0, result.stderr
+    config = configs.load(folder / "run" / "run.toml")
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, sequence_length=32, microbatch_size=4, held_out_fraction=0.1),
+        rounds=RoundsConfig(setting="synchronous", round_samples=16),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        averaging=AveragingConfig(codec="fp32"),
+    )
+    (folder / "run" / "run.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+@torch.no_grad()
+def _loss_in_transformers(folder: Path, data: DataConfig, cache: Path) -> float:
+    """Of the samples that a trainer evaluates."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    held_out = Microbatches(corpora.prepare(data, cache_dir=cache), data).held_out(EVALUATED)
+    samples = torch.from_numpy(np.concatenate(held_out)).long()
+    logits = model(samples[:, :-1]).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()))
+
+
+def _train_and_export(swarm: RealSwarm, num_stages: int, peers_a_stage: int, steps: int, *, kills: bool) -> None:
+    folder = swarm.folder
+    swarm.model = folder / "run"
+    checkpoints = ("--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1")
+    model = ("--model", str(folder / "run"))
+    swarm.start_peers([0], *checkpoints)
+    # Who holds a stage first has the model at hand; others download from it.
+    swarm.start_peers(range(1, num_stages), *checkpoints, *model)
+    swarm.start_peers([*range(num_stages)] * (peers_a_stage - 1), *checkpoints)
+    trainer = swarm.start_trainer("train", steps=steps)
+    if kills:
+        swarm.wait_for_steps("train", steps // 3)
+        swarm.kill(next(peer for peer in swarm.peers if peer.stage == 1))
+    assert swarm.wait_for_end(trainer) == 0
+    losses = [row["train/loss"] for row in swarm.steps("train")]
+    assert losses[-1] < losses[0] - 0.3
+    exported = ("--output", str(folder / "out"), "--round", str(steps))
+
+    def export() -> bool:
+        """The last round's checkpoints are written while others look."""
+        result = run("model", "export", "--checkpoint", str(folder / "checkpoints"), *exported)
+        assert result.returncode == 0 or "no sound checkpoints of round" in result.stderr, result.stderr
+        return result.returncode == 0
+
+    wait_until(export, 30.0, "the last round's checkpoints")
+    data = configs.load(folder / "run" / "run.toml").data
+    summary = json.loads((folder / "train" / "summary.json").read_text())
+    expected = summary["validation_loss"]
+    assert _loss_in_transformers(folder / "out", data, folder / "cache") == pytest.approx(expected, abs=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "out")
+    assert tokenizer("def é")["input_ids"] == list("def é".encode())
+    assert f"| Round | {steps} |" in (folder / "out" / "README.md").read_text()
+
+
+def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
+    _import(swarm.folder, 2)
+    _train_and_export(swarm, 2, 1, 6, kills=False)
+
+
+@pytest.mark.slow
+def test_likewise_where_a_peer_is_killed(swarm: RealSwarm) -> None:
+    _import(swarm.folder, 3)
+    _train_and_export(swarm, 3, 2, 20, kills=True)
+
+
+def test_a_stage_without_its_model_is_named(swarm: RealSwarm) -> None:
+    _import(swarm.folder, 2)
+    swarm.model = swarm.folder / "run"
+    swarm.start_peers([0])
+    child, _ = swarm.launch(1)
+    exits = wait_until(lambda: [end for end in swarm.children.exits() if end.name == child.name], 60.0, "its end")
+    assert exits[0].returncode == 1
+    assert "nobody holds stage 1, and the run begins with a model's weights" in child.log.read_text()
+    assert "Traceback" not in child.log.read_text()

@@ -1,0 +1,151 @@
+"""Every family computes what transformers computes, under any cut, and comes back bit by bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
+from swarm.interchange.export import Card, Origin, Target, export_model
+from swarm.interchange.families.known import family_of, read_config
+from swarm.interchange.source import Source
+from swarm.model.stages import StageModule, layer_ranges
+from tests.interchange.small_models import MODELS, NUM_LAYERS, make_tokens, save
+
+CARD = Card(round=0, num_samples=0, losses={})
+
+
+def _logits(source: Source, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """What as many stages as there are layers compute."""
+    config = RunConfig(
+        model=source.model, stages=StagesConfig(num_stages=NUM_LAYERS), data=DataConfig(sequence_length=8)
+    )
+    hidden = tokens_BT
+    for stage, layer_range in enumerate(layer_ranges(config)):
+        module = StageModule(config, stage, layer_range)
+        names = {name for name, _ in module.named_parameters()}
+        module.load_state_dict(dict(source.tensors(names)), strict=True)
+        hidden = module(hidden, dropout_key=None)
+    return hidden
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, tokens_BT = save(name, tmp_path), make_tokens()
+    ours, theirs = _logits(Source(tmp_path), tokens_BT), model(tokens_BT).logits
+    assert theirs.std() > 0.1
+    assert (ours - theirs).abs().max() < 1e-4
+    ours, theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
+    divergence_BT = (theirs.exp() * (theirs - ours)).sum(-1)
+    assert abs(divergence_BT).max() < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_comes_in_goes_out_bit_by_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save(name, tmp_path / "in", dtype)
+    source = Source(tmp_path / "in")
+    config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
+    export_model(Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD), tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("in", "out"))
+    assert before.keys() == after.keys()
+    for theirs, tensor in before.items():
+        assert tensor.dtype == after[theirs].dtype == dtype
+        assert torch.equal(tensor, after[theirs]), theirs
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    if name != "mistral":  # Without a window it is a Llama.
+        assert type(loaded).__name__ == source.family.architecture
+
+
+@torch.no_grad()
+def test_the_exported_model_computes_the_same(tmp_path: Path) -> None:
+    model, tokens_BT = save("llama-3", tmp_path / "in"), make_tokens()
+    source = Source(tmp_path / "in")
+    config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
+    origin = Origin(config=config, load=lambda names: dict(source.tensors(names)), card=CARD)
+    # Small shards, so that there is an index.
+    files = export_model(origin, tmp_path / "out", Target(shard_bytes=20_000))
+    assert len([file for file in files if file.suffix == ".safetensors"]) > 3
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(loaded(tokens_BT).logits, model(tokens_BT).logits)
+
+
+def _changed(tmp_path: Path, name: str, **values: Any) -> Path:
+    """The config.json of a family, with some keys changed."""
+    save(name, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "fault"),
+    [
+        (
+            "llama-2",
+            {"architectures": ["MixtralForCausalLM"]},
+            "the architecture 'MixtralForCausalLM' is not supported",
+        ),
+        ("llama-2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ("llama-2", {"residual_multiplier": 0.2}, "the key 'residual_multiplier' is not known"),
+        ("llama-2", {"num_hidden_layers": "3"}, "num_hidden_layers is '3', and should be of type int"),
+        ("llama-2", {"hidden_size": None}, "hidden_size is None, and should be of type int"),
+        ("llama-2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "of type 'yarn' are not supported"),
+        ("llama-3", {"rope_parameters": {"rope_type": "default", "mscale": 2}}, "the key 'mscale' is not known"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "a quantized model cannot be trained"),
+        ("llama-2", {"num_attention_heads": 5}, r"model.num_kv_heads \(4\) must divide"),
+    ],
+)
+def test_what_changes_the_maths_is_refused_by_name(
+    name: str, values: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=fault):
+        read_config(_changed(tmp_path, name, **values))
+
+
+def test_older_spellings_of_rotary_positions_are_read(tmp_path: Path) -> None:
+    old = {"type": "linear", "factor": 2.0}
+    _, model = read_config(_changed(tmp_path, "llama-2", rope_parameters=None, rope_theta=5e5, rope_scaling=old))
+    assert (model.rope_theta, model.rope_scaling, model.rope_factor) == (5e5, "linear", 2.0)
+
+
+@pytest.mark.parametrize(("window", "longest"), [(16, 16), (None, 64), (4096, 64)])
+def test_a_window_bounds_the_length_of_sequences(window: int | None, longest: int, tmp_path: Path) -> None:
+    _, model = read_config(_changed(tmp_path, "mistral", sliding_window=window))
+    assert model.max_positions == longest
+
+
+@pytest.mark.parametrize(
+    ("fields", "architecture"),
+    [
+        ({}, "LlamaForCausalLM"),
+        ({"tied_embeddings": True, "num_kv_heads": 1}, "LlamaForCausalLM"),
+        ({"qkv_bias": True}, "Qwen2ForCausalLM"),
+        ({"qk_norm": True}, "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_run_of_ours_has_a_family(fields: dict[str, Any], architecture: str) -> None:
+    model = dataclasses.replace(ModelConfig(max_positions=128), **fields)
+    assert family_of(model).architecture == architecture
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"custom_class": "a:B"}, "custom_class has no counterpart"),
+        ({"bottleneck_dim": 8}, "bottleneck_dim has no counterpart"),
+        ({"norm": "layer"}, "no architecture of transformers"),
+    ],
+)
+def test_what_no_architecture_computes_is_said(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        family_of(ModelConfig(max_positions=128, **fields))

@@ -1,0 +1,139 @@
+"""An import is a run that swarm-peer can begin, and its weights are checked one by one."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm import config as configs
+from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig
+from swarm.errors import IntegrityError
+from swarm.interchange import weights
+from swarm.interchange.run_folder import ImportOptions, import_model, open_weights, to_toml
+from swarm.interchange.source import Source
+from swarm.interchange.weights import WeightsFolder
+from tests.interchange.importing import write_model
+from tests.interchange.small_models import save
+from tests.support.tokenizers import write_tokenizer
+
+
+def _import(tmp_path: Path, name: str = "llama-2", options: ImportOptions | None = None) -> RunConfig:
+    save(name, tmp_path / "model")
+    return import_model(Source(tmp_path / "model"), tmp_path / "run", options or ImportOptions())
+
+
+def test_the_configuration_is_read_back(tmp_path: Path) -> None:
+    config = _import(tmp_path, options=ImportOptions(num_stages=3, dataset="stdlib", run="mine"))
+    assert configs.load(tmp_path / "run" / "run.toml") == config
+    assert (config.run, config.stages.num_stages, config.data.sequence_length) == ("mine", 3, 64)
+    assert config.data.tokenizer == "bytes"
+    assert open_weights(tmp_path / "run", config).digest == config.model.weights
+
+
+def test_every_tensor_comes_back(tmp_path: Path) -> None:
+    config = _import(tmp_path, "gpt2")
+    source, found = Source(tmp_path / "model"), open_weights(tmp_path / "run", config)
+    expected = dict(source.tensors(set(source.shapes)))
+    loaded = found.load(expected.keys())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    files = {path.name for path in (tmp_path / "run" / "weights").iterdir()}
+    layers = {f"layers.{layer}.safetensors" for layer in range(3)}
+    assert files == {"index.json", "embedding.safetensors", "head.safetensors"} | layers
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    save("llama-2", tmp_path / "model")
+    write_tokenizer(tmp_path / "model" / "tokenizer.json", [f"word{number}" for number in range(90)])
+    config = import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
+    assert config.data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (tmp_path / "model" / "tokenizer.json").read_bytes()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    save("llama-2", tmp_path / "model")
+    write_tokenizer(tmp_path / "model" / "tokenizer.json", [f"word{number}" for number in range(300)])
+    with pytest.raises(ValueError, match="is smaller than the tokenizer's"):
+        import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    _import(tmp_path)
+    with pytest.raises(ValueError, match="is there already"):
+        import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    model = save("llama-2", tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(IntegrityError, match=r"layers.2.feed_forward.up.weight holds NaN"):
+        import_model(Source(tmp_path / "model"), tmp_path / "run", ImportOptions())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_damage_is_found_in_the_tensor_that_has_it(tmp_path: Path) -> None:
+    config = _import(tmp_path)
+    path = tmp_path / "run" / "weights" / "layers.1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    found = open_weights(tmp_path / "run", config)
+    found.load({"layers.0.attention.q.weight", "layers.2.attention.q.weight"})
+    with pytest.raises(IntegrityError, match=r"layers.1.safetensors is damaged"):
+        found.load(found.entries.keys())
+
+
+def test_an_altered_index_is_another_model(tmp_path: Path) -> None:
+    config = _import(tmp_path)
+    index = tmp_path / "run" / "weights" / "index.json"
+    index.write_text(index.read_text().replace('"float32"', '"float16"', 1))
+    with pytest.raises(IntegrityError, match="has other weights"):
+        open_weights(tmp_path / "run", config)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"tensors": 3}', '{"tensors": {"a": {}}}'])
+def test_an_index_that_is_none_is_said(text: str, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        WeightsFolder(tmp_path)
+
+
+def test_only_what_differs_is_written_to_toml() -> None:
+    assert to_toml(RunConfig()).strip() == ""
+    config = RunConfig(
+        run="r",
+        model=ModelConfig(num_layers=6, tied_embeddings=True, rope_theta=5e5),
+        data=DataConfig(dataset='a "text" with \\ and é'),
+        rounds=RoundsConfig(setting="synchronous"),
+    )
+    assert configs.from_toml(to_toml(config), source="test") == config
+
+
+def test_memory_is_bounded_by_a_shard_and_a_layer(tmp_path: Path) -> None:
+    """A model of 24 layers in files of a layer or two each: what is held at once is far from all of it."""
+    model_bytes, shard_bytes = write_model(tmp_path / "model")
+    script = Path(__file__).with_name("importing.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    # A shard, of which the kernel may map more than is read, and a layer, with some room for what else moves.
+    layer_bytes = model_bytes // 24
+    assert 0 < int(result.stdout) < shard_bytes + 2 * layer_bytes < model_bytes / 5
+
+
+def test_parts_are_those_that_a_stage_reads() -> None:
+    assert weights.part_of("embedding.weight") == weights.part_of("positions.weight") == "embedding"
+    assert weights.part_of("layers.11.attention.q.weight") == "layers.11"
+    assert weights.part_of("head.norm.weight") == "head"
+
+
+def test_another_model_s_weights_are_refused(tmp_path: Path) -> None:
+    config = _import(tmp_path)
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, weights="0" * 64))
+    with pytest.raises(IntegrityError, match="than the run begins with"):
+        open_weights(tmp_path / "run", other)

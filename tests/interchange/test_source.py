@@ -1,0 +1,127 @@
+"""A folder that is not what it says is refused with one line, before anything is written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swarm.interchange.run_folder import ImportOptions, import_model
+from swarm.interchange.source import Source
+from tests.interchange.small_models import save
+
+
+def _lose_a_shard(folder: Path) -> None:
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def _truncate(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _lose_a_tensor(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    tensors = load_file(path)
+    name = sorted(tensors)[0]
+    del tensors[name]
+    save_file(tensors, path)
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    del values["weight_map"][name]
+    index.write_text(json.dumps(values))
+
+
+def _change_sizes(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 96}))
+
+
+def _add_a_tensor(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    save_file({**load_file(path), "model.layers.0.mlp.experts.0.weight": torch.zeros(2)}, path)
+
+
+def _pickle(folder: Path) -> None:
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    torch.save({"model.embed_tokens.weight": torch.zeros(2)}, folder / "pytorch_model.bin")
+
+
+def _whole_numbers(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(path)
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: torch.zeros(tensors[name].shape, dtype=torch.int8)}, path)
+
+
+def _break_the_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def _escape(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.embed_tokens.weight"] = "../outside.safetensors"
+    index.write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("harm", "fault"),
+    [
+        (_lose_a_shard, "the shard model-0000.* is missing"),
+        (_truncate, "is not a whole safetensors file"),
+        (_lose_a_tensor, "no file has the tensor"),
+        (_change_sizes, r"is \[80, 48\], and config.json makes it \[96, 48\]"),
+        (_add_a_tensor, "'model.layers.0.mlp.experts.0.weight' is no part of a LlamaForCausalLM"),
+        (_pickle, "as a pickle, which can hold code and is never read"),
+        (_whole_numbers, "is of type I8, and only F32, F16, BF16 can be read"),
+        (_break_the_index, "is no index of safetensors files"),
+        (_escape, "which is not in the folder"),
+        (lambda folder: (folder / "config.json").unlink(), "cannot read .*config.json: No such file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "it holds no object"),
+    ],
+)
+def test_a_folder_with_a_fault_is_refused(harm: Callable[[Path], object], fault: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save("llama-2", folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    harm(folder)
+    with pytest.raises(ValueError, match=fault) as caught:
+        import_model(Source(folder), tmp_path / "run", ImportOptions())
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no folder with a model"):
+        Source(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_tied_head_s_copy_may_be_left_out(is_same: bool, tmp_path: Path) -> None:
+    save("llama-3", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"] + (0.0 if is_same else 1.0)
+    save_file({**tensors, "lm_head.weight": head}, path)
+    if is_same:
+        assert "head.output.weight" not in Source(tmp_path).shapes
+    else:
+        with pytest.raises(ValueError, match=r"'lm_head.weight' is no part"):
+            Source(tmp_path)
+
+
+def test_gpt2_s_masks_and_names_without_a_prefix_are_read(tmp_path: Path) -> None:
+    """As the files of the first releases have them."""
+    save("gpt2", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 64, 64)}, path)
+    source = Source(tmp_path)
+    found = dict(source.tensors(set(source.shapes)))
+    assert found.keys() == source.shapes.keys()
+    assert torch.equal(found["layers.1.attention.k.weight"], tensors["h.1.attn.c_attn.weight"].t()[48:96])

@@ -1,0 +1,105 @@
+"""swarm-model: what it says, makes and refuses."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from peers import model
+from swarm import config as configs
+from swarm.config import ModelConfig
+from swarm.interchange.source import parameter_shapes
+from tests.checkpoint.states import CONFIG, cut, write_cut
+from tests.interchange.small_models import save
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert model.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_a_model_is_imported_shown_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("gpt2", tmp_path / "in")
+    made = _run(capsys, "import", str(tmp_path / "in"), "--output", str(tmp_path / "run"), "--stages", "3")
+    assert "swarm-peer --model" in made
+    shown = _run(capsys, "show", str(tmp_path / "run"))
+    assert "GPT2LMHeadModel" in shown
+    assert f"{sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path / 'in').parameters()):,}" in shown
+    _run(capsys, "export", "--model", str(tmp_path / "run"), "--output", str(tmp_path / "out"))
+    before, after = (tmp_path / folder / "model.safetensors" for folder in ("in", "out"))
+    assert before.read_bytes() == after.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_checkpoints_of_any_cut_are_exported(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", cut(2, config), num_rounds=1)
+    write_cut(tmp_path / "checkpoints", cut(2, config), num_rounds=2)
+    shown = _run(capsys, "show", str(tmp_path / "checkpoints"))
+    assert "LlamaForCausalLM" in shown
+    said = _run(
+        capsys, "export", "--checkpoint", str(tmp_path / "checkpoints"), "--round", "1", "--dtype", dtype,
+        "--output", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert "round 1" in said
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == (torch.float32 if dtype == "keep" else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["export", "--output", "out"], "give either --checkpoint DIR or --model DIR"),
+        (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs --checkpoint"),
+        (["import", "model", "--output", "run", "--stages", "-1"], "--stages must be at least 0"),
+        (["melt"], "say one of import, export, show, push"),
+    ],
+)
+def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = model.main(arguments)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    assert code == 2
+    said = capsys.readouterr().err
+    assert fault in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_export_is_not_pushed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no exported model"):
+        model.main(["push", str(tmp_path), "me/mine"])
+
+
+def test_a_push_without_a_token_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama-2", tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    assert "would go to https://huggingface.co/me/mine" in _run(capsys, "push", str(tmp_path), "me/mine", "--dry-run")
+    with pytest.raises(ValueError, match="there is no token for the hub"):
+        model.main(["push", str(tmp_path), "me/mine"])
+
+
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no such folder"):
+        model.main(["import", str(tmp_path / "missing"), "--output", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("gpt2-124m", 124.4), ("gpt2-355m", 354.8), ("llama-124m", 123.5)])
+def test_presets_have_as_many_parameters_as_they_are_called(preset: str, millions: float) -> None:
+    shapes = parameter_shapes(configs.load_preset(preset).model)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_a_model_without_a_counterpart_is_shown_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow = ModelConfig(num_layers=4, d_model=16, num_heads=2, vocab_size=32, bottleneck_dim=8)
+    write_cut(tmp_path, cut(2, dataclasses.replace(CONFIG, model=narrow)), num_rounds=1)
+    assert "none of transformers'" in _run(capsys, "show", str(tmp_path))
