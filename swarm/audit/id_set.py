@@ -20,10 +20,6 @@ class IdSet:
     def __len__(self) -> int:
         return sum(end - start for start, end in self.ranges())
 
-    def __contains__(self, index: int) -> bool:
-        place = bisect_right(self._starts, index)
-        return place > 0 and index < self._ends[place - 1]
-
     def __iter__(self) -> Iterator[int]:
         for start, end in self.ranges():
             yield from range(start, end)

@@ -39,7 +39,9 @@ START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
-"""Addresses of other nodes."""
+"""How many addresses of other nodes are remembered."""
+CLIENT_OPTIONS = ["-dhtClient=1", "-noListenAddrs=1"]
+"""p2pd's, for a node that asks others, but listens to nobody and stores nothing."""
 
 Result = TypeVar("Result")
 Launch = Callable[[Sequence[str]], Awaitable["Kademlia"]]
@@ -250,13 +252,7 @@ def start(
     """
     for address in initial_peers:
         addresses.split(address)
-    if client_mode:
-        options = ["-dhtClient=1", "-noListenAddrs=1"]
-    else:
-        port = addresses.require_free_port(host, port)
-        options = ["-dhtServer=1", f"-hostAddrs={addresses.at(host, port)}"]
-        if announce_hosts:
-            options.append(f"-announceAddrs={','.join(addresses.at(host, port) for host in announce_hosts)}")
+    options = CLIENT_OPTIONS if client_mode else _server_options(host, port, announce_hosts)
     level = logging.getLogger("hivemind").level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -265,7 +261,7 @@ def start(
     kademlia.use_own_log(level or logging.ERROR)
     if identity_path is not None:
         kademlia.require_key_file(identity_path)
-        options.append(f"-id={identity_path}")
+        options = [*options, f"-id={identity_path}"]
     # One for all that p2pd is ever started for: what the validator is told of the run has to last.
     validator = kademlia.new_validator(clock)
     launch = partial(kademlia.launch, options=options, client_mode=client_mode, validator=validator, clock=clock)
@@ -284,3 +280,12 @@ def start(
     except BaseException:
         thread.close()
         raise
+
+
+def _server_options(host: str, port: int, announce_hosts: Sequence[str]) -> list[str]:
+    """p2pd's, for a node that others can ask. Raises ValueError if the port is in use."""
+    port = addresses.require_free_port(host, port)
+    options = ["-dhtServer=1", f"-hostAddrs={addresses.at(host, port)}"]
+    if announce_hosts:
+        options.append(f"-announceAddrs={','.join(addresses.at(host, port) for host in announce_hosts)}")
+    return options

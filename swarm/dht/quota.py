@@ -8,7 +8,7 @@ of peer ids, is one owner. In an open run one owner cannot be told from another,
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_RECORDS, MAX_BYTES = 1024, 3 << 20
+MAX_KEY_RECORDS, MAX_KEY_BYTES = 1024, 3 << 20
 """Limits for one key. A node answers with all that it has under a key in one message, which may have 4 MiB."""
 MAX_OWNER_RECORDS, MAX_OWNER_BYTES = 256, 1 << 20
 """Limits for the records of one owner among these."""
@@ -60,7 +60,7 @@ class KeyQuota:
         former = self._kept.get(subkey)
         num_records = len(self._kept) + (former is None)
         all_bytes = self.num_bytes + num_bytes - (former.num_bytes if former is not None else 0)
-        if num_records > MAX_RECORDS or all_bytes > MAX_BYTES:
+        if num_records > MAX_KEY_RECORDS or all_bytes > MAX_KEY_BYTES:
             return False
         if owner is None:
             return True

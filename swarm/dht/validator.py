@@ -17,7 +17,7 @@ from swarm.machine.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 64 << 20
+MAX_STORED_BYTES = 64 << 20
 """Size of all records that a node stores."""
 
 
@@ -63,10 +63,10 @@ class RecordValidator:
         key, subkey = bytes(record.key), record.subkey[2:].decode()
         owner = bearer_of(envelope.certificate_pem) if self._authority is not None else None
         now, num_bytes = self._clock.time(), len(record.value)
-        if self._num_bytes + num_bytes > MAX_BYTES:
+        if self._num_bytes + num_bytes > MAX_STORED_BYTES:
             for quota in self._quotas.values():
                 quota.drop_expired(now)
-            if self._num_bytes + num_bytes > MAX_BYTES:
+            if self._num_bytes + num_bytes > MAX_STORED_BYTES:
                 return False
         return self._quotas.setdefault(key, KeyQuota()).take(subkey, owner, num_bytes, record.expiration_time, now)
 

@@ -17,7 +17,7 @@ from swarm.machine.clock import Clock, SystemClock
 
 MAX_CALLS = 1024
 """Calls of one caller that may be under way at one time. Most calls of an honest caller are a trainer's that wait."""
-MAX_BYTES = 256 << 20
+MAX_KEPT_BYTES = 256 << 20
 """What may be kept for the calls of one caller; for its microbatches it may be more (stage/incoming)."""
 RETRY_SECONDS = 1.0
 """After how long a caller with too many calls may try again."""
@@ -52,8 +52,8 @@ class Callers:
         clock: Clock | None = None,
         *,
         max_calls: int = MAX_CALLS,
-        max_bytes: int = MAX_BYTES,
-        max_training_bytes: int = MAX_BYTES,
+        max_bytes: int = MAX_KEPT_BYTES,
+        max_training_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
         """
         Args:

@@ -11,7 +11,7 @@ import grpc
 import torch
 
 from swarm.errors import DeadlineExceeded, MalformedMessage
-from swarm.rpc.callers import MAX_BYTES, Caller, Callers
+from swarm.rpc.callers import MAX_KEPT_BYTES, Caller, Callers
 from swarm.rpc.channels import MESSAGE_SECONDS
 from swarm.rpc.wire import TensorReader, TensorSpec
 from swarm.stage.slots import LARGEST_NUM_SLOTS
@@ -37,7 +37,7 @@ def max_kept_bytes(specs: Mapping[str, TensorSpec], max_in_flight: int) -> int:
         specs: of one request.
         max_in_flight: the most microbatches that are admitted here at once.
     """
-    return max(MAX_BYTES, (max_in_flight + LARGEST_NUM_SLOTS) * _num_bytes(specs))
+    return max(MAX_KEPT_BYTES, (max_in_flight + LARGEST_NUM_SLOTS) * _num_bytes(specs))
 
 
 def _num_bytes(specs: Mapping[str, TensorSpec]) -> int:

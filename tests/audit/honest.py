@@ -99,7 +99,7 @@ class HonestRun:
         """A whole round: each member has every other microbatch; some, with their stage, after a replay.
 
         Args:
-            lost: members to whom the result did not come: they had promised another attempt when the others committed.
+            lost: members that the result did not reach: they had promised another attempt when the others committed.
         """
         ids = range(number * ROUND_MICROBATCHES, (number + 1) * ROUND_MICROBATCHES)
         for microbatch in ids:

@@ -96,7 +96,7 @@ def test_an_attempt_that_came_to_nothing_is_counted(tmp_path: Path) -> None:
 
 @BOTH
 def test_rounds_of_which_no_file_tells_are_not_proven(tmp_path: Path, setting: str) -> None:
-    """Their members are gone, with their files; who came later had the state from them."""
+    """Their members are gone, with their files; peers that came later had the state from them."""
     run = honest(tmp_path, setting)
 
     def joined_later(lines: Lines) -> Lines:
@@ -203,7 +203,7 @@ def test_a_peer_that_moves_begins_afresh_at_its_new_stage(tmp_path: Path) -> Non
 
 @BOTH
 def test_a_planted_duplicate_is_found(tmp_path: Path, setting: str) -> None:
-    """The other member accumulates and contributes it as well, and everybody's figures fit."""
+    """The other member accumulates and contributes it as well, and all figures fit."""
     run = HonestRun(tmp_path, setting)
     run.train("peer-1a", 3)
     run.round(0)

@@ -1,4 +1,4 @@
-"""Who is a member of a locked run, by certificates alone."""
+"""Which peers are members of a locked run, by certificates alone."""
 
 import pytest
 

@@ -147,7 +147,7 @@ async def test_a_refused_record_is_an_error(store: Store, clock: ManualClock) ->
     ],
 )
 async def test_what_a_signer_may_not_say_is_left_out(store: Store, clock: ManualClock, lie: dict[str, Any]) -> None:
-    """A valid signature gives nobody the right to speak for others."""
+    """A valid signature does not give the right to speak for others."""
     key = f"{RUN}.stage.1"
     await store.store(key, THEIRS.peer_id, seal(THEIRS, key, _record(THEIRS, **lie), 1060.0), 1060.0)
     directory = Directory(store, OURS, RUN, clock)
@@ -179,7 +179,7 @@ async def test_other_versions_are_left_out_and_said_once(
 
 
 async def test_a_record_holds_until_it_expires(store: Store, clock: ManualClock) -> None:
-    """A reading that misses some records, as after a neighbour's death, forgets nobody."""
+    """A reading that misses some records, as after a neighbour's death, loses none."""
     directory = Directory(store, OURS, RUN, clock)
     await directory.announce_peer(_record(OURS), 30)
     assert len(await directory.peers(1)) == 1

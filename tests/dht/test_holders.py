@@ -1,4 +1,4 @@
-"""Who keeps a key, over hivemind's own tables and a scripted network in one process, on manual time."""
+"""The nodes that keep a key, over hivemind's own tables and a scripted network in one process, on manual time."""
 
 from collections.abc import Collection
 from typing import Any
@@ -121,7 +121,7 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
     holders = Holders(node, KEY, clock, client_mode=False)
     assert await holders.store("a", b"1", 2.0**40) == (True, True)
     assert network.who_have(key_id) == set(network.nodes)
-    # One of the others is asked all the same: by itself it does not know whether anybody is left.
+    # One of the others is asked all the same: by itself it does not know whether others are left.
     network.nodes["node 0"].storage.store_subkey(key_id, "b", node.serializer.dumps(b"2"), 2.0**40)
     found = [await holders.read() for _ in range(2)]
     assert sorted(network.asked) == ["node 0", "node 2"]
@@ -185,13 +185,13 @@ async def test_newcomers_are_learnt_from_answers_and_from_time_to_time(clock: Ma
     assert await holders.store("a", b"1", 2.0**40) == (True, True)
     for number in range(2, 12):
         network.add(f"node {number}")
-    # Whoever is asked names its neighbours.
+    # A node that is asked names its neighbours.
     await holders.read()
     assert await holders.store("a", b"2", 2.0**41) == (True, True)
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) >= nearest
     assert node.num_searches == 1
-    # Who only stores looks for them.
+    # A node that only stores looks for them.
     other, stores = _client(network, clock)
     await stores.store("b", b"1", 2.0**40)
     for number in range(12, 40):

@@ -57,7 +57,7 @@ class Alone(MemoryStore):
 
 
 class Swarm:
-    """Peers that show one DHT, and those who ask them."""
+    """Peers that show one DHT, and the readers that ask them."""
 
     def __init__(self) -> None:
         self.clock = ManualClock(1000.0)
@@ -82,7 +82,7 @@ class Swarm:
         await self._servers.pop(identity).stop(None)
 
     def reader(self, *records: PeerRecord) -> PeerStore:
-        """Somebody who knows the addresses of these peers."""
+        """A reader that knows the addresses of these peers."""
         own = generate()
         channels = ChannelPool(identity=own, clock=self.clock)
         entries = [Entry(PeerId(record.peer_id), record.endpoint) for record in records]
@@ -160,7 +160,7 @@ async def test_who_gives_up_does_not_cost_another_lookup(swarm: Swarm) -> None:
 
 
 async def test_a_peer_whose_dht_has_lost_all_others_still_shows_itself(swarm: Swarm) -> None:
-    """Unless somebody else answers, who knows better."""
+    """Unless another one answers that knows better."""
     alone = Alone(swarm.clock)
     left, other = await swarm.serve(OURS, store=alone), await swarm.serve(THEIRS)
     await Directory(alone, OURS, RUN, swarm.clock).announce_peer(left, 20.0)

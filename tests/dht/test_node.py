@@ -30,7 +30,7 @@ from tests.support.processes import is_running, wait_until_gone
 OWNER, THIEF = identity.generate(), identity.generate()
 KEYS = [
     "notes", "nothing", "forged.1", "forged.2", "forged.3", "prolonged", "ahead", "rubbish", "lies", "cached", "after",
-    "and others can join there", "whoever looks for it finds it", "own", "parted", "survives",
+    "and others can join there", "a client finds it", "own", "parted", "survives",
     "again", "whatever",
     *(f"restart {number}" for number in range(3)), *keys.of_run("run.0", 1),
 ]  # fmt: skip
@@ -226,7 +226,7 @@ async def test_a_liar_deceives_no_reader(first: DhtNode) -> None:
 
 
 async def test_keys_of_other_runs_are_not_stored(start: Start) -> None:
-    """A trainer's token may speak for trainers, and an open run for everybody: but of this run."""
+    """A trainer's token may speak for trainers, and in an open run any peer may, but only of this run."""
     for authority, signer in ((locked.OWNER.authority, locked.TRAINER), (None, OWNER)):
         node = start()
         node.belong_to(keys.of_run("run.0", 1), authority)
@@ -253,7 +253,7 @@ async def test_a_node_that_knows_no_run_yet_stores_what_runs_there_are_and_nothi
 async def test_a_key_has_so_many_records_and_those_that_are_there_stay(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quota, "MAX_RECORDS", 30)
+    monkeypatch.setattr(quota, "MAX_KEY_RECORDS", 30)
     node, key = start(), keys.of_trainers("run.0")
     with _stranger(node) as intruder:
         assert _send(intruder, node, key, [OWNER], 20) == 1
@@ -557,7 +557,7 @@ async def test_reading_partly_survives_the_node_that_was_asked(start: Start, fir
 
 
 async def _until_alone(node: DhtNode) -> None:
-    """Read until it says that nobody answers."""
+    """Read until it says that no other node answers."""
     async with asyncio.timeout(30.0):
         with contextlib.suppress(PeerUnavailable):
             while True:
@@ -580,14 +580,14 @@ async def test_a_node_without_neighbours_does_not_take_its_own_records_for_all(
     left = start()
     left.remember(left.addresses()[0])
     own = await _announce(left, 40.0)
-    assert await left.get("own") == own, "it is the first, and remembers nobody but itself"
+    assert await left.get("own") == own, "it is the first, and remembers only itself"
     client, other = start(left.addresses(), client_mode=True), start(left.addresses())
     left.remember(other.addresses()[0])
     assert await left.get("own") == own
     other.shutdown()
     await _until_alone(left)
     own = await _announce(left, 50.0)
-    assert await client.get("own") == own, "whoever looks for it finds it"
+    assert await client.get("own") == own, "a client finds it"
     newcomer = start(left.addresses())
     assert await newcomer.get("own") == await left.get("own") == own
     newcomer.shutdown()

@@ -8,7 +8,12 @@ from swarm.dht.quota import KeyQuota
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, limit in {"MAX_RECORDS": 4, "MAX_BYTES": 100, "MAX_OWNER_RECORDS": 2, "MAX_OWNER_BYTES": 50}.items():
+    for name, limit in {
+        "MAX_KEY_RECORDS": 4,
+        "MAX_KEY_BYTES": 100,
+        "MAX_OWNER_RECORDS": 2,
+        "MAX_OWNER_BYTES": 50,
+    }.items():
         monkeypatch.setattr(quota, name, limit)
 
 

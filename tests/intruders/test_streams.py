@@ -14,7 +14,7 @@ import torch
 
 from swarm.credentials import certificates
 from swarm.errors import Overloaded
-from swarm.rpc.callers import MAX_BYTES, MAX_CALLS, Caller
+from swarm.rpc.callers import MAX_CALLS, MAX_KEPT_BYTES, Caller
 from swarm.rpc.channels import MAX_MESSAGE_BYTES
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceStub
@@ -255,7 +255,7 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
     max_in_flight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However large microbatches are: those that have a slot, and those that were answered and wait for the Ack."""
-    monkeypatch.setattr(incoming, "MAX_BYTES", 1)
+    monkeypatch.setattr(incoming, "MAX_KEPT_BYTES", 1)
     async with running(max_in_flight=max_in_flight) as host:
         callers = host.server._callers
         num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
@@ -268,7 +268,7 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
 
 def test_what_is_kept_for_one_caller_is_never_less_than_always() -> None:
     tokens = TensorSpec(shape=(2, 17), encoding="int32")
-    assert incoming.max_kept_bytes({TOKENS: tokens}, LARGEST_NUM_SLOTS) == MAX_BYTES
+    assert incoming.max_kept_bytes({TOKENS: tokens}, LARGEST_NUM_SLOTS) == MAX_KEPT_BYTES
     hidden = TensorSpec(shape=(8, 2048, 4096), encoding="bf16")
     assert incoming.max_kept_bytes({HIDDEN: hidden}, LARGEST_NUM_SLOTS) >= LARGEST_NUM_SLOTS * hidden.num_bytes
 

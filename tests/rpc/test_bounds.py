@@ -1,4 +1,4 @@
-"""Numbers and lists that nobody means."""
+"""Numbers and lists beyond what an honest peer sends."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who may call what: real servers with real TLS, and all the services of a stage peer."""
+"""Which caller may call what: real servers with real TLS, and all the services of a stage peer."""
 
 import asyncio
 import ssl
@@ -20,7 +20,7 @@ from swarm.credentials import certificates
 from swarm.credentials.identity import Identity
 from swarm.machine.clock import ManualClock, SystemClock
 from swarm.rpc import guard, tls
-from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_BYTES, WASTED_CALLS, Callers
+from swarm.rpc.callers import BURST_CALLS, ENTRIES_PER_CALL, MAX_KEPT_BYTES, WASTED_CALLS, Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.guard import FOR_TRAINERS, FOR_TRAINERS_AT_STAGE_0, Guard
 from swarm.rpc.v1 import averaging_pb2, directory_pb2, lease_pb2, stage_pb2
@@ -73,7 +73,7 @@ class Server:
 
     @asynccontextmanager
     async def called_by(self, identity: Identity) -> AsyncIterator[grpc.aio.Channel]:
-        """A connection of somebody who trusts this server."""
+        """A connection of a caller that trusts this server."""
         credentials = tls.pinned_credentials(self.record.certificate_pem, locked.as_member_of_ours(identity))
         if identity is locked.OPEN:
             credentials = tls.pinned_credentials(self.record.certificate_pem)
@@ -85,7 +85,9 @@ class Server:
 async def start() -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
-        async def start_one(identity: Identity = PEER, *, max_calls: int = 2, max_bytes: int = MAX_BYTES) -> Server:
+        async def start_one(
+            identity: Identity = PEER, *, max_calls: int = 2, max_bytes: int = MAX_KEPT_BYTES
+        ) -> Server:
             # Time stands still for the rate of calls.
             clock, callers = Clock(), Callers(ManualClock(), max_calls=max_calls, max_bytes=max_bytes)
             guarding = Guard(authority=identity.authority, callers=callers, clock=clock, stage=lambda: running.stage)
@@ -177,7 +179,7 @@ def _calls(channel: Any, identity: Identity) -> dict[str, Any]:
     health: Any = HealthStub(channel)
     pb, own = averaging_pb2, identity.peer_id
     seconds = {"timeout": 10.0}
-    # Whoever still writes when a call ends may hear gRPC's own word for that: who claims nothing writes nothing.
+    # A caller that still writes when a call ends may hear gRPC's own word for that; without a claim it writes nothing.
     calls: dict[str, Any] = {
         "/swarm.rpc.v1.StageService/Train": lambda: stage.Train(**seconds),
         "/swarm.rpc.v1.StageService/Evaluate": lambda: stage.Evaluate(**seconds),
@@ -236,7 +238,7 @@ async def test_trainers_may_call_what_trainers_need(start: Any, stage: int) -> N
     server.stage = stage
     allowed = FOR_TRAINERS | (FOR_TRAINERS_AT_STAGE_0 if stage == 0 else frozenset())
     for name, code in (await _answers(server, TRAINER)).items():
-        # Whoever still writes when a call ends may hear gRPC's own word for that.
+        # A caller that still writes when a call ends may hear gRPC's own word for that.
         refused = (DENIED, grpc.StatusCode.INTERNAL) if name.endswith("Exchange") else (DENIED,)
         assert _is_served(code) if name in allowed else code in refused, name
     assert server.callers.num_bytes == 0
@@ -258,7 +260,7 @@ async def test_a_stolen_certificate_is_of_no_use_without_its_key(start: Any) -> 
 
 
 async def test_a_tokens_own_certificate_is_nobody(start: Any, tmp_path: Path) -> None:
-    """Though the owner himself has signed it. gRPC's own clients would not show it, so this one is another."""
+    """Even if the owner has signed it. gRPC's own clients would not show it, so this one is another."""
     server, shown = await start(), tmp_path / "shown.pem"
     token = locked.PEER_TOKEN
     shown.write_text(certificates.to_pem(token.certificate) + certificates.key_pem(token.key))
@@ -331,7 +333,7 @@ LARGE, SMALL = directory_pb2.ReadRequest(key="x"), directory_pb2.ReadRequest()
 
 
 async def test_a_call_goes_on_until_its_answer_is_taken(start: Any) -> None:
-    """gRPC would hold any number of answers for a caller who takes none."""
+    """gRPC would hold any number of answers for a caller that takes none."""
     server = await start(locked.OPEN)
     async with _asking_without_taking(server, READ, LARGE, times=2), server.called_by(locked.OPEN) as channel:
         await eventually(lambda: server.callers.num_bytes > 2 << 20)

@@ -12,14 +12,12 @@ from hivemind.proto.dht_pb2 import NodeInfo
 from swarm.dht import kademlia
 from swarm.dht.kademlia import Kademlia
 from swarm.dht.loop_thread import LoopThread
+from swarm.dht.node import CLIENT_OPTIONS
 from swarm.dht.record_store import Found
 from swarm.machine.clock import SystemClock
 
 Sealed = tuple[str, bytes]
 """A subkey, and the record under it."""
-
-
-_ANYWHERE = "/ip4/127.0.0.1/tcp/0"
 
 
 class Stranger:
@@ -30,7 +28,7 @@ class Stranger:
     """
 
     def __init__(self, address: str, *, is_client: bool = True) -> None:
-        listening = ["-dhtClient=1", "-noListenAddrs=1"] if is_client else ["-dhtServer=1", f"-hostAddrs={_ANYWHERE}"]
+        listening = CLIENT_OPTIONS if is_client else ["-dhtServer=1", "-hostAddrs=/ip4/127.0.0.1/tcp/0"]
         clock = SystemClock()
         validator = kademlia.new_validator(clock)
         launch = kademlia.launch(
