@@ -12,7 +12,7 @@ from swarm.averaging.closing import Closing
 from swarm.averaging.context import Context
 from swarm.averaging.exchange import Exchanges
 from swarm.averaging.group import Ballot, Refused
-from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
+from swarm.averaging.reduction import MemberFailed, Payload, Reduction, Side
 from swarm.averaging.shares import Shares
 from swarm.compression.buffers import Received
 from swarm.rpc.wire import CHUNK_BYTES
@@ -41,7 +41,7 @@ class Attempt:
         self._heard_at: dict[str, float] = {}
         """When a piece of each member's part came last."""
         self._shares = Shares(())
-        self._side: asyncio.Future[Reduction | HandOut] = asyncio.get_running_loop().create_future()
+        self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
         """This member's side of the exchange. Comes with Average; others may be quicker than the leader's call."""
         self._scopes: set[asyncio.Timeout] = set()
         """Of the exchange under way, and of what others are sending; expiring them ends them."""
@@ -82,7 +82,7 @@ class Attempt:
         turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
         return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
 
-    async def _watch(self, side: Reduction | HandOut) -> None:
+    async def _watch(self, side: Side) -> None:
         """Name a member that answers, and sends nothing."""
         began_at, seconds = self._clock.monotonic(), self.silence_seconds()
         while side.missing:
@@ -120,7 +120,7 @@ class Attempt:
         self._sending.add(peer_id)
         try:
             received = await self._receive(peer_id, num_bytes, pieces)
-            if peer_id in side.missing:
+            if isinstance(side, Reduction) and peer_id in side.missing:
                 await side.add(peer_id, received.whole())
         finally:
             self._sending.discard(peer_id)

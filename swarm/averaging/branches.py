@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 from swarm.averaging import messages
 from swarm.averaging.messages import PAST, Standing
+from swarm.averaging.run_pace import RunPace
 from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 KEPT = 1024
 """Lineages of its own that a peer remembers: who stands at one of them is behind, and on the same branch."""
-PACE_FACTOR = 4.0
-"""So many times as fast as in its fastest round the run may have gone on while this peer was away."""
-PACE_ROUNDS = 4
-"""Rounds of the largest size that it may have been ahead besides."""
 MOST_DOUBTS = 256
 """Holders elsewhere that are remembered."""
 SHOWN_SECONDS = 60.0
@@ -42,47 +39,6 @@ class _Doubt:
     heard_at: float
     standing: Standing
     line: str
-
-
-class Pace:
-    """How fast the run goes on, as one peer measured it by the rounds that it committed itself."""
-
-    def __init__(self, own: Standing, clock: Clock) -> None:
-        self._clock = clock
-        self._own = own
-        self._since = self._now()
-        self._fastest = (0.0, 0.0)
-        """Samples and rounds a second."""
-        self._largest = 0
-        """Samples of a round."""
-
-    def committed(self, after: Standing) -> None:
-        """This peer committed a round with others."""
-        num_samples, seconds = after.run_samples - self._own.run_samples, max(1e-3, self._elapsed())
-        self._fastest = max(self._fastest[0], num_samples / seconds), max(self._fastest[1], 1.0 / seconds)
-        self._largest = max(self._largest, num_samples)
-        self.moved(after)
-
-    def moved(self, own: Standing) -> None:
-        """It stands elsewhere now, by whatever way."""
-        self._own, self._since = own, self._now()
-
-    def allows(self, theirs: Standing) -> bool:
-        """Whether anybody can have got that far since; true as long as nothing was measured."""
-        if not self._largest:
-            return True
-        seconds = PACE_FACTOR * self._elapsed()
-        num_samples = self._fastest[0] * seconds + PACE_ROUNDS * self._largest
-        num_rounds = self._fastest[1] * seconds + PACE_ROUNDS
-        own = self._own
-        return theirs.run_samples - own.run_samples <= num_samples and theirs.round - own.round <= num_rounds
-
-    def _elapsed(self) -> float:
-        # Some clocks stand still while a machine sleeps, and others are set; the run goes on.
-        return max(now - since for now, since in zip(self._now(), self._since, strict=True))
-
-    def _now(self) -> tuple[float, float]:
-        return self._clock.monotonic(), self._clock.time()
 
 
 class Branches:
@@ -110,7 +66,7 @@ class Branches:
         """Where this peer was, oldest first, itself included; None where only the lineage is known."""
         self._has_voice = own.round > 0
         """Whether it has committed what it stands at, or resumed from it, rather than had it from others."""
-        self._pace = Pace(own, clock)
+        self._pace = RunPace(own, clock)
         self._voices: dict[PeerId, Voice] = {}
         self._announced: Mapping[PeerId, Standing] = {}
         """Where those were that did not answer, as far as this peer never was there."""

@@ -5,7 +5,6 @@ attempt and reports nothing, so nobody counts it as a member. Takes the state fr
 was decided.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Sequence
@@ -51,7 +50,6 @@ class CatchUp:
         self._clock = context.clock
         self._retry_seconds = context.timing.max_retry_seconds
         """Between two tries where there is no going back."""
-        self._ended = asyncio.Event()
         self._sources: list[PeerRecord] = []
         """Who sent the last snapshot and has not failed since: they keep the results."""
         self._max_bytes = 0
@@ -63,23 +61,17 @@ class CatchUp:
         self.num_downloads = 0
 
     async def run(self, target: Standing) -> None:
-        """Come to `target`, or beyond, or find that nobody has what it takes. A second call waits for the first.
+        """Come to `target`, or beyond, or find that nobody has what it takes. Only one call at a time.
 
         Cancelled, it leaves this peer where it is; segments that have come are kept.
         """
-        if self._place.is_catching_up:
-            await self._ended.wait()
-            return
-        self._ended.clear()
+        assert not self._place.is_catching_up
         self._entry.begin()
-        try:
-            with self._place.catching_up():
-                await self._own_round.step_back("this peer is behind its group")
-                while not await self._try(target):
-                    await self._clock.sleep(self._retry_seconds)
-                    target = await self._survey.choose() or target
-        finally:
-            self._ended.set()
+        with self._place.catching_up():
+            await self._own_round.step_back("this peer is behind its group")
+            while not await self._try(target):
+                await self._clock.sleep(self._retry_seconds)
+                target = await self._survey.choose() or target
 
     async def _try(self, target: Standing) -> bool:
         """Whether this is over, if only because there is nothing to be had now."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from swarm.averaging.allreduce import AllReduceTransport, Average, butterfly, gather
+from swarm.averaging.allreduce import AllReduceTransport, Average, Terms
+from swarm.averaging.butterfly import butterfly
 from swarm.averaging.feedback import ErrorFeedback, Owed, Residual
-from swarm.averaging.reduction import HandOut, MemberFailed, Reduction, squared_norm
+from swarm.averaging.gather import gather
+from swarm.averaging.reduction import HandOut, MemberFailed, Reduction, Side, squared_norm
 from swarm.averaging.shares import Shares
 from swarm.compression import layout
 from swarm.compression.codec import contribution_codec, result_codec
@@ -80,7 +82,7 @@ class Exchanges:
             vector_D = self._feedback[contribution.fragment].compensate(vector_D)
         return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
 
-    def open(self, closed: Closed, shares: Shares) -> Reduction | HandOut:
+    def open(self, closed: Closed, shares: Shares) -> Side:
         """What the other members of an exchange will ask this one for."""
         if self._gathers(shares):
             return HandOut(shares)
@@ -91,9 +93,8 @@ class Exchanges:
         )  # fmt: skip
 
     async def run(
-        self, closed: Closed, shares: Shares, exchanged: Reduction | HandOut, transport: AllReduceTransport,
-        timeout_seconds: float,
-    ) -> tuple[Average, float]:  # fmt: skip
+        self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
+    ) -> tuple[Average, float]:
         """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
         started_at = time.perf_counter()
         try:
@@ -101,19 +102,16 @@ class Exchanges:
             vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
         except BaseException:
             # The others may be asking for it already.
-            exchanged.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
+            side.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
             raise
-        if isinstance(exchanged, HandOut):
-            average = await gather(
-                vector_D, own_id=self._own_id, shares=shares, hand_out=exchanged, codec=self.codec,
-                transport=transport, timeout_seconds=timeout_seconds,
-            )  # fmt: skip
+        terms = Terms(
+            own_id=self._own_id, shares=shares, codec=self.codec, result_codec=self.result_codec, transport=transport,
+            timeout_seconds=timeout_seconds,
+        )  # fmt: skip
+        if isinstance(side, HandOut):
+            average = await gather(vector_D, side, terms)
         else:
-            average = await butterfly(
-                vector_D, own_id=self._own_id, shares=shares, reduction=exchanged, codec=self.codec,
-                result_codec=self.result_codec, transport=transport, timeout_seconds=timeout_seconds,
-                memory=self._memory,
-            )  # fmt: skip
+            average = await butterfly(vector_D, side, terms, self._memory)
         if (rate := average.upload_bytes_per_second) > 0:
             self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
         if elsewhere:

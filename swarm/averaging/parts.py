@@ -63,15 +63,7 @@ def put_together(context: Context, member: RoundMember) -> Parts:
     place = _place(context, member)
     roster = _roster(context, place)
     donor = Donor(place, member, context.clock)
-    shared = SharedBlocks(
-        config=context.config,
-        stage=context.own.stage,
-        own_id=context.own_id,
-        transport=context.transport,
-        peers=context.peers,
-        clock=context.clock,
-        timing=context.timing,
-    )
+    shared = SharedBlocks(context)
     own_round = OwnRound(context, place, member)
     advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster, changes=changes)
     participant = Participant(context, place, own_round, advance, shared)

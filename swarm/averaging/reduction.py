@@ -8,9 +8,8 @@ Shapes: P elements of the part.
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -58,45 +57,20 @@ class Payload:
     upload_seconds: float = 0.0
 
 
-class Exchanged(Protocol):
-    """One member's side of an exchange, as the others see it."""
-
-    @property
-    def missing(self) -> list[str]:
-        """Members whose contribution is still waited for."""
-        ...
-
-    def num_bytes_from(self, peer_id: str) -> int:
-        """Bytes a member has to send. Raises MalformedMessage for one that is no member."""
-        ...
-
-    async def add(self, peer_id: str, encoded: Buffer) -> None:
-        """Take what a member sent."""
-        ...
-
-    async def result(self) -> Payload:
-        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
-        ...
-
-    def fail(self, error: MemberFailed) -> None:
-        """End the wait of everybody who waits."""
-        ...
-
-
 class HandOut:
     """The side of a member whose contribution goes to all others as it is (sparse codecs, small groups)."""
 
+    missing: Sequence[str] = ()
+    """Nobody sends anything to it."""
+
     def __init__(self, shares: Shares) -> None:
-        self.missing: list[str] = []
         self._shares = shares
         self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     def num_bytes_from(self, peer_id: str) -> int:
+        """Bytes that a member has to send: none. Raises MalformedMessage for a peer that is no member."""
         self._shares.of(peer_id)
         return 0
-
-    async def add(self, peer_id: str, encoded: Buffer) -> None:
-        raise AssertionError(f"nothing is expected of {peer_id}")
 
     def offer(self, payload: Payload) -> None:
         """Let the others have it."""
@@ -104,9 +78,11 @@ class HandOut:
             self._result.set_result(payload)
 
     async def result(self) -> Payload:
+        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
         return await _outcome(self._result)
 
     def fail(self, error: MemberFailed) -> None:
+        """End the wait of all that wait."""
         _fail(self._result, error)
 
 
@@ -143,10 +119,12 @@ class Reduction:
         self._result: asyncio.Future[Payload | MemberFailed] = asyncio.get_running_loop().create_future()
 
     @property
-    def missing(self) -> list[str]:
+    def missing(self) -> Sequence[str]:
+        """Members whose part is still waited for."""
         return [share.peer_id for share in self._shares.senders if share.peer_id not in self._arrived]
 
     def num_bytes_from(self, peer_id: str) -> int:
+        """Bytes that a member has to send. Raises MalformedMessage for a peer that is no member."""
         return self._codec.num_bytes(self.num_elements) if self._shares.of(peer_id).num_samples else 0
 
     async def add(self, peer_id: str, encoded: Buffer) -> None:
@@ -179,9 +157,11 @@ class Reduction:
             work.add_done_callback(self._finish)
 
     async def result(self) -> Payload:
+        """Wait for what the others get. Raises MemberFailed if there will be nothing."""
         return await _outcome(self._result)
 
     def fail(self, error: MemberFailed) -> None:
+        """End the wait of all that wait."""
         _fail(self._result, error)
 
     def _reduce(self) -> Payload:
@@ -216,6 +196,10 @@ class Reduction:
             self._result.set_result(work.result())
         else:
             self._result.set_exception(error)
+
+
+Side = Reduction | HandOut
+"""One member's side of an exchange, as the others see it."""
 
 
 def decode_bounded(codec: Codec, encoded: Buffer, num_elements: int, norm: float | None = None) -> torch.Tensor:

@@ -11,22 +11,18 @@ Shapes: S elements of the shared parameters, in the order of their names.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from swarm.averaging.context import Context
 from swarm.averaging.reduction import decode_bounded, squared_norm
-from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
 from swarm.compression.codec import Buffer, Codec, contribution_codec, simple_codec
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable, SwarmError
-from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
-from swarm.rpc.v1.stage_pb2 import Address
-from swarm.types import PROTOCOL_VERSION, PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -34,30 +30,14 @@ KEPT_AVERAGES = 4
 """Averages that others may still fetch."""
 
 
-class SharedTransport(Protocol):
-    """How another holder is reached."""
-
-    async def shared(
-        self, peer: PeerRecord, request: pb.SharedRequest, *, reply_bytes: int, timeout_seconds: float
-    ) -> Buffer:
-        """Fetch a stage's average of the shared blocks. Raises SwarmError."""
-        ...
-
-
 class SharedBlocks:
     """One member's view of the blocks that its stage shares with others; there may be none."""
 
-    def __init__(
-        self, *, config: RunConfig, stage: int, own_id: PeerId, transport: SharedTransport,
-        peers: Callable[[int], Sequence[PeerRecord]], clock: Clock, timing: Timing,
-    ) -> None:  # fmt: skip
-        self._config = config
+    def __init__(self, context: Context) -> None:
+        config, stage = context.config, context.own.stage
+        self._context = context
         self._stage = stage
-        self._own_id = own_id
-        self._transport = transport
-        self._peers = peers
-        self._clock = clock
-        self._timing = timing
+        self._num_fragments = config.averaging.num_fragments
         held = [shared for shared in shared_parameters(config) if stage in shared.stages]
         self._shapes = {shared.name: shared.shape for shared in sorted(held, key=lambda shared: shared.name)}
         self._num_elements = sum(map(_numel, self._shapes.values()))
@@ -68,7 +48,7 @@ class SharedBlocks:
 
     def is_due(self, round_number: int) -> bool:
         """Whether this round averages the shared blocks: every one does, or, with fragments, the first of each turn."""
-        return bool(self._shapes) and round_number % self._config.averaging.num_fragments == 0
+        return bool(self._shapes) and round_number % self._num_fragments == 0
 
     def partners(self, round_number: int) -> set[int]:
         """The other stages whose averages a round needs."""
@@ -122,36 +102,40 @@ class SharedBlocks:
         return await asyncio.to_thread(lambda: sum(map(squared_norm, summed)))
 
     async def _average_of(self, round_number: int, holder: pb.Partner) -> torch.Tensor:
-        num_bytes = self._codec.num_bytes(self._num_elements)
         key = (round_number, holder.stage, holder.digest)
-        address = Address(run_id=self._config.run_id, protocol_version=PROTOCOL_VERSION, stage=holder.stage)
-        request = pb.SharedRequest(address=address, peer_id=self._own_id, round=round_number, digest=holder.digest)
-        deadline = self._clock.monotonic() + self._timing.shared_seconds
-        turn = 0
+        clock, timing = self._context.clock, self._context.timing
+        deadline, turn = clock.monotonic() + timing.shared_seconds, 0
         while key not in self._averages:
-            others = sorted(self._peers(holder.stage), key=lambda record: record.peer_id)
-            candidates = [record_of(holder.contact, holder.stage), *others]
-            candidates = [record for record in candidates if record.peer_id != self._own_id]
             try:
-                if not candidates:
-                    raise PeerUnavailable("no other peer there is known")
-                target = candidates[turn % len(candidates)]
-                seconds = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
-                encoded = await self._transport.shared(
-                    target, request, reply_bytes=num_bytes, timeout_seconds=seconds
-                )  # fmt: skip
+                encoded = await self._fetch(round_number, holder, turn)
                 average_S = await self._decode(encoded)
                 self._keep(key, encoded)
                 return average_S
             except SwarmError as error:
                 logger.debug("stage %d: %s", holder.stage, error)
-                if self._clock.monotonic() > deadline:
+                if clock.monotonic() > deadline:
                     raise PeerUnavailable(
                         f"nobody at stage {holder.stage} has its average of round {round_number}: {error}"
                     ) from None
                 turn += 1
-                await self._clock.sleep(self._timing.retry_seconds)
+                await clock.sleep(timing.retry_seconds)
         return await self._decode(self._averages[key])
+
+    async def _fetch(self, round_number: int, holder: pb.Partner, turn: int) -> Buffer:
+        """Ask one of the peers that may have a stage's average, another one each turn."""
+        context, num_bytes = self._context, self._codec.num_bytes(self._num_elements)
+        others = sorted(context.peers(holder.stage), key=lambda record: record.peer_id)
+        candidates = [record_of(holder.contact, holder.stage), *others]
+        candidates = [record for record in candidates if record.peer_id != context.own_id]
+        if not candidates:
+            raise PeerUnavailable("no other peer there is known")
+        request = pb.SharedRequest(
+            address=context.address_of(holder.stage), peer_id=context.own_id, round=round_number, digest=holder.digest
+        )
+        seconds = context.timing.average_seconds + num_bytes / context.timing.bytes_per_second
+        return await context.transport.shared(
+            candidates[turn % len(candidates)], request, reply_bytes=num_bytes, timeout_seconds=seconds
+        )
 
     async def _decode(self, encoded: Buffer) -> torch.Tensor:
         return await asyncio.to_thread(decode_bounded, self._codec, encoded, self._num_elements)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarm.averaging.reduction import Exchanged, Payload
+from swarm.averaging.reduction import Payload, Reduction, Side
 from swarm.compression.codec import Buffer
 from swarm.errors import PeerUnavailable
 
@@ -12,7 +12,7 @@ from swarm.errors import PeerUnavailable
 class Hall:
     """All members' sides in one process."""
 
-    sides: Mapping[str, Exchanged]
+    sides: Mapping[str, Side]
     silent: set[str] = field(default_factory=set)
 
     async def exchange(self, sender: str, peer_id: str, part: Buffer) -> Payload:
@@ -20,7 +20,7 @@ class Hall:
         if peer_id in self.silent:
             raise PeerUnavailable("hung up")
         side = self.sides[peer_id]
-        if sender in side.missing:
+        if isinstance(side, Reduction) and sender in side.missing:
             await side.add(sender, bytes(part))
         return await side.result()
 

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.averaging.allreduce import Average, butterfly, gather
+from swarm.averaging.allreduce import Average, Terms
+from swarm.averaging.butterfly import butterfly
+from swarm.averaging.gather import gather
 from swarm.averaging.reduction import HandOut, MemberFailed, Payload, Reduction
 from swarm.averaging.shares import Offer, Shares, divide
 from swarm.compression.codec import Buffer, Codec, contribution_codec, result_codec, simple_codec
@@ -51,15 +53,13 @@ async def average(
     async def member(name: str) -> Average | MemberFailed:
         vector_D, transport = vectors[int(name)], Door(hall, name)
         try:
-            if gathers:
-                return await gather(
-                    vector_D, own_id=name, shares=shares, hand_out=sides[name], codec=codec, transport=transport,
-                    timeout_seconds=2.0,
-                )  # fmt: skip
-            return await butterfly(
-                vector_D, own_id=name, shares=shares, reduction=sides[name], codec=codec, result_codec=of_results,
-                transport=transport, timeout_seconds=2.0, memory=Recycler(),
+            terms = Terms(
+                own_id=name, shares=shares, codec=codec, result_codec=of_results, transport=transport,
+                timeout_seconds=2.0,
             )  # fmt: skip
+            if gathers:
+                return await gather(vector_D, sides[name], terms)
+            return await butterfly(vector_D, sides[name], terms, Recycler())
         except MemberFailed as failed:
             return failed
 
@@ -211,21 +211,18 @@ async def test_owner_names_the_member_that_sends_nothing() -> None:
             await asyncio.sleep(10)
             raise AssertionError
 
+    terms = Terms(
+        own_id="0", shares=shares, codec=FP32, result_codec=FP32, transport=Patient(), timeout_seconds=0.05
+    )  # fmt: skip
     with pytest.raises(MemberFailed) as failed:
-        await butterfly(
-            torch.ones(4), own_id="0", shares=shares, reduction=reduction, codec=FP32, result_codec=FP32,
-            transport=Patient(), timeout_seconds=0.05, memory=Recycler(),
-        )  # fmt: skip
+        await butterfly(torch.ones(4), reduction, terms, Recycler())
     assert failed.value.peer_id == "1"
     with pytest.raises(MemberFailed):
         await reduction.result()
     # In a gather everybody is an owner in that.
     with pytest.raises(MemberFailed) as failed:
         async with asyncio.timeout(0.05):
-            await gather(
-                torch.ones(4), own_id="0", shares=shares, hand_out=HandOut(shares), codec=FP32, transport=Patient(),
-                timeout_seconds=0.05,
-            )  # fmt: skip
+            await gather(torch.ones(4), HandOut(shares), terms)
     assert failed.value.peer_id == "1"
 
 
@@ -242,11 +239,9 @@ async def test_an_owner_that_answers_nonsense_is_named(value: float, norm: float
         async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
             return Payload(encoded=FP32.encode(torch.full((4,), value)), squared_norm=norm)
 
+    terms = Terms(own_id="0", shares=shares, codec=FP32, result_codec=FP32, transport=Malicious(), timeout_seconds=5)
     with pytest.raises(MemberFailed, match=reason) as failed:
-        await butterfly(
-            torch.ones(8), own_id="0", shares=shares, reduction=reduction, codec=FP32, result_codec=FP32,
-            transport=Malicious(), timeout_seconds=5, memory=Recycler(),
-        )  # fmt: skip
+        await butterfly(torch.ones(8), reduction, terms, Recycler())
     assert failed.value.peer_id == "1"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swarm.averaging.branches import MOST_DOUBTS, PACE_FACTOR, PACE_ROUNDS, Branches, Pace, Voice, most_held
+from swarm.averaging.branches import MOST_DOUBTS, Branches, Voice, most_held
 from swarm.averaging.messages import PAST, Standing
 from swarm.machine.clock import ManualClock
 from swarm.types import PeerId
@@ -277,22 +277,7 @@ def test_made_up_holders_do_not_fill_the_memory() -> None:
     assert peer.branches.is_elsewhere(PeerId(f"liar-{MOST_DOUBTS + 49}"))
 
 
-# -- the pace, and offers ----------------------------------------------------------------------------------------------
-
-
-def test_the_pace_is_that_of_the_fastest_round() -> None:
-    clock = ManualClock()
-    pace = Pace(at(0), clock)
-    assert pace.allows(at(LIAR)), "nothing was measured"
-    for number, seconds in ((1, 10.0), (2, 1.0), (3, 100.0)):
-        clock.advance(seconds)
-        pace.committed(at(number))
-    assert pace.allows(at(3 + PACE_ROUNDS))
-    assert not pace.allows(at(4 + PACE_ROUNDS))
-    clock.advance(10.0)
-    most = 3 + PACE_ROUNDS + int(PACE_FACTOR * 10.0)
-    assert pace.allows(at(most))
-    assert not pace.allows(at(most + 1))
+# -- offers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

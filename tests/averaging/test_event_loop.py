@@ -3,20 +3,21 @@
 import asyncio
 import dataclasses
 from collections.abc import Collection
+from typing import cast
 
 import pytest
 import torch
 
 from swarm.averaging.shared import SharedBlocks
-from swarm.averaging.transport import contact_of
+from swarm.averaging.transport import Transport, contact_of
 from swarm.compression.codec import Buffer
 from swarm.config import ModelConfig
 from swarm.machine.clock import SystemClock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Contribution, RoundResult, Snapshot, known
-from swarm.types import PeerId, PeerRecord
-from tests.averaging.doubles import FakeStage, make_config, record, until
+from swarm.types import PeerRecord
+from tests.averaging.doubles import FakeStage, make_config, make_context, record, until
 from tests.averaging.nodes import PATIENT, Node
 
 pytestmark = pytest.mark.usefixtures("guarded")
@@ -107,11 +108,14 @@ async def test_a_large_shared_block_is_summed_beside_the_loop(codec: str) -> Non
     lines = [_Line(), _Line()]
     holders = [
         SharedBlocks(
-            config=config, stage=stage, own_id=PeerId(record(stage).peer_id), transport=lines[stage],
-            peers=lambda stage: [], clock=SystemClock(), timing=PATIENT,
+            dataclasses.replace(
+                make_context(record(stage, stage), config=config, timing=PATIENT),
+                transport=cast("Transport", lines[stage]),
+                clock=SystemClock(),
+            )
         )
         for stage in range(2)
-    ]  # fmt: skip
+    ]
     averages = await asyncio.to_thread(lambda: [torch.ones(block.shape), torch.full(block.shape, 2.0)])
     partners = []
     for stage, average in enumerate(averages):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarm.averaging.shared import SharedBlocks
 from swarm.averaging.transport import contact_of
 from swarm.config import ModelConfig, RunConfig
 from swarm.errors import PeerUnavailable
@@ -21,6 +22,7 @@ from tests.averaging.doubles import (
     Network,
     gradient,
     make_config,
+    make_context,
     network_of,
     peer_id,
     record,
@@ -149,19 +151,20 @@ async def test_a_leader_that_dies_while_a_member_encodes_the_shared_block_does_n
 ) -> None:
     """It is the last one of its stage, so there is nobody else that it could have its own stage's average from."""
     async with sharing_network(tied(setting)) as network:
-        last = network.peers[peer_id(4)]
-        shared, is_encoding = last.parts.shared, False
+        num_encoding, is_killed, honest = 0, False, SharedBlocks.offer
 
-        async def encode(*arguments: Any, honest: Any = shared.offer) -> None:
-            nonlocal is_encoding
-            if not is_encoding:
-                is_encoding = True
+        async def encode(blocks: SharedBlocks, *arguments: Any) -> None:
+            nonlocal num_encoding
+            is_at_second_stage = blocks.partners(0) == {0}
+            if is_at_second_stage and not is_killed:
+                num_encoding += 1
                 await asyncio.Event().wait()
-            await honest(*arguments)
+            await honest(blocks, *arguments)
 
-        monkeypatch.setattr(shared, "offer", encode)
+        monkeypatch.setattr(SharedBlocks, "offer", encode)
         learn(network, 0)
-        await until(lambda: is_encoding)
+        await until(lambda: num_encoding == 2)
+        is_killed = True
         network.kill(3)
         await asyncio.sleep(0.5)
         learn(network, 0, (1, 2, 4))
@@ -190,12 +193,11 @@ async def test_a_stage_that_lost_its_samples_does_not_hold_up_for_good_who_share
 
 @in_virtual_time
 async def test_where_nobody_else_is_known_an_average_cannot_be_had() -> None:
-    async with network_of(tied(), 1) as network:
-        shared = network.peers[peer_id(1)].parts.shared
-        own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
-        other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
-        with pytest.raises(PeerUnavailable, match="nobody at stage 0 has its average of round 0"):
-            await shared.sum(0, [own, other])
+    shared = SharedBlocks(make_context(record(1), config=tied()))
+    own = pb.Partner(stage=0, digest="ab", contact=contact_of(record(1)))
+    other = pb.Partner(stage=1, digest="cd", contact=contact_of(record(2, 1)))
+    with pytest.raises(PeerUnavailable, match="nobody at stage 0 has its average of round 0"):
+        await shared.sum(0, [own, other])
 
 
 @in_virtual_time
@@ -218,16 +220,12 @@ async def test_an_average_beyond_all_bounds_is_not_believed_and_another_holder_a
         assert all(float(stage.shared.abs().max()) < 10 for stage in stages)
 
 
-@in_virtual_time
-async def test_fragments_share_the_block_in_its_own_rounds() -> None:
+def test_fragments_share_the_block_in_its_own_rounds() -> None:
     """Two fragments: the shared block is due every other round, and only then do the stages wait for each other."""
-    config = tied("diloco", num_fragments=2)
-    async with network_of(config, 1) as network:
-        shared = network.peers[peer_id(1)].parts.shared
-        assert [shared.is_due(number) for number in range(4)] == [True, False, True, False]
-        assert shared.partners(0) == {1}
-        assert shared.partners(1) == set()
-        await asyncio.sleep(0)
+    shared = SharedBlocks(make_context(record(1), config=tied("diloco", num_fragments=2)))
+    assert [shared.is_due(number) for number in range(4)] == [True, False, True, False]
+    assert shared.partners(0) == {1}
+    assert shared.partners(1) == set()
 
 
 @pytest.mark.parametrize("since", ["Barrier", "Commit"])
@@ -244,17 +242,16 @@ async def test_a_decided_round_is_committed_once_the_other_stages_average_is_to_
             is_cut_off = is_cut_off or (name == since and num_refused == 0)
 
         network.before = cut_off
-        for number in (1, 2, 3, 4):
-            shared = network.peers[peer_id(number)].parts.shared
+        honest = SharedBlocks.sum
 
-            async def ask(*arguments: Any, honest: Any = shared.sum) -> Any:
-                nonlocal num_refused
-                if is_cut_off:
-                    num_refused += 1
-                    raise PeerUnavailable("the line stands still")
-                return await honest(*arguments)
+        async def ask(*arguments: Any) -> Any:
+            nonlocal num_refused
+            if is_cut_off:
+                num_refused += 1
+                raise PeerUnavailable("the line stands still")
+            return await honest(*arguments)
 
-            monkeypatch.setattr(shared, "sum", ask)
+        monkeypatch.setattr(SharedBlocks, "sum", ask)
         learn(network, 0)
         await until(lambda: num_refused >= 2)
         await asyncio.sleep(0.3)
