@@ -4,8 +4,7 @@ Every choice takes the peer with the least expected finish time and puts it back
 will take there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913,
 Algorithm 1). Finish times are in virtual time, which passes only by choices (self-clocked fair queueing,
 Golestani 1994): an idle period gives nobody credit or debt, and a router that sends a small part of a stage's
-load keeps the same shares as one that sends it all. Who has just answered that nothing waits there goes before its
-time, and pays for it. Never waits, never scans: a choice is O(log peers).
+load keeps the same shares as one that sends it all. Never waits, never scans: a choice is O(log peers).
 """
 
 import heapq
@@ -15,22 +14,15 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from swarm.routing.idle_peers import IdlePeers
+from swarm.routing.bans import LONGEST_BAN_SECONDS, Bans
 from swarm.routing.peer_statistics import PeerStatistics
 from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
-
-BASE_BAN_SECONDS = 5.0
-LONGEST_BAN_SECONDS = 300.0
-LEAST_BAN_SHARE = 0.2
-"""Of a ban, where the peer answers again sooner: a few bytes may get through where a microbatch does not."""
 
 MAX_SLOWNESS = 50.0
 """No peer is taken for slower than this multiple of the stage's typical time: the slowest is still probed."""
 MAX_CLAIM = 4.0
 """Before its first reply no peer is charged less than the typical time divided by this: a boast draws no herd."""
-MAX_TURNS_AHEAD = 2.0
-"""Of its own, or of a typical peer's if these are shorter, by which an idle peer goes before its time at most."""
 CHANCE = 0.25
 """How far a charge is off by chance, at most. More of it makes longer queues at some and idle time at others."""
 STAGE_SMOOTHING = 0.01
@@ -51,19 +43,6 @@ class _Member:
     num_busy: int = 0
 
 
-@dataclass(slots=True)
-class _Ban:
-    since: float
-    until: float
-    seconds: float
-    """The back-off that `until` came from; the next one is twice as long."""
-    announced_at: float
-    """Of the newest announcement that was taken into account."""
-    is_gone: bool
-    """Whether nobody listened there, so that whoever announces himself has come back."""
-    is_unreachable: bool
-
-
 _Entry = tuple[float, int, _Member]
 
 
@@ -73,13 +52,11 @@ class PeerQueue:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._members: dict[PeerId, _Member] = {}
-        # A ban outlives its member: who vanishes and comes back with the old announcement is still banned.
-        self._bans: dict[PeerId, _Ban] = {}
+        self._bans = Bans()
         # Heap by virtual time; an entry's key may lag behind its member's priority.
         self._ready: list[_Entry] = []
         # Heap by the monotonic time at which a new, busy or banned member can be chosen (again).
         self._away: list[_Entry] = []
-        self._idle = IdlePeers()
         self._tickets = itertools.count()
         self._virtual_now = 0.0
         # The size of the last choice, and so probably of the next.
@@ -117,15 +94,12 @@ class PeerQueue:
             self.remove(peer_id)
         for record in records:
             self._announced(record, now)
-        self._bans = {
-            peer_id: ban for peer_id, ban in self._bans.items() if peer_id in self._members or ban.until > now
-        }
+        self._bans.forget(now, but=self._members.keys())
         return vanished
 
     def remove(self, peer_id: PeerId) -> None:
         """Forget a member, but not its ban."""
         self._members.pop(peer_id).ticket = -1
-        self._idle.forget(peer_id)
 
     def _announced(self, record: PeerRecord, now: float) -> None:
         peer_id = PeerId(record.peer_id)
@@ -142,13 +116,7 @@ class PeerQueue:
         elif record.announced_at > member.record.announced_at:
             member.seconds_per_sample.announced(record, at_most=self._longest)
         member.record = record
-        ban = self._bans.get(peer_id)
-        if ban is not None and record.announced_at > ban.announced_at:
-            ban.announced_at = record.announced_at
-            if ban.is_gone:
-                ban.until = now
-            elif not ban.is_unreachable:  # Whoever can announce itself need not be in reach from here.
-                ban.until = min(ban.until, ban.since + BASE_BAN_SECONDS)
+        if self._bans.announced(peer_id, record.announced_at, now):
             self._set_aside(member, now)
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -156,17 +124,15 @@ class PeerQueue:
     def choose(
         self, num_samples: int, now: float, *, exclude: Collection[PeerId], prefer: Sequence[PeerId]
     ) -> PeerRecord | None:
-        """Take and charge the first of `prefer` that is alive, or else somebody idle, or else the least finish time.
+        """Take and charge the first of `prefer` that is alive, or else the one with the least finish time.
 
         Preferred peers are taken even when busy: they know the microbatch already. None if nobody can be asked.
         """
         self._num_samples = num_samples
         for peer_id in prefer:
-            if peer_id in self._members and peer_id not in exclude and not self._is_banned(peer_id, now):
+            if peer_id in self._members and peer_id not in exclude and self._bans.until(peer_id) <= now:
                 # Its heap entry catches up when it reaches the head.
                 return self._charge(self._members[peer_id], num_samples)
-        if (idle := self._idle_member(num_samples, now, exclude)) is not None:
-            return self._charge(idle, num_samples)
         skipped = []
         while (head := self._head(now)) is not None and head.record.peer_id in exclude:
             skipped.append(heapq.heappop(self._ready))
@@ -194,14 +160,6 @@ class PeerQueue:
         member.num_chosen += 1
         return member.record
 
-    def _idle_member(self, num_samples: int, now: float, exclude: Collection[PeerId]) -> _Member | None:
-        while (peer_id := self._idle.pop(now, exclude)) is not None:
-            member = self._members[peer_id]
-            turn_seconds = num_samples * min(self._expected(member), self._typical or math.inf)
-            if member.priority - self._virtual_now <= MAX_TURNS_AHEAD * turn_seconds:
-                return member
-        return None
-
     def _head(self, now: float) -> _Member | None:
         """Bring back who is due, clear dead entries away, and return who is next; it is at _ready[0]."""
         while self._away and self._away[0][0] <= now:
@@ -227,10 +185,8 @@ class PeerQueue:
 
     def _set_aside(self, member: _Member, now: float) -> None:
         """Let a member wait until it is neither busy nor banned; its older heap entry dies."""
-        self._idle.forget(PeerId(member.record.peer_id))
-        ban = self._bans.get(PeerId(member.record.peer_id))
         member.ticket = next(self._tickets)
-        until = max(now, member.busy_until, now if ban is None else ban.until)
+        until = max(now, member.busy_until, self._bans.until(PeerId(member.record.peer_id)))
         heapq.heappush(self._away, (until, member.ticket, member))
 
     # -- what came of it ---------------------------------------------------------------------------------------------
@@ -247,13 +203,8 @@ class PeerQueue:
                 queue_length=queue_length, at_most=self._longest,
             )  # fmt: skip
             self._learn_typical(observed)
-        ban = self._bans.pop(peer_id, None)
-        if ban is not None and ban.until > now:
+        if self._bans.succeeded(peer_id, now):
             self._set_aside(member, now)
-        if queue_length == 0 and member.busy_until <= now:
-            self._idle.heard(peer_id, now + num_samples * self._expected(member))
-        else:
-            self._idle.forget(peer_id)
 
     def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float) -> None:
         """Leave a peer alone for a while. It keeps its charge: its queue is longer than was expected."""
@@ -268,36 +219,24 @@ class PeerQueue:
         """Ban a peer, each time in a row for twice as long."""
         member = self._members[peer_id]
         member.num_failures += 1
-        if self._is_banned(peer_id, now):
-            return  # Calls that were in flight together fail together: that is one failure.
-        previous = self._bans.get(peer_id)
-        seconds = BASE_BAN_SECONDS if previous is None else min(2 * previous.seconds, LONGEST_BAN_SECONDS)
-        self._bans[peer_id] = _Ban(
-            since=now, until=now + seconds, seconds=seconds, announced_at=member.record.announced_at, is_gone=is_gone,
-            is_unreachable=is_unreachable,
-        )  # fmt: skip
-        self._set_aside(member, now)
+        announced_at = member.record.announced_at
+        if self._bans.failed(
+            peer_id, now, announced_at=announced_at, is_gone=is_gone, is_unreachable=is_unreachable
+        ):  # fmt: skip
+            self._set_aside(member, now)
 
     def unreachable(self, now: float) -> list[PeerRecord]:
         """Members that are banned since they did not answer. O(bans)."""
-        return [
-            self._members[peer_id].record
-            for peer_id, ban in self._bans.items()
-            if ban.is_unreachable and ban.until > now and peer_id in self._members
-        ]
+        return [self._members[peer_id].record for peer_id in self._bans.unreachable(now) if peer_id in self._members]
 
     def answered(self, peer_id: PeerId, now: float) -> None:
-        """End the ban of a peer that is there again, once LEAST_BAN_SHARE of it has passed; the back-off goes on."""
-        ban = self._bans.get(peer_id)
-        if ban is not None and ban.is_unreachable and now - ban.since >= LEAST_BAN_SHARE * ban.seconds:
-            ban.until = min(ban.until, now)
+        """A peer that had not answered is there again; see Bans."""
+        if self._bans.answered(peer_id, now):
             self._set_aside(self._members[peer_id], now)
 
     def unanswered(self, peer_id: PeerId, now: float, seconds: float) -> None:
-        """Keep a peer banned for so long at least, if it still is, for not having answered. The back-off goes on."""
-        ban = self._bans.get(peer_id)
-        if ban is not None and ban.is_unreachable and now < ban.until < now + seconds:
-            ban.until = now + seconds
+        """A peer that had not answered still does not; see Bans."""
+        if self._bans.unanswered(peer_id, now, seconds):
             self._set_aside(self._members[peer_id], now)
 
     def statistics(self, now: float) -> list[PeerStatistics]:
@@ -310,16 +249,12 @@ class PeerQueue:
                 num_chosen=member.num_chosen,
                 num_failures=member.num_failures,
                 num_busy=member.num_busy,
-                banned=self._is_banned(peer_id, now),
+                banned=self._bans.until(peer_id) > now,
                 expected_seconds_per_sample=self._expected(member),
                 share=member.num_chosen / num_choices if num_choices else 0.0,
             )
             for peer_id, member in self._members.items()
         ]
-
-    def _is_banned(self, peer_id: PeerId, now: float) -> bool:
-        ban = self._bans.get(peer_id)
-        return ban is not None and ban.until > now
 
     @property
     def _longest(self) -> float:

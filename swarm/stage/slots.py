@@ -6,14 +6,12 @@ same work. So there is one more slot when a caller has to be refused while the p
 are fewer again while work piles up: for the moment no more than the few, so that nothing waits here that another peer
 could do.
 
-Each caller may take what nobody else wants, beyond the few no faster than the peer can make use of it. Once a caller
-was refused, a slot is kept for it from those that hold clearly more, until it has come again or its time is over. So a
-flood of one caller leaves the others their share. A caller that has other peers to ask gets none while something waits
-here already: among many that know nothing of each other, work finds idle peers by being sent on. Nothing here waits: a
-caller that was refused asks again.
+Each caller may take what nobody else wants. Once a caller was refused, a slot is kept for it from those that hold
+clearly more, until it has come again or its time is over. So a flood of one caller leaves the others their share. A
+caller that has other peers to ask gets none while something waits here already: among many that know nothing of each
+other, work finds idle peers by being sent on. Nothing here waits: a caller that was refused asks again.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -97,8 +95,6 @@ class Slots:
         self._held: Counter[str] = Counter()
         self._refused: dict[str, float] = {}
         """Callers that were refused, and until when a slot is kept for them."""
-        self._open_at = -math.inf
-        """From when on the next slot beyond the few is given out."""
 
     @property
     def num_held(self) -> int:
@@ -108,17 +104,7 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Slots that a caller would get now; less than none while there are fewer than there were."""
-        is_open = not self._is_beyond or self._clock.monotonic() >= self._open_at
-        return self._num_left if is_open else min(0, self._num_left)
-
-    @property
-    def _num_left(self) -> int:
         return self._count.size - self.num_held
-
-    @property
-    def _is_beyond(self) -> bool:
-        """Whether the few are taken."""
-        return self.num_held >= self._count.least
 
     def grants(self, *, has_others: bool) -> int:
         """What a reply grants: of the free slots one at most, since all that get a reply are told of the same ones."""
@@ -128,9 +114,7 @@ class Slots:
         """Take a slot; `give_back` frees it.
 
         Args:
-            busy_seconds: how long a microbatch keeps the peer busy; 0 if that is not known yet. Of those beyond the few
-                it takes twice as many as it can do in that time, and no more: many at once, as where a peer fails that
-                had them, would wait here while another peer has nothing to do.
+            busy_seconds: how long a microbatch keeps the peer busy; 0 if that is not known yet.
             idle: whether the peer has nothing to do, in spite of those who have slots.
             has_others: whether the caller knows peers that it has not asked.
 
@@ -140,23 +124,19 @@ class Slots:
         if has_others and self._count.has_enough:
             # Nothing is kept for this caller, which goes elsewhere. By then about one task is done.
             raise Overloaded("work waits here already", retry_after_seconds=_retry_seconds(busy_seconds / 2))
-        if self._num_left <= 0:
+        if self.num_free <= 0:
             self._count.refused(idle=idle)
         now = self._clock.monotonic()
         self._refused = {other: until for other, until in self._refused.items() if until > now}
         own = self._held[caller]
         num_kept = sum(own - self._held[other] >= CLEARLY_MORE for other in self._refused if other != caller)
-        is_beyond, gap_seconds = self._is_beyond, busy_seconds / 2
-        is_burst = is_beyond and now < self._open_at + num_kept * gap_seconds
-        if self._num_left <= num_kept or is_burst:
+        if self.num_free <= num_kept:
             retry_seconds = _retry_seconds(busy_seconds)
             self._refused[caller] = now + PATIENCE_SECONDS + 2 * retry_seconds
             reason = f"{self.num_held} microbatches are in flight"
             raise Overloaded(reason, retry_after_seconds=retry_seconds)
         self._refused.pop(caller, None)
         self._held[caller] += 1
-        if is_beyond:
-            self._open_at = max(now, self._open_at + gap_seconds)
 
     def give_back(self, caller: str) -> None:
         """Free a slot that the caller took."""

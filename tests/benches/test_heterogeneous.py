@@ -89,7 +89,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict
 @pytest.fixture
 def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Router:
     """Three peers, of which one claims to be much faster, and another rule than the queue's."""
-    for name in ("_charge", "_enter", "_idle_member"):
+    for name in ("_charge", "_enter"):
         monkeypatch.setattr(PeerQueue, name, getattr(PeerQueue, name))  # Put back at the end.
     cost = COSTS[request.param]
     assert cost is not None

@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 from swarm.hop import connections
 from swarm.hop.connections import GAP_SECONDS, watch_connections
 from swarm.machine.clock import ManualClock, SystemClock
-from swarm.routing.peer_queue import BASE_BAN_SECONDS, LEAST_BAN_SHARE
+from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE
 from swarm.routing.router import Router
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.types import PeerId, PeerRecord, PeerState

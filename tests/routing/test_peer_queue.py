@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 
 from swarm.routing import peer_queue
-from swarm.routing.peer_queue import (
-    BASE_BAN_SECONDS,
-    LEAST_BAN_SHARE,
-    LONGEST_BAN_SECONDS,
-    MAX_SLOWNESS,
-    PeerQueue,
-)  # fmt: skip
+from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE, LONGEST_BAN_SECONDS
+from swarm.routing.peer_queue import MAX_SLOWNESS, PeerQueue
 from tests.routing.records import id_of, record_of
 
 

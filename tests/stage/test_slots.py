@@ -182,43 +182,6 @@ def test_a_flood_leaves_the_others_their_share() -> None:
     assert _taken(slots, "flood")
 
 
-def test_many_at_once_are_taken_no_faster_than_twice_what_the_peer_can_do() -> None:
-    """Though it has learnt that it needs many slots: another peer may do them sooner."""
-    clock = ManualClock()
-    slots = Slots(_grown(2, 20), clock)
-    assert sum(_taken(slots, "a") for _ in range(20)) == 2 + 2
-    clock.advance(RETRY)
-    assert sum(_taken(slots, "a") for _ in range(20)) == 2
-    clock.advance(10 * RETRY)
-    assert sum(_taken(slots, "a") for _ in range(20)) == 2
-    for _ in range(8):
-        slots.give_back("a")
-    assert sum(_taken(slots, "a") for _ in range(20)) == 2, "the few, at any time"
-
-
-def test_a_flood_does_not_take_each_slot_beyond_the_few_as_it_is_due() -> None:
-    """It asks all the time, and the other one when it was told to."""
-    clock = ManualClock()
-    slots = Slots(_grown(2, 64), clock)
-    while _taken(slots, "flood"):
-        pass
-    assert not _taken(slots, "quiet")
-    for _ in range(50):
-        clock.advance(RETRY / 50)
-        _taken(slots, "flood")
-    assert _taken(slots, "quiet")
-
-
-def test_no_slot_is_free_to_be_credited_while_the_next_one_is_not_due() -> None:
-    clock = ManualClock()
-    slots = Slots(_grown(2, 8), clock)
-    while _taken(slots, "a"):
-        pass
-    assert (slots.num_held, slots.num_free) == (4, 0)
-    clock.advance(RETRY / 2)
-    assert slots.num_free == 4
-
-
 def test_a_peer_that_does_not_know_its_speed_yet_gives_out_all_it_has() -> None:
     slots = Slots(_grown(2, 8), ManualClock())
     for _ in range(8):

@@ -2,9 +2,9 @@
 
     python -m scripts.benches.sides.routing_program POLICY NAME ARGUMENTS...
 
-POLICY is `queue` (changes nothing), `round_robin` or `random`. Only what a choice costs is replaced, and nobody goes
-before his time; peers that are busy, banned or asked before are left out as ever: the other rules know when to leave a
-peer alone, not what it manages.
+POLICY is `queue` (changes nothing), `round_robin` or `random`. Only what a choice costs is replaced.
+Peers that are busy, banned or asked before are left out as ever: the other rules know when to leave a peer alone, not
+what it manages.
 """
 
 import heapq
@@ -25,7 +25,7 @@ COSTS: dict[str, Callable[[random.Random], float] | None] = {
 
 
 def replace_choice(cost: Callable[[random.Random], float]) -> None:
-    """Have every queue of this process charge this for a choice, whoever is chosen and whatever for, idle or not."""
+    """Have every queue of this process charge this for a choice, whichever peer is chosen and whatever for."""
 
     def charge(self: Any, member: Any, num_samples: int) -> Any:
         member.priority = max(member.priority, self._virtual_now) + cost(self._rng)
@@ -36,11 +36,7 @@ def replace_choice(cost: Callable[[random.Random], float]) -> None:
         member.priority = max(member.priority, self._virtual_now + cost(self._rng))
         heapq.heappush(self._ready, (member.priority, member.ticket, member))
 
-    def idle_member(self: Any, num_samples: int, now: float, exclude: Any) -> None:
-        return None
-
     PeerQueue._charge = charge  # type: ignore[method-assign]
-    PeerQueue._idle_member = idle_member  # type: ignore[method-assign]
     PeerQueue._enter = enter  # type: ignore[method-assign]
 
 

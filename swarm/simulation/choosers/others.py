@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from swarm.machine.clock import Clock
-from swarm.routing.peer_queue import BASE_BAN_SECONDS
+from swarm.routing.bans import BASE_BAN_SECONDS
 from swarm.routing.throughput import MovingAverage
 from swarm.simulation.choosers.chooser import Answer
 from swarm.types import PeerId, PeerRecord, PeerState
