@@ -60,6 +60,7 @@ from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import reply_specs, request_specs
+from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
@@ -67,7 +68,7 @@ from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.settings import weights_of
 from swarm.stage.slots import LARGEST_NUM_SLOTS
-from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.stage import stage_of
 from swarm.stage.staging import staging_of
 from swarm.stage.state import digest_of
 from swarm.training.round_member import Snapshot
@@ -181,10 +182,19 @@ class StageServer:
                 run_id=config.run_id, stage=stage + 1, reply_specs=reply_specs(config, stage + 1), router=router,
                 channels=self._channels, clock=clock, events=self._events,
             )  # fmt: skip
-        self._stage = Stage(
-            config=config, backend=backend, runtime=self._runtime, hop=hop, clock=clock, tasks=tasks,
-            limits=limits, is_behind=lambda: self._averager.is_behind, events=self._events,
-        )  # fmt: skip
+        self._stage = stage_of(
+            StageContext(
+                config=config,
+                backend=backend,
+                runtime=self._runtime,
+                hop=hop,
+                clock=clock,
+                tasks=tasks,
+                limits=limits,
+                events=self._events,
+            ),
+            is_behind=lambda: self._averager.is_behind,
+        )
         self._hop = hop
         self._member = StageMember(
             self._stage, num_alive=lambda: self._averager.statistics().num_alive, on_commit=self._committed,
@@ -217,7 +227,7 @@ class StageServer:
         self._endpoint = f"{announced}:{bind_server(server, host, port, credentials)}"
         self._dht_address = dht_address
         if self._options.graph_bytes is None:
-            limit_bytes = self._stage.backend.budget.limit_bytes
+            limit_bytes = self._stage.context.backend.budget.limit_bytes
             logger.info("up to %s of %s for autograd graphs", in_words(limit_bytes), self._options.device)
         self._runtime.start()
         try:
@@ -231,24 +241,24 @@ class StageServer:
                 events=self._events,
             )
             self._averager = Averager(put_together(context, self._member))
-            self._stage.on_change = self._averager.notify
             self._add_services(server)
             await server.start()
             async with asyncio.TaskGroup() as tasks:
                 averaging = tasks.create_task(self._averager.run())
+                reporting = tasks.create_task(self._stage.endings.report_changes(self._averager.notify))
                 await asyncio.sleep(0)
                 await self._averager.join()
                 if not self._options.resume.moves:
                     await self._have_state()
                 self._require_state()
-                self._stage.serving = True
+                self._stage.admission.open()
                 self._state = PeerState.SERVING
                 self._events.write(Join())
                 works = self._keep_announced(), self._watch_connections(), self._loop_lag.run()
                 background = [tasks.create_task(work) for work in works]
                 await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
                 yield self._endpoint
-                for task in (averaging, *background):
+                for task in (averaging, reporting, *background):
                     task.cancel()
         finally:
             self._stage.end()
@@ -260,7 +270,7 @@ class StageServer:
     async def _settle(self) -> None:
         """Let what was acknowledged to this peer be acknowledged to those behind it, or they would roll it back."""
         deadline = self._clock.monotonic() + SETTLE_SECONDS
-        while self._stage.num_settling and self._clock.monotonic() < deadline:
+        while self._stage.answers.num_settling and self._clock.monotonic() < deadline:
             await self._clock.sleep(0.02)
 
     async def _watch_connections(self) -> None:
@@ -272,8 +282,7 @@ class StageServer:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         stage_servicer = StageServicer(
-            config=self._config, stage=self._stage, hop=self._hop, describe=self._describe,
-            callers=self._callers, rival_of=self._rivals.of,
+            self._stage, describe=self._describe, callers=self._callers, rival_of=self._rivals.of
         )  # fmt: skip
         lease_servicer = LeaseServicer(
             config=self._config, stage=self._number, clock=self._clock, rng=random.SystemRandom(), lead=self._lead,
@@ -313,11 +322,11 @@ class StageServer:
     @property
     def fault(self) -> Fatal | None:
         """Why this peer cannot go on, if it cannot."""
-        return self._stage.fault
+        return self._stage.admission.fault
 
     async def gives_up(self) -> None:
         """Return once this peer cannot go on."""
-        await self._stage.gives_up()
+        await self._stage.admission.gives_up()
 
     def will_leave(self) -> None:
         """Say that this peer leaves to whoever asks, though it serves on: others are not to leave because of it."""
@@ -337,9 +346,12 @@ class StageServer:
             and (self._member.progress().num_samples > 0 or self._stage.is_busy)
             and all(self._known.others(stage) for stage in range(self._config.stages.num_stages))
         ):
-            closed = self._stage.backend.weights.round.closed
+            closed = self._stage.is_closed
             # What comes between the close and the commit is the next round's, and would go with this peer.
-            self._stage.serving = not closed
+            if closed:
+                self._stage.admission.close()
+            else:
+                self._stage.admission.open()
             now = self._clock.monotonic()
             if closed or self._stage.is_busy or self._averager.misses_member():
                 # A round that waits for a silent member is quiet, and goes on all the same.
@@ -355,7 +367,7 @@ class StageServer:
         Returns:
             Whether that was done in so many seconds.
         """
-        self._stage.serving = False
+        self._stage.admission.close()
         self._state = PeerState.LEAVING
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._announce()
@@ -366,7 +378,7 @@ class StageServer:
 
     async def go_on(self) -> None:
         """Serve again after a drain."""
-        self._stage.serving = True
+        self._stage.admission.open()
         self._state = PeerState.SERVING
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._announce()
@@ -405,7 +417,7 @@ class StageServer:
         # Only now: a peer that was waited for may have written its last state here.
         folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
         self._held_at = others.held_at or 0
-        shapes = {name: master.shape for name, master in self._stage.backend.weights.masters.items()}
+        shapes = {name: master.shape for name, master in self._stage.context.backend.weights.masters.items()}
         beginning = await asyncio.to_thread(resume.choose, config, stage, shapes, others, folder, options)
         if beginning is None:
             # Its stage may have had ids granted, in this very round, that nobody is left to tell of.
@@ -482,7 +494,7 @@ class StageServer:
         announced_round = self._stage.round
         while True:
             await self._announce()
-            self._news.look(self._stage.counters.forwards + self._stage.counters.backwards)
+            self._news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"])
             for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
                 await self._clock.sleep(0.5)
                 if self._stage.round != announced_round:
@@ -520,7 +532,7 @@ class StageServer:
         return GroupLead(leader_id=PeerId(view.leader_id), view=round_view)
 
     def _describe(self) -> pb.DescribeReply:
-        progress, counters = self._member.progress(), self._stage.counters
+        progress = self._member.progress()
         averaging = self._averager.statistics()
         device = self._options.device
         return pb.DescribeReply(
@@ -531,10 +543,7 @@ class StageServer:
             lineage=progress.lineage, samples_per_second=self._stage.samples_per_second,
             queue_length=self._runtime.queue_length,
             counters=pb.StageCounters(
-                forwards=counters.forwards, backwards=counters.backwards,
-                rerouted_backwards=counters.rerouted_backwards, committed=counters.committed,
-                rolled_back=counters.rolled_back, repeated=counters.repeated, busy_replies=counters.busy_replies,
-                recomputed_forwards=self._stage.backend.budget.num_recomputed,
+                **self._stage.counters.by_name(), recomputed_forwards=self._stage.context.backend.budget.num_recomputed
             ),
             averaging=pb.AveragingCounters(
                 attempts=averaging.num_attempts, aborted=averaging.aborted, downloads=averaging.num_downloads,

@@ -2,34 +2,28 @@
 
     forward -> hop to the next stage -> backward -> (tentative) -> acknowledged | undone
 
-It belongs to the stage, not to the call that asked for it: a call that dies leaves it running, so that a
-retry can join. Created by stage/stage, watched by stage/servicer.
-
-How one ends that is not acknowledged:
-
-    its call ends         Stage.abandon -> orphan; if no retry subscribes for a while, it is discarded
-    it is not wanted      Stage._discard: forgotten in the ledger at once, stopped here and downstream, then undone
-    undone                on the compute thread: give_up hands its gradient over, StageBackend.roll_back takes it out
+It belongs to the stage, not to the call that asked for it: a call that dies leaves it running, so that a retry can
+join. Begun by stage/stage, ended by stage/endings, watched by stage/servicer.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from swarm.errors import MalformedMessage, NotReady, PeerUnavailable
-from swarm.hop.answers import HopListener, HopReply
+from swarm.hop.answers import HopReply
 from swarm.hop.hop import Hop
 from swarm.stage.backend import Accumulated, Forward, StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS
-from swarm.stage.diloco.turns import Turns
 from swarm.stage.runtime import Runtime
 from swarm.stage.staging import Download
 from swarm.stage.task_queue import Priority
+from swarm.stage.watched import Watched
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId
 
@@ -48,53 +42,81 @@ class Result:
     busy_seconds: float
 
 
-class Computation(HopListener):
-    """Computes one microbatch and remembers the answer until it is acknowledged or undone.
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What is to be computed.
 
-    Args:
+    Attributes:
+        wire_inputs: what the stage received, on the CPU.
         accumulate: whether the gradient joins this stage's sum.
         answers_gradient: whether the stage before wants the gradient of its output. What is accumulated has it in any
             case: another replay may want it.
-        adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands
-            or falls with this one's acknowledgement.
-        earlier: a computation of the same microbatch with the same weights, done here: what it sent and answered
-            is not computed again.
+        age: at the compute thread; smaller is older.
+        hints: which peers of later stages know the microbatch already.
+        adopts: a computation of the same microbatch, accumulated earlier with other activations, that stands or falls
+            with this one's acknowledgement.
+        earlier: a computation of the same microbatch with the same weights, done here: what it sent and answered is not
+            computed again.
+    """
+
+    microbatch: Microbatch
+    wire_inputs: Mapping[str, torch.Tensor]
+    accumulate: bool
+    answers_gradient: bool
+    age: int
+    hints: Mapping[int, PeerId]
+    adopts: "Computation | None" = None
+    earlier: "Computation | None" = None
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether anybody needs a gradient from here; of a replay for a later stage nobody does."""
+        return self.accumulate or self.answers_gradient
+
+
+class Computation(Watched):
+    """Computes one microbatch and remembers the answer until it is acknowledged or undone.
+
+    Args:
+        turn: is entered before the forward, and left once the gradient is in the sum or will never be.
+        on_accumulated: called once the gradient is there.
     """
 
     def __init__(
-        self, *, microbatch: Microbatch, wire_inputs: Mapping[str, torch.Tensor], accumulate: bool,
-        answers_gradient: bool, age: int, hints: Mapping[int, PeerId], backend: StageBackend, runtime: Runtime,
-        hop: Hop | None, turns: Turns, adopts: "Computation | None" = None, earlier: "Computation | None" = None,
+        self,
+        order: Order,
+        *,
+        backend: StageBackend,
+        runtime: Runtime,
+        hop: Hop | None,
+        turn: AbstractAsyncContextManager[None],
         on_accumulated: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.microbatch = microbatch
-        self.accumulate = accumulate
-        self._answers_gradient = answers_gradient
-        self.adopts = adopts
-        self.waiting_stage = backend.stage
-        self.no_peer = False
-        self.route: Mapping[int, PeerId] = {}
-        self.subscriber: object | None = None
-        """The call that gets the answer; a newer one takes its place."""
-        self._is_wanted = asyncio.Event()
-        self.wire_inputs = wire_inputs
-        self._age = age
-        self._hints = hints
+    ) -> None:
+        super().__init__(backend.stage)
+        self.order = order
         self._backend = backend
         self._runtime = runtime
         self._hop = hop
-        self._turns = turns
-        self._earlier = earlier
+        self._turn = turn
+        self._on_accumulated = on_accumulated
         self._wire_hidden: torch.Tensor | None = None
         """What the next stage got."""
-        self._on_accumulated = on_accumulated
         self._forward: Forward | None = None
         self._accumulated: Accumulated | None = None
         self._reply: HopReply | None = None
-        self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._result: Result | None = None
         self._error: Exception | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """The one that is computed."""
+        return self.order.microbatch
+
+    @property
+    def adopts(self) -> "Computation | None":
+        """See Order."""
+        return self.order.adopts
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Begin; an error is kept for whoever asks for the result and ends nothing else."""
@@ -105,12 +127,7 @@ class Computation(HopListener):
         # Not in `_run`: a task that is cancelled before its first step never gets there.
         if task.cancelled():
             self._error = NotReady("the computation was given up")
-        self._news.set()
-
-    @property
-    def _has_backward(self) -> bool:
-        """Whether anybody needs a gradient from here; of a replay for a later stage nobody does."""
-        return self.accumulate or self._answers_gradient
+        self.ended()
 
     @property
     def has_forward(self) -> bool:
@@ -135,39 +152,8 @@ class Computation(HopListener):
         return self._result
 
     async def news(self, seconds: float) -> None:
-        """Return when it is done, when the route changed, when another call took over, or after `seconds`."""
-        if self.done:
-            return
-        try:
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-        except TimeoutError:
-            return
-        self._news.clear()
-
-    def subscribe(self, subscriber: object) -> None:
-        """Let `subscriber` have the answer; the one before, if any, is told that it was superseded."""
-        self.subscriber = subscriber
-        self._is_wanted.set()
-        self._news.set()
-
-    def orphan(self) -> object:
-        """Nobody waits for the answer any more, and nothing is computed for it before somebody subscribes again.
-
-        Gives what takes the subscriber's place.
-        """
-        self.subscribe(object())
-        self._is_wanted.clear()
-        return self.subscriber
-
-    # -- what downstream says ------------------------------------------------------------------------------------
-
-    def progress(self, stage: int, *, no_peer: bool) -> None:
-        self.waiting_stage, self.no_peer = stage, no_peer
-
-    def routed(self, route: Mapping[int, PeerId]) -> None:
-        self.route = dict(route)
-        self._news.set()
+        if not self.done:
+            await super().news(seconds)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -217,8 +203,7 @@ class Computation(HopListener):
 
     async def _run(self) -> None:
         try:
-            # What is not accumulated goes into no step, and waits for none.
-            async with self._turns.turn(self._age) if self.accumulate else contextlib.nullcontext():
+            async with self._turn:
                 self._result = self._earlier_answer() or await (
                     self._run_last() if self._backend.is_last else self._run_through()
                 )
@@ -229,27 +214,27 @@ class Computation(HopListener):
     def _earlier_answer(self) -> Result | None:
         """What was answered before, unless a stage behind this one lacks the microbatch."""
         only_at = self.microbatch.accumulate_only_at
-        if self._earlier is None or only_at is None or only_at > self._backend.stage:
+        if self.order.earlier is None or only_at is None or only_at > self._backend.stage:
             return None
-        return self._earlier.result()
+        return self.order.earlier.result()
 
     def _earlier_hidden(self) -> torch.Tensor | None:
         """What the next stage got before, unless the forward has to be there for its backward."""
-        return None if self._earlier is None or self._has_backward else self._earlier._wire_hidden
+        return None if self.order.earlier is None or self.order.has_backward else self.order.earlier._wire_hidden
 
     async def _run_last(self) -> Result:
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
-                self.microbatch.index, self.microbatch.round, self.wire_inputs, accumulate=self.accumulate,
+                self.microbatch.index, self.microbatch.round, self.order.wire_inputs, accumulate=self.order.accumulate,
                 only_at=self.microbatch.accumulate_only_at,
             )  # fmt: skip
             return loss, gradient
 
         (loss, download), seconds = await self._compute(work, Priority.FORWARD)
         gradient = None if download is None else await download.arrived()
-        if self._has_backward:
+        if self.order.has_backward:
             self._on_accumulated()
-        tokens = self.wire_inputs[TOKENS]
+        tokens = self.order.wire_inputs[TOKENS]
         return Result(
             loss=loss, num_tokens=tokens.shape[0] * (tokens.shape[1] - 1), gradient=gradient, route={},
             num_reroutes=0, busy_seconds=seconds,
@@ -258,9 +243,12 @@ class Computation(HopListener):
     async def _run_through(self) -> Result:
         def forward() -> Download:
             forward = self._backend.forward(
-                self.microbatch.index, self.microbatch.round, self.wire_inputs, has_backward=self._has_backward
+                self.microbatch.index,
+                self.microbatch.round,
+                self.order.wire_inputs,
+                has_backward=self.order.has_backward,
             )
-            if self._has_backward:
+            if self.order.has_backward:
                 self._forward = forward
             assert forward.wire_hidden is not None
             return forward.wire_hidden
@@ -269,7 +257,7 @@ class Computation(HopListener):
             assert self._forward is not None
             pending, self._forward = self._forward, None
             gradient, self._accumulated = self._backend.backward(
-                pending, wire_gradient, accumulate=self.accumulate, only_at=self.microbatch.accumulate_only_at
+                pending, wire_gradient, accumulate=self.order.accumulate, only_at=self.microbatch.accumulate_only_at
             )
             return gradient
 
@@ -278,18 +266,18 @@ class Computation(HopListener):
         if hidden is None:
             download, forward_seconds = await self._compute(forward, Priority.FORWARD)
             hidden = await download.arrived()
-        if self.accumulate:
+        if self.order.accumulate:
             self._wire_hidden = hidden
-        tensors = {TOKENS: self.wire_inputs[TOKENS], HIDDEN: hidden}
+        tensors = {TOKENS: self.order.wire_inputs[TOKENS], HIDDEN: hidden}
         self.waiting_stage = self._hop.stage
         try:
-            self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self._hints)
+            self._reply = reply = await self._hop.train(self.microbatch, tensors, self, self.order.hints)
         except MalformedMessage as error:
             # It was computed here, from inputs that were fine: another peer of this stage may do better.
             raise PeerUnavailable(f"the next stage refuses what this peer computed: {error}") from None
         self.waiting_stage, self.no_peer = self._backend.stage, False
         gradient, backward_seconds = None, 0.0
-        if self._has_backward:
+        if self.order.has_backward:
             try:
                 answer, backward_seconds = await self._compute(
                     lambda: backward(reply.tensors[GRADIENT]), Priority.BACKWARD
@@ -310,9 +298,9 @@ class Computation(HopListener):
         it more to take out again.
         """
         while True:
-            await self._is_wanted.wait()
+            await self.wanted()
             done, seconds = await self._runtime.run(
-                lambda: (work(),) if self._is_wanted.is_set() else None, priority=priority, age=self._age
+                lambda: (work(),) if self.is_wanted else None, priority=priority, age=self.order.age
             )
             if done is not None:
                 return done[0], seconds

@@ -56,6 +56,10 @@ class Ledger(Generic[_Computation]):
         """Enter a new id as running."""
         assert microbatch not in self._entries, "an id is entered once"
         self._entries[microbatch] = Entry(microbatch=microbatch, round=round_number, computation=computation)
+        self.saw(microbatch)
+
+    def saw(self, microbatch: int) -> None:
+        """New microbatches are to have higher ids than this one, known here or not."""
         self.highest_microbatch = max(self.highest_microbatch, microbatch)
 
     def accumulated(self, microbatch: int) -> None:
@@ -83,10 +87,6 @@ class Ledger(Generic[_Computation]):
             for entry in self._entries.values()
             if entry.state is EntryState.COMMITTED and entry.round == round_number
         )
-
-    def of_round(self, round_number: int) -> list[Entry[_Computation]]:
-        """All entries of a round."""
-        return [entry for entry in self._entries.values() if entry.round == round_number]
 
     def uncommitted(self, round_number: int | None = None) -> list[Entry[_Computation]]:
         """Entries that are running or tentative, of one round or of all."""

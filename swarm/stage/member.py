@@ -43,7 +43,11 @@ class StageMember:
         self._num_alive = num_alive
         self._on_commit = on_commit
         self._events = events or NoEvents()
-        self._weights = stage.backend.weights
+        self._runtime = stage.context.runtime
+        self._weights = stage.context.backend.weights
+        self._staging = stage.context.backend.staging
+        self._setting = stage.setting
+        self._ledger = stage.ledger
         self._closed: tuple[frozenset[int], Contribution] | None = None
         self.reports: deque[pb.RoundReport] = deque(maxlen=_KEPT_REPORTS)
         """The newest committed rounds, oldest first."""
@@ -63,19 +67,14 @@ class StageMember:
         """What counts towards the current round here."""
         return Progress(
             round=self._stage.round, lineage=self._weights.round.lineage, run_samples=self.run_samples,
-            num_samples=self._weights.round_samples, committed=self._committed(),
-            highest_microbatch=self._stage.ledger.highest_microbatch,
+            num_samples=self._weights.round_samples, committed=self._setting.committed(),
+            highest_microbatch=self._ledger.highest_microbatch,
         )  # fmt: skip
-
-    def _committed(self) -> frozenset[int]:
-        # With DiLoCo nobody asks which, and a round may have any number of them.
-        return self._stage.ledger.committed(self._stage.round) if self._stage.config.rounds.synchronous else frozenset()
 
     def activity(self) -> Activity:
         """How the compute thread gets on, for which closing and committing wait."""
-        runtime = self._stage.runtime
         return Activity(
-            quiet_seconds=runtime.quiet_seconds, longest_seconds=runtime.longest_seconds,
+            quiet_seconds=self._runtime.quiet_seconds, longest_seconds=self._runtime.longest_seconds,
             num_bytes=4 * self._weights.num_elements,
         )  # fmt: skip
 
@@ -85,12 +84,9 @@ class StageMember:
         dropped = frozenset(drop)
         if self._closed is not None and dropped == self._closed[0]:
             return self._closed[1]
-        if self._stage.config.rounds.synchronous:
-            # What arrives from now on must not be accumulated behind our back.
-            self._weights.seal()
-            await self._stage.discard_uncommitted(round_number, dropped)
-        committed = self._committed()
-        closing = await self._stage.runtime.control(lambda: self._close(committed))
+        await self._stage.seal(dropped)
+        committed = self._setting.committed()
+        closing = await self._runtime.control(lambda: self._close(committed))
         contribution = Contribution(
             tensors=closing.tensors, num_samples=closing.num_samples, round_samples=closing.round_samples,
             committed=committed, fragment=closing.fragment,
@@ -100,11 +96,11 @@ class StageMember:
 
     def _close(self, committed: frozenset[int]) -> FrozenContribution:
         """On the compute thread, so that on record it comes right after what is in it."""
-        closing, synchronous = self._weights.close(), self._stage.config.rounds.synchronous
+        closing = self._weights.close()
         self._events.write(
             Close(
                 round=self._stage.round, samples=closing.num_samples, round_samples=closing.round_samples,
-                fragment=closing.fragment, microbatches=ranges(committed) if synchronous else "",
+                fragment=closing.fragment, microbatches=ranges(committed),
             )
         )  # fmt: skip
         return closing
@@ -116,8 +112,8 @@ class StageMember:
         """
         if round_number == self._stage.round:
             self._closed = None
-            await self._stage.runtime.control(self._weights.reopen)
-            self._stage.changed()
+            await self._runtime.control(self._weights.reopen)
+            self._stage.endings.changed()
 
     async def state_digest(self) -> str:
         """BLAKE3 of anchor and outer state at the beginning of the round; waits until it is known."""
@@ -135,11 +131,9 @@ class StageMember:
     async def _apply(self, result: RoundResult) -> asyncio.Future[str]:
         start = time.perf_counter()
         self._closed = None
-        if self._stage.config.rounds.synchronous:
-            # As in `close`, after which the round may have been reopened: what would arrive behind our back counts in
-            # this round, and would be added to the next one's sum.
-            self._weights.seal()
-            await self._stage.discard_uncommitted(self._stage.round, frozenset())
+        # As in `close`, after which the round may have been reopened: what would arrive behind our back counts in this
+        # round, and would be added to the next one's sum.
+        await self._stage.seal(frozenset())
 
         def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
             parent, inner_steps = self._weights.round.lineage, self._weights.inner_steps
@@ -155,12 +149,12 @@ class StageMember:
                     total_squared_norm=result.total_squared_norm,
                 )
             )  # fmt: skip
-            read = self._weights.state(), self._stage.backend.staging.reader()
+            read = self._weights.state(), self._staging.reader()
             # Only now: what it steps with belongs to the round that has begun.
             self._weights.step_if_due()
             return rate, inner_steps, *read
 
-        rate, inner_steps, state, reader = await self._stage.runtime.control(commit)
+        rate, inner_steps, state, reader = await self._runtime.control(commit)
         report = self._report(result, rate, time.perf_counter() - start, inner_steps)
 
         def take_digest() -> str:
@@ -185,28 +179,36 @@ class StageMember:
         self, result: RoundResult, learning_rate: float, seconds: float, inner_steps: InnerSteps
     ) -> pb.RoundReport:
         """What trainers and status are told of a round that was committed, which took this peer so long."""
-        synchronous, cost = self._stage.config.rounds.synchronous, result.cost
-        squared_norm = result.total_squared_norm if synchronous else result.squared_norm
+        cost = result.cost
         return pb.RoundReport(
-            round=result.round, run_samples=self.run_samples, num_members=len(result.members),
-            num_alive=self._num_alive(), gradient_norm=squared_norm**0.5, learning_rate=learning_rate,
-            aggregate_seconds=cost.seconds + seconds, bytes_sent=cost.bytes_sent,
-            bytes_received=cost.bytes_received, compression_ratio=cost.compression_ratio,
-            attempts=result.attempts, num_samples=result.num_samples,
+            round=result.round,
+            run_samples=self.run_samples,
+            num_members=len(result.members),
+            num_alive=self._num_alive(),
+            gradient_norm=self._setting.squared_norm(result) ** 0.5,
+            learning_rate=learning_rate,
+            aggregate_seconds=cost.seconds + seconds,
+            bytes_sent=cost.bytes_sent,
+            bytes_received=cost.bytes_received,
+            compression_ratio=cost.compression_ratio,
+            attempts=result.attempts,
+            num_samples=result.num_samples,
             averaged_fraction=sum(t.numel() for t in result.tensors.values()) / self._weights.num_elements,
-            contribution_norm=cost.contribution_norm, exchange_seconds=cost.exchange_seconds,
-            wait_seconds=max(0.0, cost.seconds - cost.exchange_seconds), residual_bytes=cost.residual_bytes,
+            contribution_norm=cost.contribution_norm,
+            exchange_seconds=cost.exchange_seconds,
+            wait_seconds=max(0.0, cost.seconds - cost.exchange_seconds),
+            residual_bytes=cost.residual_bytes,
             inner_steps=pb.InnerSteps(**dataclasses.asdict(inner_steps)),
-        )  # fmt: skip
+        )
 
     async def snapshot(self) -> Snapshot:
         """The state at the last committed round; nobody writes to its tensors. They are copied beside training."""
 
         def pin() -> tuple[Round, Tensors, HostReader]:
-            return self._weights.round, self._weights.state(), self._stage.backend.staging.reader()
+            return self._weights.round, self._weights.state(), self._staging.reader()
 
         async with self._may_commit:
-            current, state, reader = await self._stage.runtime.control(pin)
+            current, state, reader = await self._runtime.control(pin)
             copying = self._read(lambda: {name: reader.copy(value) for name, value in state.items()})
             if self._digest is None:
                 self._digest = self._read(lambda: digest_of(state, reader))
@@ -245,14 +247,9 @@ class StageMember:
                 )
             )  # fmt: skip
 
-        self._stage.is_changing_state = True
-        try:
-            await self._stage.forget_all()
-            async with self._may_commit:
-                await self._stage.runtime.control(install)
-                self._digest = known(snapshot.digest)
-        finally:
-            self._stage.is_changing_state = False
+        async with self._stage.changing_state(), self._may_commit:
+            await self._runtime.control(install)
+            self._digest = known(snapshot.digest)
         self._stage.round_began()
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:
@@ -261,8 +258,7 @@ class StageMember:
         Args:
             highest_microbatch: new microbatches are to have higher ids.
         """
-        self._stage.ledger.highest_microbatch = highest_microbatch
-
+        self._ledger.saw(highest_microbatch)
         now, digest = self._weights.round, await self.state_digest()
         self._events.write(Install(round=now.number, lineage=now.lineage, state=digest, source="initial"))
 
@@ -280,4 +276,4 @@ class StageMember:
             IntegrityError: it is of another model, or its digest does not fit.
         """
         await self._install(snapshot, source=source, parent=parent)
-        self._stage.ledger.highest_microbatch = highest_microbatch
+        self._ledger.saw(highest_microbatch)

@@ -6,6 +6,7 @@ nothing else.
 """
 
 import asyncio
+import itertools
 import threading
 import time
 import traceback
@@ -37,6 +38,7 @@ class Runtime:
         self._stopwatch = stopwatch
         self._now = now
         self._queue = TaskQueue(queue_capacity)
+        self._ages = itertools.count()
         self._condition = threading.Condition()
         self._stopping = False
         self._running = False
@@ -66,6 +68,10 @@ class Runtime:
         """Tasks waiting or running."""
         with self._condition:
             return len(self._queue) + self._running
+
+    def next_age(self) -> int:
+        """Of new work: it comes after what was there before, of the same kind."""
+        return next(self._ages)
 
     async def run(self, work: Callable[[], _Result], *, priority: Priority, age: int = 0) -> tuple[_Result, float]:
         """Have the thread do `work`; gives its result and the seconds it took, once the device has done it.

@@ -8,7 +8,13 @@ from torch import nn
 
 from swarm.config import RunConfig
 from swarm.events.kinds import Events
+from swarm.stage.context import StageContext
+from swarm.stage.diloco.setting import DilocoSetting
 from swarm.stage.diloco.weights import DilocoWeights
+from swarm.stage.own_round import OwnRound
+from swarm.stage.records import Records
+from swarm.stage.setting import Setting
+from swarm.stage.synchronous.setting import SynchronousSetting
 from swarm.stage.synchronous.weights import SynchronousWeights
 from swarm.stage.weights import StageWeights
 
@@ -22,3 +28,12 @@ def weights_of(config: RunConfig, module: nn.Module, *, lineage: str, events: Ev
     if config.rounds.synchronous:
         return SynchronousWeights(config, module, lineage=lineage)
     return DilocoWeights(config, module, lineage=lineage, events=events)
+
+
+def setting_of(context: StageContext, own_round: OwnRound, records: Records) -> Setting:
+    """How a stage with these weights treats its microbatches."""
+    weights = context.backend.weights
+    if isinstance(weights, SynchronousWeights):
+        return SynchronousSetting(context, weights, own_round, records.ledger)
+    assert isinstance(weights, DilocoWeights), "there are two settings"
+    return DilocoSetting(context, weights, own_round, records)

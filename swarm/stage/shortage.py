@@ -1,6 +1,6 @@
 """What a stage peer does when its memory runs out: it takes less, and gives up where that does not help.
 
-Used by stage/stage, which tells it of every microbatch that failed for want of memory and of every one that was
+Used by stage/admission, which tells it of every microbatch that failed for want of memory and of every one that was
 computed. Each failure halves what the peer may have in flight, and the graphs that it may keep. What was in flight
 before that may still fail, and says nothing new. A peer that has taken one microbatch at a time, and failed at several
 in a row, has no place in the run. Pure.

@@ -166,13 +166,6 @@ class StageWeights(ABC):
     def round_samples(self) -> int:
         """Samples that count towards the current round here."""
 
-    def seal(self) -> None:
-        """Synchronous: let nothing begin that would join the sum, until the round commits or is reopened.
-
-        From any thread: a compute thread in the middle of a long microbatch would be waited for.
-        """
-        self.round.closed = True
-
     @abstractmethod
     def close(self) -> FrozenContribution:
         """Freeze this round's contribution."""

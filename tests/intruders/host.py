@@ -86,7 +86,7 @@ class Host:
     def num_idle(self) -> tuple[int, int, int]:
         """What must be (0, 0, 0) when nothing is under way: slots, calls, bytes kept for calls."""
         callers = self.server._callers
-        return self.server._stage.num_admitted, callers.num_calls, callers.num_bytes
+        return self.server._stage.admission.num_admitted, callers.num_calls, callers.num_bytes
 
 
 @asynccontextmanager

@@ -133,7 +133,7 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
         async with asyncio.TaskGroup() as tasks:
             dripping = [tasks.create_task(drip(number)) for number in range(3)]
             stage = host.server._stage
-            await eventually(lambda: stage.grants(has_others=False) == 0)
+            await eventually(lambda: stage.admission.grants(has_others=False) == 0)
             # Every slot is taken: honest work waits for one, and gets the first that is given up.
             assert await host.train() > 0
         cut_off = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INTERNAL}
@@ -150,7 +150,7 @@ async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
     waiting: list[str] = []
     ended: list[str] = []
     async with running() as host, host.connected(INTRUDER) as channel, host.connected(locked.OTHER_PEER) as honest:
-        runtime = host.server._stage.runtime
+        runtime = host.server._stage.context.runtime
         opening = pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
         tensors = {TOKENS: torch.zeros(2, 17, dtype=torch.int32), HIDDEN: torch.zeros(2, 16, 32)}
 

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from swarm.errors import NotReady
-from swarm.machine.clock import SystemClock
 from swarm.stage.backend import StageBackend
-from swarm.stage.computation import Computation
-from swarm.stage.diloco.turns import Turns
+from swarm.stage.computation import Computation, Order
 from swarm.stage.runtime import Runtime
 from swarm.training.microbatch import Microbatch
 from tests.support.chain import eventually
@@ -25,13 +23,23 @@ class Backend:
     stage, is_last = 0, False
 
 
+def _computation(backend: object, runtime: Runtime) -> Computation:
+    order = Order(
+        microbatch=Microbatch(index=0, round=0, num_samples=1),
+        wire_inputs={"tokens": torch.zeros(1, 3)},
+        accumulate=True,
+        answers_gradient=True,
+        age=0,
+        hints={},
+    )
+    return Computation(
+        order, backend=cast(StageBackend, backend), runtime=runtime, hop=None, turn=contextlib.nullcontext()
+    )  # fmt: skip
+
+
 async def test_one_that_is_given_up_before_it_began_says_so() -> None:
     """Else whoever waits for the answer is told for ever that it is under way."""
-    computation = Computation(
-        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={}, accumulate=True,
-        answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, Backend()), runtime=cast(Runtime, None),
-        hop=None, turns=Turns(None, lambda: 0, SystemClock()),
-    )  # fmt: skip
+    computation = _computation(Backend(), cast(Runtime, None))
     async with asyncio.TaskGroup() as tasks:
         computation.start(tasks)
         computation.stop()
@@ -55,11 +63,7 @@ class LastBackend:
 @pytest.mark.parametrize("moment", ["before it begins", "while it waits for its turn"])
 async def test_nothing_is_computed_for_a_call_that_is_gone_until_a_retry_comes(moment: str) -> None:
     runtime, backend, other_work = Runtime(queue_capacity=4), LastBackend(), threading.Event()
-    computation = Computation(
-        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
-        accumulate=True, answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, backend), runtime=runtime,
-        hop=None, turns=Turns(None, lambda: 0, SystemClock()),
-    )  # fmt: skip
+    computation = _computation(backend, runtime)
     runtime.start()
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -96,11 +100,7 @@ async def test_a_failed_microbatch_ends_the_peer_only_if_its_weights_are_broken(
             raise MemoryError
 
     runtime = Runtime(queue_capacity=4)
-    computation = Computation(
-        microbatch=Microbatch(index=0, round=0, num_samples=1), wire_inputs={"tokens": torch.zeros(1, 3)},
-        accumulate=True, answers_gradient=True, age=0, hints={}, backend=cast(StageBackend, FailingBackend()),
-        runtime=runtime, hop=None, turns=Turns(None, lambda: 0, SystemClock()),
-    )  # fmt: skip
+    computation = _computation(FailingBackend(), runtime)
     runtime.start()
     try:
         with pytest.raises(ExceptionGroup) if is_broken else contextlib.nullcontext():

@@ -13,8 +13,8 @@ from swarm.errors import PeerUnavailable, StaleMicrobatch
 from swarm.machine.clock import ManualClock
 from swarm.rpc.stream import Stream
 from swarm.stage import servicer
+from swarm.stage.context import StageLimits
 from swarm.stage.ledger import EntryState
-from swarm.stage.stage import StageLimits
 from swarm.training.round_member import Contribution
 from tests.support.chain import (
     DILOCO,
@@ -157,7 +157,7 @@ async def test_an_answer_that_nobody_acknowledges_is_rolled_back_at_every_stage(
         await chain.train_all([1])
         reply = await chain.train(0)
         reply.close()
-        await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
+        await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 0)
         clock.advance(ORPHAN_SECONDS - 0.1)
         await asyncio.sleep(0.05)
         assert _states(chain, 0) == [EntryState.TENTATIVE] * 3, "a retry may still come"
@@ -175,7 +175,7 @@ async def test_a_retry_in_time_adopts_what_was_left(config: RunConfig) -> None:
     clock = ManualClock()
     async with running_chain(config, clock=clock) as chain:
         (await chain.train(0)).close()
-        await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
+        await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 0)
         clock.advance(ORPHAN_SECONDS - 0.1)
         reply = await chain.train(0)
         for _ in range(20):
@@ -196,7 +196,7 @@ async def test_a_trainer_that_dies_in_mid_microbatch_leaves_nothing(config: RunC
             training = asyncio.create_task(chain.train(0))
             await eventually(lambda: len(chain.peers[2].stage.ledger) == 1)
             training.cancel()
-            await eventually(lambda: chain.peers[0].stage.num_admitted == 0)
+            await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 0)
         await eventually(lambda: _states(chain, 0) == [None] * 3, meanwhile=lambda: clock.advance(0.5))
         await eventually(lambda: _is_idle(chain))
         chain.assert_accumulated([])
@@ -305,10 +305,10 @@ async def _trained_with_a_late_backward(chain: Chain) -> None:
             training = asyncio.create_task(chain.train(0))
             await eventually(lambda: len(last.stage.ledger) == 1)
             await held_back.enter_async_context(first.held())
-        await eventually(lambda: last.stage.num_unacknowledged == 1)
+        await eventually(lambda: last.stage.answers.num_unacknowledged == 1)
         await asyncio.sleep(0.5)
     await chain.ack(await training)
-    await eventually(lambda: last.stage.num_unacknowledged == 0)
+    await eventually(lambda: last.stage.answers.num_unacknowledged == 0)
 
 
 async def test_a_deep_stage_waits_for_an_ack_as_long_as_the_way_back_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_seconds_that_an_ack_is_waited_for(stage: int, way_seconds: float, secon
 
 def _was_asked_again(peer: Peer) -> bool:
     """Synchronous: a retry joined. With DiLoCo another computation was begun."""
-    return peer.stage.counters.forwards + peer.stage.counters.repeated >= 2
+    return peer.stage.counters["forwards"] + peer.stage.counters["repeated"] >= 2
 
 
 async def _stop_in_mid_microbatch(chain: Chain, stage: int) -> tuple[Chain, Peer]:
@@ -418,7 +418,7 @@ async def test_before_a_round_closes_doubles_and_the_unacknowledged_are_taken_ou
         await chain.train_all([0, 1])
         reply = await chain.train(2)
         await middle.runtime.control(middle.weights.close)
-        await middle.stage.discard_uncommitted(0, frozenset([1]))
+        await middle.stage.seal(frozenset([1]))
         assert middle.stage.ledger.committed(0) == {0}
         assert (middle.weights.buckets.open().num_samples, middle.num_idle) == (2, (0, 0, 0, 0))
         await chain.ack(reply)
@@ -437,8 +437,8 @@ async def test_what_is_being_undone_is_out_of_the_sum_before_a_round_closes() ->
         entry = middle.stage.ledger.find(2)
         assert entry is not None
         assert entry.computation is not None
-        middle.stage._discard(entry.computation)
-        await middle.stage.discard_uncommitted(0, frozenset())
+        middle.stage.endings.discard(entry.computation)
+        await middle.stage.seal(frozenset())
         assert middle.weights.buckets.open().num_samples == 4
 
 
@@ -455,7 +455,7 @@ async def test_a_closed_round_admits_nothing_until_it_is_reopened() -> None:
         first = chain.peers[0]
         await first.runtime.control(first.weights.close)
         training = asyncio.create_task(chain.train_all([0]))
-        await eventually(lambda: first.stage.counters.busy_replies > 1)
+        await eventually(lambda: first.stage.counters["busy_replies"] > 1)
         assert chain.num_samples() == [0, 0, 0]
         await first.runtime.control(first.weights.reopen)
         await training
@@ -487,19 +487,20 @@ async def test_what_is_ahead_of_a_peer_that_catches_up_goes_to_another(falls_beh
     """It has nothing to do, and would have all of it wait for its download."""
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         behind, other = chain.at(1)
-        is_behind = falls_behind == "before it is asked"
-        behind.stage._is_behind = lambda: is_behind
+        behind.is_behind = falls_behind == "before it is asked"
         for peer in chain.peers:
             if peer is not behind:
                 await _commit(peer)
-        other.stage.serving = is_behind
+        if not behind.is_behind:
+            other.stage.admission.close()
         training = asyncio.create_task(chain.train_all([8, 9], round_number=1))
-        if not is_behind:
-            await eventually(lambda: behind.stage.num_admitted == 2)
-        is_behind = other.stage.serving = True
+        if not behind.is_behind:
+            await eventually(lambda: behind.stage.admission.num_admitted == 2)
+        behind.is_behind = True
+        other.stage.admission.open()
         async with asyncio.timeout(StageLimits.round_wait_seconds / 2):
             await training
-        assert [peer.stage.counters.forwards for peer in (behind, other)] == [0, 2]
+        assert [peer.stage.counters["forwards"] for peer in (behind, other)] == [0, 2]
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -512,7 +513,7 @@ async def test_a_stage_that_has_to_repeat_a_round_gets_it_with_that_rounds_weigh
         # What waits for the late stage takes no place from what it waits for.
         ahead = [asyncio.create_task(chain.train(index, round_number=1)) for index in (8, 9)]
         if late > 0:
-            await eventually(lambda: chain.peers[late].stage.num_admitted == 2)
+            await eventually(lambda: chain.peers[late].stage.admission.num_admitted == 2)
         await chain.train_all([0, 1], accumulate_only_at=late)
         # A microbatch of the late stage's own round counts there as well, and nowhere else.
         await chain.train_all([2])
@@ -536,8 +537,8 @@ async def test_before_another_state_is_installed_everything_is_forgotten(config:
             training = asyncio.create_task(chain.train(1))
             await eventually(lambda: len(chain.peers[2].stage.ledger) == 2)
             training.cancel()
-            await first.stage.forget_all()
-            assert len(first.stage.ledger) == 0
+            async with first.stage.changing_state():
+                assert len(first.stage.ledger) == 0
             assert first.weights.buckets.open().num_tentative == first.weights.version.users == 0
 
 
@@ -554,7 +555,7 @@ async def test_batches_of_which_gradients_were_taken_out_are_filled_again() -> N
         chain.update(slow_way)
         async with slow.held():
             late = asyncio.create_task(chain.train(2))
-            await eventually(lambda: slow.stage.num_admitted == 1)
+            await eventually(lambda: slow.stage.admission.num_admitted == 1)
             clock.advance(2.0)
             chain.update(fast_way)
             await chain.train_all([3])

@@ -25,6 +25,7 @@ from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS, logits_spec
 from swarm.stage.buckets import GradientBucket, Version
 from swarm.stage.incoming import Incoming
+from swarm.stage.runtime import Runtime
 from swarm.stage.slots import FEW
 from swarm.stage.task_queue import Priority
 from swarm.training import optim
@@ -190,7 +191,7 @@ async def test_a_replay_goes_to_whoever_did_the_replay_before_it() -> None:
                 await chain.ack(reply)
             assert reply.route[1] != first.route[1]
             assert reply.route[2] != first.route[2]
-        assert sum(peer.stage.counters.forwards for peer in chain.at(2)) == 2 * 4, "the last replay needs none there"
+        assert sum(peer.stage.counters["forwards"] for peer in chain.at(2)) == 2 * 4, "the last replay needs none there"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -232,14 +233,14 @@ async def test_a_replay_for_another_stage_passes_one_that_has_closed_its_round()
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         first = chain.peers[0]
-        await first.stage.runtime.control(first.weights.close)
+        await first.stage.context.runtime.control(first.weights.close)
         await chain.train_all([2], accumulate_only_at=1)
         await chain.train_all([2], accumulate_only_at=2)
         assert chain.num_samples() == [4, 6, 6]
         microbatch = Microbatch(index=3, round=0, num_samples=2)
         for only_at in (None, 0):
             with pytest.raises(Overloaded, match="is being averaged"):
-                first.stage.admit(dataclasses.replace(microbatch, accumulate_only_at=only_at))
+                first.stage.admission.admit(dataclasses.replace(microbatch, accumulate_only_at=only_at))
 
 
 async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_has_closed_its_round() -> None:
@@ -247,11 +248,11 @@ async def test_what_another_stage_lost_before_anybody_knew_passes_a_stage_that_h
     async with running_chain(SYNCHRONOUS) as chain:
         await chain.train_all([0, 1])
         middle = chain.peers[1]
-        await middle.stage.runtime.control(middle.weights.close)
+        await middle.stage.context.runtime.control(middle.weights.close)
         await chain.train_all([2])
         assert chain.num_samples() == [6, 4, 6]
         assert [2 in peer.stage.ledger.committed(0) for peer in chain.peers] == [True, False, True]
-        await middle.stage.runtime.control(middle.weights.reopen)
+        await middle.stage.context.runtime.control(middle.weights.reopen)
         await chain.train_all([2], accumulate_only_at=1)
         chain.assert_accumulated([0, 1, 2])
         chain.assert_idle()
@@ -413,7 +414,7 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
         first, *others = chain.peers
         await first.runtime.control(lambda: _apply(first, first.weights.close().tensors))
         training = asyncio.create_task(chain.train(8, round_number=1))
-        await eventually(lambda: chain.peers[1].stage.num_admitted == 1)
+        await eventually(lambda: chain.peers[1].stage.admission.num_admitted == 1)
         await asyncio.sleep(0.1)
         assert chain.counts("forwards") == [1, 0, 0]
         for peer in others:
@@ -426,11 +427,11 @@ async def test_a_later_stage_holds_the_next_rounds_microbatches_until_it_commits
 async def test_who_waits_for_a_peers_commit_hears_of_it_all_the_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than silence is borne; who would be longer still says so, and is not banned for it either."""
     monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.1)
-    async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(silence_seconds=1.0, retry_seconds=0.02)) as chain:
+    limits = HopLimits(silence_seconds=1.0, retry_seconds=0.02)
+    async with running_chain(SYNCHRONOUS, hop_limits=limits, round_wait_seconds=3.0) as chain:
         first = chain.peers[0]
         await first.runtime.control(lambda: _apply(first, first.weights.close().tensors))
-        second = chain.peers[1].stage
-        second._limits = dataclasses.replace(second._limits, round_wait_seconds=3.0)
+        second = chain.peers[1].stage.admission
         training = asyncio.create_task(chain.train(8, round_number=1))
         await eventually(lambda: second.num_admitted == 1)
         await asyncio.sleep(2.0)
@@ -458,10 +459,10 @@ async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(mon
         microbatch = Microbatch(index=8, round=1, num_samples=2)
         tensors = {TOKENS: tokens(SYNCHRONOUS, 8), HIDDEN: torch.zeros(2, 16, 32)}
         waiting = asyncio.create_task(chain.peers[0].hop.train(microbatch, tensors, HopListener(), {}))
-        await eventually(lambda: second.stage.num_admitted == 1)
+        await eventually(lambda: second.stage.admission.num_admitted == 1)
         await asyncio.sleep(0.5)
         waiting.cancel()
-        await eventually(lambda: second.stage.num_admitted == 0)
+        await eventually(lambda: second.stage.admission.num_admitted == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
         assert second.servicer._callers.num_bytes == 0
         assert second.stage.ledger.find(8) is None
@@ -562,7 +563,7 @@ async def test_busy_is_waited_out_and_bans_nobody(full: int) -> None:
 async def test_a_peer_whose_microbatches_are_all_elsewhere_takes_on_more() -> None:
     """Up to its largest number, and only while what it has is not refused further on."""
     async with running_chain(SYNCHRONOUS, max_in_flight=(2, 16, 16), largest_in_flight=4) as chain:
-        first = chain.peers[0].stage
+        first = chain.peers[0].stage.admission
         async with chain.peers[2].held():
             training = asyncio.create_task(chain.train_all(range(6)))
             await eventually(lambda: first.num_admitted == 4)
@@ -585,17 +586,29 @@ async def test_a_peer_that_is_refused_further_on_is_held_up() -> None:
         await eventually(lambda: not hop.is_held_up)
 
 
+def _let_work_wait(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
+    """Have these say that some tasks are at their compute threads."""
+
+    class BusyRuntime(Runtime):
+        @property
+        def queue_length(self) -> int:
+            return FEW
+
+    for peer in peers:
+        monkeypatch.setattr(peer.runtime, "__class__", BusyRuntime)
+
+
 async def test_a_microbatch_goes_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(4, 1, 1)) as chain:
         busy, *others = chain.at(0)
-        monkeypatch.setattr(busy.stage._slot_count, "_queue_length", lambda: FEW)
+        _let_work_wait(monkeypatch, busy)
         for index in range(6):
             reply = await chain.train(index)
             assert reply.num_busy == 0, "the window is not to shrink for it"
             await chain.ack(reply)
-        assert busy.stage.counters.committed == 0
-        assert busy.stage.counters.busy_replies > 0
-        assert sum(peer.stage.counters.committed for peer in others) == 6
+        assert busy.stage.counters["committed"] == 0
+        assert busy.stage.counters["busy_replies"] > 0
+        assert sum(peer.stage.counters["committed"] for peer in others) == 6
         assert not chain.trainer.is_held_up
         assert _failures(chain.router) == 0
         chain.assert_accumulated(range(6))
@@ -607,10 +620,9 @@ async def test_where_work_waits_everywhere_the_last_one_that_is_asked_takes_it(
 ) -> None:
     """Of a few peers every sender knows enough: the first one does."""
     async with running_chain(SYNCHRONOUS, num_peers=(num_peers, 1, 1)) as chain:
-        for peer in chain.at(0):
-            monkeypatch.setattr(peer.stage._slot_count, "_queue_length", lambda: FEW)
+        _let_work_wait(monkeypatch, *chain.at(0))
         await chain.ack(await chain.train(0))
-        assert sum(peer.stage.counters.busy_replies for peer in chain.at(0)) == num_sent_on
+        assert sum(peer.stage.counters["busy_replies"] for peer in chain.at(0)) == num_sent_on
         chain.assert_accumulated([0])
 
 
@@ -621,7 +633,7 @@ async def test_busy_against_a_credit_bans_nobody() -> None:
         async with chain.another_trainer() as other:
             async with chain.peers[2].held():
                 theirs = asyncio.create_task(chain.train(1, hop=other))
-                await eventually(lambda: chain.peers[0].stage.num_admitted == 1)
+                await eventually(lambda: chain.peers[0].stage.admission.num_admitted == 1)
                 ours = asyncio.create_task(chain.train_all([2]))
                 await eventually(lambda: chain.counts("busy_replies")[0] > 0)
             await chain.ack(await theirs)
@@ -662,8 +674,8 @@ async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
             training = asyncio.create_task(chain.train(0))
             await eventually(lambda: len(first.stage.ledger) == 1)
             clock.advance(121.0)
-            await eventually(lambda: first.stage.num_admitted == 0)
-            await eventually(lambda: first.stage.num_admitted == 1, meanwhile=lambda: clock.advance(0.01))
+            await eventually(lambda: first.stage.admission.num_admitted == 0)
+            await eventually(lambda: first.stage.admission.num_admitted == 1, meanwhile=lambda: clock.advance(0.01))
             clock.advance(200.0)
             await asyncio.sleep(0.2)
         reply = await training
@@ -674,9 +686,9 @@ async def test_who_stalls_alone_is_asked_again_and_given_longer() -> None:
 async def test_a_leaving_peer_is_left_alone_and_not_banned() -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         leaving, staying = chain.at(1)
-        leaving.stage.serving = False
+        leaving.stage.admission.close()
         await chain.train_all(range(4))
-        assert (leaving.stage.counters.forwards, staying.stage.counters.forwards) == (0, 4)
+        assert (leaving.stage.counters["forwards"], staying.stage.counters["forwards"]) == (0, 4)
         assert not any(reading.banned for reading in chain.peers[0].router.statistics())
 
 
@@ -730,7 +742,7 @@ async def test_an_evaluation_has_its_turn_however_much_training_there_is(monkeyp
         monkeypatch.setattr(last.backend, "evaluate", note)
 
         def forward(name: str) -> asyncio.Task[tuple[None, float]]:
-            work = last.runtime.run(partial(order.append, name), priority=Priority.FORWARD, age=last.stage.next_age())
+            work = last.runtime.run(partial(order.append, name), priority=Priority.FORWARD, age=last.runtime.next_age())
             return asyncio.create_task(work)
 
         async with last.held():

@@ -186,7 +186,7 @@ async def test_what_comes_while_a_closing_waits_for_the_compute_thread_does_not_
         async with last.held():
             closing = asyncio.create_task(member.close(0, drop=()))
             training = asyncio.create_task(chain.train(1))
-            await eventually(lambda: last.stage.counters.forwards == 2)
+            await eventually(lambda: last.stage.counters["forwards"] == 2)
             assert last.stage.ledger.find(1) is None
         contribution = await closing
         assert contribution.committed == {0}
@@ -208,7 +208,7 @@ async def test_what_begins_between_an_abort_and_the_result_that_is_decided_all_t
             applying = asyncio.create_task(member.apply(result))
             await eventually(lambda: last.weights.round.closed)
             after = asyncio.create_task(chain.train(2))
-            await eventually(lambda: last.stage.counters.forwards == 3)
+            await eventually(lambda: last.stage.counters["forwards"] == 3)
         await applying
         for training in (before, after):
             (await training).close()
@@ -227,7 +227,7 @@ async def test_what_comes_while_a_state_is_installed_is_not_taken_for_counted(co
             installing = asyncio.create_task(member.install(snapshot))
             await eventually(lambda: last.stage.ledger.find(1) is None)
             training = asyncio.create_task(chain.train(0))
-            await eventually(lambda: last.stage.num_admitted > 0 or chain.counts("busy_replies")[2] > 0)
+            await eventually(lambda: last.stage.admission.num_admitted > 0 or chain.counts("busy_replies")[2] > 0)
             await asyncio.sleep(0.1)
         await installing
         await chain.ack(await training)

@@ -45,7 +45,7 @@ async def chain() -> AsyncIterator[Chain]:
     """Whatever the test did to it, a good microbatch passes at the end, and no slot is lost."""
     async with running_chain(SYNCHRONOUS) as chain:
         yield chain
-        await eventually(lambda: all(peer.stage.num_admitted == 0 for peer in chain.peers))
+        await eventually(lambda: all(peer.stage.admission.num_admitted == 0 for peer in chain.peers))
         await chain.train_all([0, 1])
         chain.assert_accumulated([0, 1])
         chain.assert_idle()
@@ -159,7 +159,7 @@ async def test_only_an_ack_may_follow_the_answer(chain: Chain) -> None:
     with pytest.raises(MalformedMessage, match="only an Ack is expected"):
         await _send(chain.peers[1], "Train", requests)
     for peer in chain.peers[1:]:
-        await peer.stage.discard_uncommitted(0, frozenset())
+        await peer.stage.endings.discard_all(peer.stage.ledger.uncommitted())
 
 
 async def test_what_is_refused_after_its_answer_is_taken_out_of_what_others_have_added() -> None:
@@ -187,7 +187,7 @@ async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
     monkeypatch.setattr(incoming, "DRAIN_SECONDS", 0.2)
     monkeypatch.setattr(incoming, "SLOWEST_BYTES_PER_SECOND", 1 << 10)
     peer = chain.peers[1]
-    monkeypatch.setattr(peer.stage, "_check_round", _busy)
+    monkeypatch.setattr(peer.stage.setting, "check", _busy)
     async with grpc.aio.insecure_channel(peer.record.endpoint, options=CLIENT_OPTIONS) as channel:
         stub: Any = StageServiceStub(channel)
         call = stub.Train(timeout=20)
@@ -223,10 +223,10 @@ async def test_nothing_is_kept_of_what_was_refused_while_the_rest_of_it_comes(ch
 
 
 async def test_a_peer_that_is_leaving_says_so(chain: Chain) -> None:
-    chain.peers[1].stage.serving = False
+    chain.peers[1].stage.admission.close()
     with pytest.raises(NotReady, match="joining or leaving"):
         await _send(chain.peers[1], "Train", [_open()])
-    chain.peers[1].stage.serving = True
+    chain.peers[1].stage.admission.open()
 
 
 async def test_in_diloco_any_round_may_be_named() -> None:
@@ -312,7 +312,7 @@ async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
 
         monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
         await chain.train_all(range(4))
-        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
         banned = [reading.banned for reading in first.router.statistics() if reading.peer_id == bad.peer_id]
         assert banned == [True]
 
@@ -330,7 +330,7 @@ async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: py
 
         monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
         await chain.train_all(range(4))
-        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
         assert all(bool(value.isfinite().all()) for value in first.weights.buckets.open().sums.values())
 
 
@@ -379,10 +379,10 @@ async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: py
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1), hop_limits=HopLimits(max_failures=1)) as chain:
         gone = chain.at(1)[0]
 
-        def refuse(_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             raise WrongRun("run 'a' is not served here, but 'b'")
 
-        monkeypatch.setattr(gone.servicer, "_check_address", refuse)
+        monkeypatch.setattr(gone.stage.admission, "admit", refuse)
         await chain.train_all(range(4))
         assert chain.at(1)[1].stage.ledger.committed(0) == {0, 1, 2, 3}
         assert gone.stage.ledger.committed(0) == frozenset()
@@ -396,22 +396,22 @@ async def test_a_peer_that_alone_refuses_is_banned_and_another_one_asked(
     async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
         first, (bad, good) = chain.peers[0], chain.at(1)
 
-        def refuse(_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             raise refusal
 
-        monkeypatch.setattr(bad.servicer, "_check_address", refuse)
+        monkeypatch.setattr(bad.stage.admission, "admit", refuse)
         await chain.train_all(range(4))
-        assert (bad.stage.counters.forwards, good.stage.counters.forwards) == (0, 4)
+        assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
         assert {reading.peer_id for reading in first.router.statistics() if reading.banned} == {bad.peer_id}
 
 
 async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
 
-        def refuse(_: Any) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
             raise NotAllowed("a token has expired")
 
-        monkeypatch.setattr(chain.at(1)[0].servicer, "_check_address", refuse)
+        monkeypatch.setattr(chain.at(1)[0].stage.admission, "admit", refuse)
         with pytest.raises(RetriesExhausted, match="stage 1: 1 peers failed in a row; the last: a token has expired"):
             await chain.train(0)
 
@@ -427,17 +427,21 @@ async def test_who_cannot_serve_a_microbatch_now_is_no_failure() -> None:
     """Those that can may be busy for long: with a round that only they have the weights of."""
     async with running_chain(SYNCHRONOUS, hop_limits=HopLimits(max_failures=1, retry_seconds=0.02)) as chain:
         (first, *_) = chain.peers
-        first.stage.serving, refuse, num_refused = False, first.stage.admit, 0
+        first.stage.admission.close()
+        refuse, num_refused = first.stage.admission.admit, 0
 
         def admit(*arguments: Any, **options: Any) -> Any:
             nonlocal num_refused
-            num_refused += not first.stage.serving
-            return refuse(*arguments, **options)
+            try:
+                return refuse(*arguments, **options)
+            except NotReady:
+                num_refused += 1
+                raise
 
-        first.stage.admit = admit  # type: ignore[method-assign]  # counts
+        first.stage.admission.admit = admit  # type: ignore[method-assign]  # counts
         training = asyncio.create_task(chain.train_all([0]))
         await eventually(lambda: num_refused == 2)
-        first.stage.serving = True
+        first.stage.admission.open()
         await training
         chain.assert_accumulated([0])
 

@@ -14,22 +14,23 @@ from swarm.stage.boundary import TOKENS
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.shortage import TRIES, Shortage
 from swarm.training.microbatch import Microbatch
-from tests.support.chain import DILOCO, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
+from tests.support.chain import DILOCO, GRAPH_BYTES, SYNCHRONOUS, Chain, Peer, eventually, running_chain, tokens
 
 CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
 
 
-def _shortage(*, num_kept: int = 0) -> Shortage:
-    return Shortage(1, GraphBudget(limit_bytes=1000, graph_bytes=10, num_kept=num_kept))
+def _shortage() -> Shortage:
+    return Shortage(1, GraphBudget(limit_bytes=1000, graph_bytes=10))
 
 
 def test_each_failure_halves_what_is_in_flight_and_the_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    shortage = _shortage(num_kept=6)
+    budget = GraphBudget(limit_bytes=1000, graph_bytes=10, num_kept=6)
+    shortage = Shortage(1, budget)
     for number, (in_flight, most) in enumerate([(12, 6), (6, 3), (3, 1)]):
         shortage.failed(CPU, num_reductions=number, in_flight=in_flight)
         assert shortage.most_in_flight == most
-    assert shortage._budget.limit_bytes == 30
+    assert budget.limit_bytes == 30
     assert "no room for 4.0 GiB" in caplog.text
     assert len(caplog.records) == 3
 
@@ -83,18 +84,18 @@ async def test_a_peer_that_fails_with_many_in_flight_takes_fewer_and_loses_nothi
 ) -> None:
     async with running_chain(SYNCHRONOUS, max_in_flight=(16, 16, 16)) as chain:
         (peer,) = chain.at(stage)
-        _fail(peer, monkeypatch, method, lambda: peer.stage.num_admitted > 2)
+        _fail(peer, monkeypatch, method, lambda: peer.stage.admission.num_admitted > 2)
         async with peer.held():
             training = asyncio.create_task(_train_all(chain, range(8)))
             if stage == 0:
-                await eventually(lambda: peer.stage.num_admitted == 8)
+                await eventually(lambda: peer.stage.admission.num_admitted == 8)
             else:
-                await eventually(lambda: peer.stage.num_admitted > 2)
+                await eventually(lambda: peer.stage.admission.num_admitted > 2)
         await training
-        assert peer.stage.fault is None
-        assert peer.stage._shortage.most_in_flight <= 8
+        assert peer.stage.admission.fault is None
+        assert peer.backend.budget.limit_bytes < GRAPH_BYTES, "half as many as there were"
         chain.assert_accumulated(range(8))
-        await eventually(lambda: all(peer.stage.num_admitted == 0 for peer in chain.peers))
+        await eventually(lambda: all(peer.stage.admission.num_admitted == 0 for peer in chain.peers))
         chain.assert_idle()
 
 
@@ -107,14 +108,14 @@ async def test_a_peer_that_fails_at_every_microbatch_gives_up_and_another_does_i
         _fail(broken, monkeypatch, "forward", lambda: True)
         num_trained = 0
         async with asyncio.timeout(60.0):
-            while broken.stage.fault is None:
+            while broken.stage.admission.fault is None:
                 await chain.train_all([num_trained])
                 num_trained += 1
-            await broken.stage.gives_up()
-        assert (broken.stage.counters.committed, sound.stage.counters.committed) == (0, num_trained)
+            await broken.stage.admission.gives_up()
+        assert (broken.stage.counters["committed"], sound.stage.counters["committed"]) == (0, num_trained)
         assert sum("no room for 4.0 GiB" in record.getMessage() for record in caplog.records) <= 2 * (TRIES + 1)
         with pytest.raises(NotReady, match="has no memory, and leaves"):
-            broken.stage.admit(Microbatch(index=1, round=0, num_samples=2))
+            broken.stage.admission.admit(Microbatch(index=1, round=0, num_samples=2))
     assert "internal error" not in caplog.text
 
 
@@ -123,19 +124,19 @@ async def test_what_exceeds_the_memory_is_told_to_come_again() -> None:
     async with running_chain(SYNCHRONOUS) as chain:
         stage = chain.at(1)[0].stage
         microbatch = Microbatch(index=0, round=0, num_samples=2)
-        slots = [stage.admit(dataclasses.replace(microbatch, index=index)) for index in range(4)]
-        stage.ran_out_of_memory(CPU, slots[0])
+        slots = [stage.admission.admit(dataclasses.replace(microbatch, index=index)) for index in range(4)]
+        stage.admission.ran_out_of_memory(CPU, slots[0])
         with pytest.raises(Overloaded, match="no memory for more"):
-            stage.admit(microbatch)
-        assert stage.grants(has_others=False) == 0
-        following = stage.admit(dataclasses.replace(microbatch, index=8, round=1))
+            stage.admission.admit(microbatch)
+        assert stage.admission.grants(has_others=False) == 0
+        following = stage.admission.admit(dataclasses.replace(microbatch, index=8, round=1))
         for slot in (*slots, following):
-            stage.leave(slot)
-        slots = [stage.admit(microbatch), stage.admit(microbatch)]
+            stage.admission.leave(slot)
+        slots = [stage.admission.admit(microbatch), stage.admission.admit(microbatch)]
         with pytest.raises(Overloaded, match="no memory for more"):
-            stage.admit(microbatch)
+            stage.admission.admit(microbatch)
         for slot in slots:
-            stage.leave(slot)
+            stage.admission.leave(slot)
 
 
 async def test_an_evaluation_without_memory_says_so(
@@ -148,6 +149,6 @@ async def test_an_evaluation_without_memory_says_so(
         async with asyncio.timeout(20.0):
             while not caplog.records:
                 await chain.trainer.evaluate({TOKENS: tokens(DILOCO, 0)}, round_number=0)
-        assert peer.stage.fault is None
-        assert peer.stage._shortage.num_reductions == 0
+        assert peer.stage.admission.fault is None
+        assert peer.backend.budget.limit_bytes == GRAPH_BYTES
     assert "a call failed for want of memory: no room for 4.0 GiB" in caplog.text

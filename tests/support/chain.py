@@ -28,17 +28,22 @@ from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, reply_specs
+from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.graphs import GraphBudget
+from swarm.stage.records import Counted
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.stage import stage_of
 from swarm.stage.staging import staging_of
 from swarm.training.microbatch import Microbatch
 from swarm.types import TRAINER_STAGE, PeerId, PeerRecord, PeerState
 
 PATIENCE_SECONDS = 20.0
 """After which something that a test waits for is taken never to come."""
+
+GRAPH_BYTES = 1 << 30
+"""What a peer's autograd graphs may take: more than they do."""
 
 ORPHAN_SECONDS = 10.0
 """How long an answer waits for a retry, by the stages' clock."""
@@ -127,15 +132,20 @@ class Peer:
         self.runtime = Runtime(queue_capacity=64, name=f"compute-{number}", stopwatch=staging.stopwatch)
         self.router, self.channels, self.hop = _hop(config, stage, hop_clock, hop_limits)
         last = stage == config.stages.num_stages - 1
-        self.stage = Stage(
-            config=config, backend=self.backend, runtime=self.runtime, hop=None if last else self.hop, clock=clock,
-            tasks=tasks, limits=stage_limits,
-        )  # fmt: skip
-        self.stage.serving = True
-        self.servicer = StageServicer(
-            config=config, stage=self.stage, hop=None if last else self.hop,
-            describe=partial(pb.DescribeReply, run_id=config.run_id),
-        )  # fmt: skip
+        context = StageContext(
+            config=config,
+            backend=self.backend,
+            runtime=self.runtime,
+            hop=None if last else self.hop,
+            clock=clock,
+            tasks=tasks,
+            limits=stage_limits,
+        )
+        self.is_behind = False
+        """Whether its group is at a later round."""
+        self.stage = stage_of(context, is_behind=lambda: self.is_behind)
+        self.stage.admission.open()
+        self.servicer = StageServicer(self.stage, describe=partial(pb.DescribeReply, run_id=config.run_id))
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_StageServiceServicer_to_server(self.servicer, self.server)
         self.record = PeerRecord(
@@ -159,7 +169,7 @@ class Peer:
     def num_idle(self) -> tuple[int, int, int, int]:
         """What must be (0, 0, 0, 0) when nothing is under way: slots, tentative gradients, versions, graphs in use."""
         return (
-            self.stage.num_admitted, self.weights.buckets.open().num_tentative, self.weights.version.users,
+            self.stage.admission.num_admitted, self.weights.buckets.open().num_tentative, self.weights.version.users,
             self.backend.budget.num_kept,
         )  # fmt: skip
 
@@ -199,7 +209,7 @@ class Chain:
     async def ack(self, reply: HopReply) -> None:
         """Acknowledge, and wait until that has reached everybody whom it concerns."""
         await reply.ack()
-        await eventually(lambda: not any(peer.stage.num_settling for peer in self.peers))
+        await eventually(lambda: not any(peer.stage.answers.num_settling for peer in self.peers))
 
     async def train_all(
         self, indices: Sequence[int], *, round_number: int = 0, accumulate_only_at: int | None = None
@@ -229,9 +239,9 @@ class Chain:
             for stage in range(self.config.stages.num_stages)
         ]
 
-    def counts(self, name: str) -> list[int]:
+    def counts(self, name: Counted) -> list[int]:
         """One of the peers' counters."""
-        return [getattr(peer.stage.counters, name) for peer in self.peers]
+        return [peer.stage.counters[name] for peer in self.peers]
 
     def assert_accumulated(self, microbatches: Sequence[int]) -> None:
         """Every stage holds each of these once, and nothing else."""
@@ -257,8 +267,9 @@ class Chain:
 @asynccontextmanager
 async def running_chain(
     config: RunConfig, *, num_peers: Sequence[int] = (1, 1, 1), clock: Clock | None = None,
-    hop_clock: Clock | None = None, graph_bytes: int = 1 << 30, max_in_flight: Sequence[int] = (16, 16, 16),
-    hop_limits: HopLimits | None = None, largest_in_flight: int = 0, devices: Sequence[str] = ("cpu", "cpu", "cpu"),
+    hop_clock: Clock | None = None, graph_bytes: int = GRAPH_BYTES, max_in_flight: Sequence[int] = (16, 16, 16),
+    hop_limits: HopLimits | None = None, largest_in_flight: int = 0, round_wait_seconds: float = 30.0,
+    devices: Sequence[str] = ("cpu", "cpu", "cpu"),
 ) -> AsyncIterator[Chain]:  # fmt: skip
     """Start `num_peers` peers at each stage; `clock` is the stages', `hop_clock` that of routers and hops.
 
@@ -275,7 +286,7 @@ async def running_chain(
                 hop_clock=hop_clock or SystemClock(),
                 stage_limits=StageLimits(
                     max_in_flight=max_in_flight[stage], largest_in_flight=largest_in_flight,
-                    orphan_seconds=ORPHAN_SECONDS,
+                    orphan_seconds=ORPHAN_SECONDS, round_wait_seconds=round_wait_seconds,
                 ),
                 hop_limits=hop_limits, graph_bytes=graph_bytes, device=devices[stage],
             )

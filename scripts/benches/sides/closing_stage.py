@@ -39,11 +39,12 @@ from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS, request_specs
+from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.stage import Stage, stage_of
 from swarm.stage.staging import Staging
 from swarm.stage.weights import FrozenContribution, StageWeights
 from swarm.training import optim
@@ -131,14 +132,14 @@ async def train(stage: Stage, config: RunConfig, index: int) -> None:
     tokens = torch.zeros(request_specs(config, 0)[TOKENS].shape, dtype=torch.int32)
     microbatch = Microbatch(index=index, round=stage.round, num_samples=1, accumulate_only_at=None)
     subscriber = object()
-    slot = stage.admit(microbatch)
+    slot = stage.admission.admit(microbatch)
     computation = await stage.begin(microbatch, {TOKENS: tokens}, {}, subscriber)
     while not computation.done:
         await computation.news(60.0)
     computation.result()
-    stage.acknowledge(computation)
-    stage.leave(slot)
-    while stage.num_settling:  # noqa: ASYNC110 - done by a thread
+    stage.endings.acknowledge(computation)
+    stage.admission.leave(slot)
+    while stage.answers.num_settling:  # noqa: ASYNC110 - done by a thread
         await asyncio.sleep(POLL_SECONDS)
 
 
@@ -168,20 +169,28 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
     records = [PeerRecord.model_validate_json(text) for text in await _all_there(folder, "record")]
     digests, attempts, round_seconds = list[str](), list[int](), list[float]()
     async with asyncio.TaskGroup() as tasks:
-        stage = Stage(
-            config=config, backend=backend, runtime=runtime, hop=None, clock=clock, tasks=tasks,
-            limits=StageLimits(max_in_flight=4),
-        )  # fmt: skip
+        stage = stage_of(
+            StageContext(
+                config=config,
+                backend=backend,
+                runtime=runtime,
+                hop=None,
+                clock=clock,
+                tasks=tasks,
+                limits=StageLimits(max_in_flight=4),
+            )
+        )
         member = StageMember(stage, num_alive=lambda: MEMBERS)
         context = Context(
             config=config, own=record, peers=lambda number: records, transport=GrpcTransport(channels), clock=clock
         )
         averager = Averager(put_together(context, member))
-        stage.on_change, stage.serving = averager.notify, True
+        stage.admission.open()
         add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers, own_id=identity.peer_id), server)
         add_HealthServicer_to_server(HealthServicer(), server)
         await server.start()
-        background = [tasks.create_task(work) for work in (averager.run(), lag.run())]
+        works = averager.run(), stage.endings.report_changes(averager.notify), lag.run()
+        background = [tasks.create_task(work) for work in works]
         with watched_loop(longest), mock.patch.object(optim, "step", timed(optim.step, steps)):
             for round_number in range(num_rounds):
                 if round_number == 1:  # What was imported and allocated first is over.

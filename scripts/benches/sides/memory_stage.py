@@ -46,11 +46,12 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
+from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.stage import stage_of
 from swarm.stage.staging import Staging
 from swarm.training.microbatch import Microbatch
 from swarm.types import PeerId, PeerRecord, PeerState
@@ -152,10 +153,17 @@ class Member:
         )  # fmt: skip
         self.runtime = Runtime(queue_capacity=64)
         self._next = NextStage()
-        self._stage = Stage(
-            config=config, backend=backend, runtime=self.runtime, hop=self._next, clock=SystemClock(), tasks=tasks,
-            limits=StageLimits(max_in_flight=2 * num_in_flight),
-        )  # fmt: skip
+        self._stage = stage_of(
+            StageContext(
+                config=config,
+                backend=backend,
+                runtime=self.runtime,
+                hop=self._next,
+                clock=SystemClock(),
+                tasks=tasks,
+                limits=StageLimits(max_in_flight=2 * num_in_flight),
+            )
+        )
         self._member = StageMember(self._stage, num_alive=lambda: MEMBERS)
         context = Context(
             config=config,
@@ -166,12 +174,15 @@ class Member:
             timing=TIMING,
         )
         self.averager = Averager(put_together(context, self._member))
-        self._stage.on_change = self.averager.notify
-        self._stage.serving = True
+        self._stage.admission.open()
         self._microbatches: deque[asyncio.Task[None]] = deque()
         """Those that wait for their gradients, oldest first."""
         self._indices = itertools.count(number, MEMBERS)
         self._figures: dict[str, int] = {}
+
+    async def report_changes(self) -> None:
+        """Tell averaging of them, until cancelled."""
+        await self._stage.endings.report_changes(self.averager.notify)
 
     async def measure(self, baseline_bytes: int) -> dict[str, int]:
         """Train two rounds; gives bytes above the baseline, of the second."""
@@ -235,14 +246,14 @@ class Member:
         tensors = random_inputs(self._config)
         size = self._config.data.microbatch_size
         microbatch = Microbatch(index=index, round=self._stage.round, num_samples=size, accumulate_only_at=None)
-        slot = self._stage.admit(microbatch)
+        slot = self._stage.admission.admit(microbatch)
         computation = await self._stage.begin(microbatch, tensors, {}, self)
         while not computation.done:
             await computation.news(TIMING.average_seconds)
         computation.result()
-        self._stage.acknowledge(computation)
-        self._stage.leave(slot)
-        while self._stage.num_settling:  # noqa: ASYNC110 - done by a thread
+        self._stage.endings.acknowledge(computation)
+        self._stage.admission.leave(slot)
+        while self._stage.answers.num_settling:  # noqa: ASYNC110 - done by a thread
             await asyncio.sleep(POLL_SECONDS)
 
 
@@ -303,10 +314,12 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
         await server.start()
         member.runtime.start()
         averaging = tasks.create_task(member.averager.run())
+        reporting = tasks.create_task(member.report_changes())
         figures = await member.measure(baseline_bytes)
         write_json(folder / f"{number}.json", {**figures, "baseline": baseline_bytes})
         await _all_there([folder / f"{member}.json" for member in range(MEMBERS)])
         averaging.cancel()
+        reporting.cancel()
     member.runtime.stop(TIMING.average_seconds)
     await server.stop(0)
     await channels.close()

@@ -1,9 +1,9 @@
 """How far forwards may run ahead of the inner steps that will use their gradients (DiLoCo).
 
-Used by stage/stage, which makes it, and by stage/computation, which takes a turn before a forward. A gradient that is
-computed with older weights than those it is applied to teaches less (docs/performance.md#learning). So a peer computes
-with the same weights no more microbatches than make its next inner batches, however many it has admitted; those that
-wait begin as soon as a step is taken. Runs on the event loop; never computes.
+Made by stage/diloco/setting; stage/computation takes a turn before a forward. A gradient that is computed with older
+weights than those it is applied to teaches less (docs/performance.md#learning). So a peer computes no more microbatches
+with the same weights than make its next inner batches, however many it has admitted; those that wait begin as soon as a
+step is taken. Runs on the event loop; never computes.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ class Turns:
     """Gives turns, older microbatches first.
 
     Args:
-        most: microbatches whose forward has begun and whose gradient no step has used, late ones left out; None: any
-            number. A late one would hold up all others; its gradient goes into a later step.
+        most: microbatches whose forward has begun and whose gradient no step has used, late ones left out. A
+            late one would hold up all others; its gradient goes into a later step.
         num_unstepped: tells how many gradients are accumulated that no step has used. It is less than `most` whenever
             no step can come before more gradients do.
     """
 
-    def __init__(self, most: int | None, num_unstepped: Callable[[], int], clock: Clock) -> None:
+    def __init__(self, most: int, num_unstepped: Callable[[], int], clock: Clock) -> None:
         self._most = most
         self._num_unstepped = num_unstepped
         self._clock = clock
@@ -83,7 +83,7 @@ class Turns:
                 turn.set_result(None)
 
     def _has_room(self) -> bool:
-        return self._most is None or self._num_running() + self._num_unstepped() < self._most
+        return self._num_running() + self._num_unstepped() < self._most
 
     def _num_running(self) -> int:
         usual = self._usual_seconds.value

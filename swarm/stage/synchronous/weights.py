@@ -68,6 +68,13 @@ class SynchronousWeights(StageWeights):
     def round_samples(self) -> int:
         return self.num_unstepped_samples
 
+    def seal(self) -> None:
+        """Let nothing begin that would join the sum, until the round commits or is reopened.
+
+        From any thread: a compute thread in the middle of a long microbatch would be waited for.
+        """
+        self.round.closed = True
+
     def close(self) -> FrozenContribution:
         """Freeze the mean gradient itself: as a difference of weights it would lose its small entries to rounding."""
         self.round.closed = True

@@ -1,12 +1,12 @@
 """A peer that moves: with real servers and real weights, in one process."""
 
 import asyncio
-import dataclasses
 import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from swarm.rpc.channels import ChannelPool
 from swarm.rpc.v1 import averaging_pb2
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import TOKENS
+from swarm.stage.context import StageLimits
 from swarm.stage.shortage import TRIES
 from swarm.training.microbatch import Microbatch
 from swarm.types import ClaimState, PeerRecord, PeerState
@@ -183,10 +184,12 @@ async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order
         async with peer.running(0):
             assert peer.server is not None
             stage = peer.server._stage
+            size, first = config.data.microbatch_size, ROUND * config.microbatches_per_round
+            microbatch = Microbatch(index=first, round=ROUND, num_samples=size)
             for _ in range(1 + TRIES):
-                slot = stage.admit(Microbatch(index=0, round=ROUND, num_samples=config.data.microbatch_size))
-                stage.ran_out_of_memory(MemoryError(), slot)
-                stage.leave(slot)
+                slot = stage.admission.admit(microbatch)
+                stage.admission.ran_out_of_memory(MemoryError(), slot)
+                stage.admission.leave(slot)
             await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -471,9 +474,9 @@ async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_s
     _, peer = mates
     server = peer.server
     assert server is not None
-    async with held(server._stage.runtime):
+    async with held(server._stage.context.runtime):
         training = asyncio.create_task(_train(config, [peer], [first]))
-        await eventually(lambda: server._stage.num_admitted == 1)
+        await eventually(lambda: server._stage.admission.num_admitted == 1)
         peer.stop.set()
         await asyncio.sleep(0.3)
     await training
@@ -498,13 +501,13 @@ async def test_a_peer_that_drains_waits_for_the_acknowledgement_of_what_it_has_a
         assert last is not None
         async with _trainer(config, [peer]) as train:
             reply = await train(ROUND * config.microbatches_per_round)
-            await eventually(lambda: server._stage.num_admitted == last._stage.num_admitted == 0)
+            await eventually(lambda: server._stage.admission.num_admitted == last._stage.admission.num_admitted == 0)
             draining = [asyncio.create_task(one.drain(10.0)) for one in (server, last)]
             await asyncio.sleep(0.3)
             assert not any(drain.done() for drain in draining)
             await reply.ack()
             assert await asyncio.gather(*draining) == [True, True]
-        assert server._stage.counters.committed == last._stage.counters.committed == 1
+        assert server._stage.counters["committed"] == last._stage.counters["committed"] == 1
 
 
 async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_state(
@@ -557,10 +560,10 @@ async def test_a_peer_that_ends_passes_on_what_was_acknowledged_to_it(
 
             monkeypatch.setattr(HopReply, "ack", late)
             await passing_on(reply)
-            await eventually(lambda: server._stage.num_settling > 0)
+            await eventually(lambda: server._stage.answers.num_settling > 0)
             peer.stop.set()
-            await eventually(lambda: last._stage.num_unacknowledged == 0)
-    assert last._stage.counters.committed == 1
+            await eventually(lambda: last._stage.answers.num_unacknowledged == 0)
+    assert last._stage.counters["committed"] == 1
 
 
 @pytest.mark.parametrize("regular", [False, True], ids=["on leaving", "before"])
@@ -590,15 +593,15 @@ async def test_a_peer_that_ends_waits_for_no_retry(
 ) -> None:
     """Nobody can ask it any more."""
     monkeypatch.setattr(mover, "LAST_DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(stage_server, "StageLimits", partial(StageLimits, orphan_seconds=60.0))
     async with asyncio.timeout(15.0) as patience, LocalPeer(config, store, resume=trained).running(0) as peer:
         server = peer.server
         assert server is not None
-        server._stage._limits = dataclasses.replace(server._stage._limits, orphan_seconds=60.0)
         async with _trainer(config, [peer]) as train:
             first = ROUND * config.microbatches_per_round
             gone, _ = await train(first), await train(first + 1)
             gone.close()
-            await eventually(lambda: server._stage.num_unacknowledged == 1)
+            await eventually(lambda: server._stage.answers.num_unacknowledged == 1)
             peer.stop.set()
             await peer.has_left()
     assert not patience.expired()

@@ -11,7 +11,7 @@ from tests.support.chain import eventually
 class Peer:
     """What has its turn at a peer, and what waits for a step."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int) -> None:
         self.num_unstepped = 0
         self.clock = ManualClock()
         self.turns = Turns(most, lambda: self.num_unstepped, self.clock)
@@ -64,12 +64,6 @@ async def test_what_fails_or_is_given_up_makes_room() -> None:
     await peer.cancel(1)
     await peer.cancel(0)
     await eventually(lambda: peer.running == [0, 2])
-
-
-async def test_without_a_bound_all_begin() -> None:
-    peer = Peer(None)
-    await peer.begin(*range(50))
-    assert peer.running == [*range(50)]
 
 
 async def test_one_that_is_late_holds_up_nobody() -> None:

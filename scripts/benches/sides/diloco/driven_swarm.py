@@ -25,11 +25,12 @@ from swarm.model.stages import build_stage
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import TOKENS
+from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.settings import weights_of
-from swarm.stage.stage import Stage, StageLimits
+from swarm.stage.stage import stage_of
 from swarm.stage.staging import Staging
 from swarm.stage.task_queue import Priority
 from swarm.training.microbatch import Microbatch
@@ -70,10 +71,17 @@ class Worker:
             config=config, stage=0, module=module, weights=self.weights, staging=Staging(),
             budget=GraphBudget(limit_bytes=1 << 30),
         )  # fmt: skip
-        self.stage = Stage(
-            config=config, backend=backend, runtime=InlineRuntime(), hop=None, clock=SystemClock(), tasks=tasks,
-            limits=StageLimits(max_in_flight=1),
-        )  # fmt: skip
+        self.stage = stage_of(
+            StageContext(
+                config=config,
+                backend=backend,
+                runtime=InlineRuntime(),
+                hop=None,
+                clock=SystemClock(),
+                tasks=tasks,
+                limits=StageLimits(max_in_flight=1),
+            )
+        )
         self.member = StageMember(self.stage, num_alive=lambda: len(network.records(0)))
         self.record = PeerRecord(
             peer_id=PeerId(f"{number:040x}"), stage=0, endpoint=f"memory:{number}", state=PeerState.SERVING,
@@ -88,7 +96,7 @@ class Worker:
             timing=TIMING,
         )
         self.averager = Averager(put_together(context, self.member))
-        self.stage.on_change = self.averager.notify
+        self.reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
         self.averaging = tasks.create_task(self.averager.run())
 
     @property
@@ -100,23 +108,23 @@ class Worker:
         """Get the others' state, if there is any."""
         await asyncio.sleep(0)
         await self.averager.join()
-        self.stage.serving = True
+        self.stage.admission.open()
 
     async def train(self, index: int, tokens_BT1: torch.Tensor) -> None:
         """Do what follows from one microbatch, its inner step included."""
         microbatch = Microbatch(
             index=index, round=self.stage.round, num_samples=len(tokens_BT1), accumulate_only_at=None
         )  # fmt: skip
-        slot = self.stage.admit(microbatch)
+        slot = self.stage.admission.admit(microbatch)
         try:
             computation = await self.stage.begin(microbatch, {TOKENS: tokens_BT1}, {}, self)
             while not computation.done:
                 await computation.news(ROUND_SECONDS)
             computation.result()
-            self.stage.acknowledge(computation)
+            self.stage.endings.acknowledge(computation)
         finally:
-            self.stage.leave(slot)
-        while self.stage.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
+            self.stage.admission.leave(slot)
+        while self.stage.answers.num_settling:  # noqa: ASYNC110 - it takes a turn or two of the loop
             await asyncio.sleep(0)
 
 
@@ -158,6 +166,7 @@ class DrivenSwarm:
         """End what the workers have running."""
         for worker in self.workers:
             worker.averaging.cancel()
+            worker.reporting.cancel()
 
     async def train_round(self, replaced: int | None = None) -> None:
         """Train one round, and have it committed by all workers.
@@ -212,6 +221,7 @@ class DrivenSwarm:
         dead = self.workers[place]
         self._network.remove(dead.record)
         dead.averaging.cancel()
+        dead.reporting.cancel()
         self.num_lost_samples += dead.member.progress().num_samples
         self.workers[place] = await self._new_worker()
 

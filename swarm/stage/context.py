@@ -1,0 +1,50 @@
+"""What the parts of one stage peer work with, and how much it takes on. Made by the program before any of them."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from swarm.config import RunConfig
+from swarm.events.kinds import Events, NoEvents
+from swarm.hop.hop import Hop
+from swarm.machine.clock import Clock
+from swarm.stage.backend import StageBackend
+from swarm.stage.runtime import Runtime
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLimits:
+    """How much a stage peer takes on, and how long it waits for others."""
+
+    max_in_flight: int
+    """Microbatches admitted at once; more if that many do not keep the peer busy, up to `largest_in_flight`."""
+    largest_in_flight: int = 0
+    """No more than `max_in_flight` if that is larger."""
+    orphan_seconds: float = 2.5
+    """How long, at least, an answer whose call died waits for a retry before it is rolled back. Inner steps, and
+    so the round, wait for it; a retry that comes later is merely computed again."""
+    round_wait_seconds: float = 30.0
+    """How long a microbatch of the next round waits for this peer to commit the current one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """One stage peer's surroundings.
+
+    Attributes:
+        hop: to the next stage; None at the last one.
+        tasks: hold all that outlives the call that asked for it.
+    """
+
+    config: RunConfig
+    backend: StageBackend
+    runtime: Runtime
+    hop: Hop | None
+    clock: Clock
+    tasks: asyncio.TaskGroup
+    limits: StageLimits
+    events: Events = field(default_factory=NoEvents)
+
+    @property
+    def stage(self) -> int:
+        """The stage's number."""
+        return self.backend.stage

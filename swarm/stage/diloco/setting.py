@@ -1,0 +1,123 @@
+"""Microbatches with DiLoCo: each peer takes inner steps of its own, and a round has no fixed ids.
+
+Replicas differ, so a repeat brings other activations and gets a gradient of its own, which is accumulated only if none
+has been yet. What was acknowledged stays in some inner step, so nothing of it is kept; a round may close at any time,
+and training goes on meanwhile.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+
+import torch
+
+from swarm.stage.computation import Computation
+from swarm.stage.context import StageContext
+from swarm.stage.diloco.turns import Turns
+from swarm.stage.diloco.weights import DilocoWeights
+from swarm.stage.ledger import Entry, EntryState
+from swarm.stage.own_round import OwnRound
+from swarm.stage.records import Records
+from swarm.stage.setting import Setting, Start
+from swarm.training.microbatch import Microbatch
+from swarm.training.round_member import RoundResult
+
+
+class DilocoSetting(Setting):
+    """As many microbatches as make the next inner steps, whichever round they are of."""
+
+    def __init__(self, context: StageContext, weights: DilocoWeights, own_round: OwnRound, records: Records) -> None:
+        rounds, self._microbatch_size = context.config.rounds, context.config.data.microbatch_size
+        self._stage = context.stage
+        self._weights = weights
+        self._round = own_round
+        self._ledger = records.ledger
+        self._answers = records.answers
+        self._batch_microbatches = rounds.inner_batch_samples // self._microbatch_size
+        self._most_ahead = (1 + rounds.max_staleness) * self._batch_microbatches
+        """Microbatches with which the weights may be computed that the next steps start from."""
+        self._turns = Turns(self._most_ahead, self._num_unstepped, context.clock)
+
+    def _num_unstepped(self) -> int:
+        return self._weights.buckets.num_samples_ahead // self._microbatch_size
+
+    # -- which microbatches are admitted -----------------------------------------------------------------------------
+
+    def check(self, microbatch: Microbatch) -> None:
+        pass  # Those of any round are welcome.
+
+    def queue_of(self, round_number: int) -> int:
+        return 0
+
+    def room(self) -> int | None:
+        """Those with which the next steps are taken, and a batch to follow.
+
+        More would wait here, while another peer might have nothing to do.
+        """
+        # While an answer is written, its microbatch has its slot as well.
+        waiting = max(0, self._num_unstepped() - self._answers.num_written)
+        return self._most_ahead + self._batch_microbatches - waiting
+
+    # -- when they are computed --------------------------------------------------------------------------------------
+
+    async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
+        pass  # It is computed with the newest weights.
+
+    def turn(self, age: int) -> AbstractAsyncContextManager[None]:
+        return self._turns.turn(age)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._turns.num_waiting
+
+    def look(self) -> None:
+        self._turns.look()
+
+    # -- what a call gets --------------------------------------------------------------------------------------------
+
+    def known(self, microbatch: Microbatch) -> Computation | None:
+        return None  # Whoever asks again may bring other activations.
+
+    def counts(self, microbatch: Microbatch) -> bool:
+        return microbatch.counts_at(self._stage)
+
+    @property
+    def takes_gradients(self) -> bool:
+        return True
+
+    def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
+        """A new gradient, which is accumulated if the one before is not: one acknowledgement settles both."""
+        known = entry.computation
+        if entry.state is EntryState.COMMITTED or known is None:
+            return Start(microbatch=microbatch, accumulate=False)
+        if entry.state is EntryState.TENTATIVE:
+            return Start(microbatch=microbatch, accumulate=False, adopts=known)
+        return Start(microbatch=microbatch, accumulate=True, instead_of=known)
+
+    # -- what becomes of it ------------------------------------------------------------------------------------------
+
+    def acknowledged(self, microbatch: Microbatch) -> None:
+        self._ledger.commit(microbatch.index, self._round.number, keep_computation=False)
+
+    def may_be_joined(self, computation: Computation) -> bool:
+        # A retry has no use for what is under way here, only for what is done behind this peer.
+        return computation.done
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def committed(self) -> frozenset[int]:
+        return frozenset()  # Nobody asks which, and a round may have any number of them.
+
+    def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
+        return None
+
+    def round_began(self) -> None:
+        # A microbatch may be repeated across a round's end; one round of memory covers that.
+        self._ledger.prune(self._round.number - 1)
+
+    def anchor(self, round_number: int) -> Mapping[str, torch.Tensor] | None:
+        # The stages need not be at one round: each answers with its newest anchor up to the named one.
+        return self._weights.anchor(min(round_number, self._round.number))
+
+    def squared_norm(self, result: RoundResult) -> float:
+        """Of this stage's average alone."""
+        return result.squared_norm

@@ -1,0 +1,145 @@
+"""How computations end: acknowledged, or undone.
+
+    acknowledged          the microbatch counts here from now on, and downstream is told
+    abandoned             its call is gone: it is kept for a while, for a retry, and then discarded
+    discarded             forgotten in the ledger at once, stopped here and downstream, then undone
+    undone                on the compute thread: it hands its gradient over, which is taken out of the sum
+
+Used by stage/servicer and stage/stage. Begins none. Runs on the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+
+from swarm.events.kinds import Ack
+from swarm.stage.computation import Computation
+from swarm.stage.context import StageContext
+from swarm.stage.ledger import Entry, EntryState
+from swarm.stage.records import Records
+from swarm.stage.setting import Setting
+
+_ACKNOWLEDGED = object()
+"""Subscriber of a computation that nobody will ask for again."""
+
+
+class Endings:
+    """The ends of one peer's computations."""
+
+    def __init__(self, context: StageContext, setting: Setting, records: Records) -> None:
+        self._context = context
+        self._setting = setting
+        self._records = records
+        self._undoing: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Task[None]] = set()
+        """For retries, one task for each answer that may get one."""
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """Gradients were acknowledged, stepped with or taken out: what waits for that goes on."""
+        self._setting.look()
+        self._changed.set()
+
+    async def report_changes(self, notify: Callable[[], None]) -> None:
+        """Call `notify` whenever what counts towards the round may have changed, until cancelled. For one caller."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            notify()
+
+    # -- acknowledged ------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, computation: Computation) -> None:
+        """The answer was acknowledged: the microbatch counts here from now on, and downstream will be told."""
+        computation.subscribe(_ACKNOWLEDGED)
+        holder = computation.adopts or computation
+        holder.subscribe(_ACKNOWLEDGED)
+        microbatch, ledger = computation.microbatch, self._records.ledger
+        entry = ledger.find(microbatch.index)
+        # It may have been taken out of the round meanwhile, as a double of another member's.
+        if entry is not None and entry.computation is holder and entry.state is EntryState.TENTATIVE:
+            self._setting.acknowledged(microbatch)
+            self._records.counters.add("committed")
+            self._context.events.write(Ack(microbatch=microbatch.index))
+            if not microbatch.is_replay:  # It takes less.
+                self._records.seconds_per_sample.observe(computation.result().busy_seconds / microbatch.num_samples)
+            self._pass_on(self._settle(holder, keep_answer=entry.computation is not None))
+        if computation.adopts is not None:
+            computation.adopts.close_downstream()
+        self._pass_on(computation.acknowledge_downstream())
+
+    async def _settle(self, computation: Computation, *, keep_answer: bool) -> None:
+        await computation.settle(keep_answer=keep_answer)
+        self.changed()
+
+    def _pass_on(self, consequence: Coroutine[None, None, None]) -> None:
+        self._records.answers.settle(self._context.tasks.create_task(consequence))
+
+    # -- abandoned ---------------------------------------------------------------------------------------------------
+
+    def abandon(self, computation: Computation, subscriber: object) -> None:
+        """The call that waited for the answer is gone: keep it a while for a retry, if one can use it; then undo it."""
+        if computation.subscriber is subscriber:
+            self._context.tasks.create_task(self._expire(computation, computation.orphan()))
+
+    def end(self) -> None:
+        """Nothing is admitted any more: no retry will come, and none is waited for."""
+        self._has_ended = True
+        for waiting in self._waiting:
+            waiting.cancel()
+
+    async def _expire(self, computation: Computation, orphan: object) -> None:
+        if not self._has_ended and not computation.failed and self._setting.may_be_joined(computation):
+            # The peer that takes the dead neighbour's place has its own computation to do before it asks.
+            own_seconds = (self._records.seconds_per_sample.value or 0.0) * computation.microbatch.num_samples
+            seconds = max(self._context.limits.orphan_seconds, 3 * own_seconds)
+            waiting = self._context.tasks.create_task(self._context.clock.sleep(seconds))
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+            await asyncio.wait([waiting])
+        if computation.subscriber is orphan:
+            self.discard(computation)
+            if computation.adopts is not None and computation.adopts.subscriber is computation:
+                self.discard(computation.adopts)
+
+    # -- undone ------------------------------------------------------------------------------------------------------
+
+    def discard(self, *computations: Computation) -> None:
+        """Begin to undo computations that will not be acknowledged.
+
+        They are forgotten at once: a retry that comes meanwhile starts afresh, rather than adopt what is going away.
+        """
+        ledger = self._records.ledger
+        for computation in computations:
+            entry = ledger.find(computation.microbatch.index)
+            if entry is not None and entry.computation is computation:
+                self._records.counters.add("rolled_back", entry.state is not EntryState.RUNNING)
+                ledger.forget(computation.microbatch.index)
+            computation.stop()
+        undoing = self._context.tasks.create_task(self._undo(computations))
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
+
+    async def discard_all(self, entries: Iterable[Entry[Computation]]) -> None:
+        """Undo these computations, and wait until nothing is being undone any more."""
+        computations = [entry.computation for entry in entries if entry.computation is not None]
+        if computations:
+            self.discard(*computations)
+        if self._undoing:
+            # What was being undone already as well: the ledger knows it no more, and it is still in the sum.
+            await asyncio.wait(set(self._undoing))
+
+    async def _undo(self, computations: Sequence[Computation]) -> None:
+        backend = self._context.backend
+        for computation in computations:
+            await computation.stopped()
+
+        def undo() -> None:
+            given_up = [computation.give_up() for computation in computations]
+            backend.roll_back([accumulated for accumulated in given_up if accumulated is not None])
+
+        # After whatever the compute thread is still doing for them: there is only one thread.
+        await self._context.runtime.control(undo)
+        # The computations' own tasks, which are cancelled, did not hear of a step that failed.
+        backend.weights.require_sound()
+        self.changed()

@@ -1,0 +1,69 @@
+"""The round that a stage peer is at, and waiting for the next one.
+
+Used by stage/stage, stage/admission and the settings. Never moves the peer: its averaging does.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+from swarm.errors import NotReady
+from swarm.stage.weights import StageWeights
+
+_LOOK_SECONDS = 0.25
+"""Between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
+
+
+class OwnRound:
+    """One peer's round.
+
+    Args:
+        is_behind: tells whether this peer's group is at a later round, whose state is still to be had.
+    """
+
+    def __init__(self, weights: StageWeights, is_behind: Callable[[], bool]) -> None:
+        self._weights = weights
+        self._is_behind = is_behind
+        self._new = asyncio.Event()
+
+    @property
+    def number(self) -> int:
+        """The round that is being worked on."""
+        return self._weights.round.number
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this peer's group is at a later round, whose state is still to be had."""
+        return self._is_behind()
+
+    def began(self) -> None:
+        """The weights are at a new round."""
+        self._new.set()
+
+    async def reach(self, number: int, seconds: float) -> None:
+        """Wait until this peer is at a round, or a later one. Raises TimeoutError after so many seconds."""
+        async with asyncio.timeout(seconds):
+            while self.number < number:
+                self._new.clear()
+                await self._new.wait()
+
+    async def wait_for(
+        self, number: int, seconds: float, still_waiting: Callable[[], Awaitable[None]] | None
+    ) -> None:  # fmt: skip
+        """Wait for a round, unless it would take long.
+
+        Args:
+            still_waiting: called at once and every now and then meanwhile. What it raises ends the wait.
+
+        Raises:
+            NotReady: this peer is behind its group, or so many seconds have passed.
+        """
+        now = asyncio.get_running_loop().time
+        deadline = now() + seconds
+        while self.number < number:
+            if self.is_behind or now() >= deadline:
+                raise NotReady(f"this peer is at round {self.number}, and will be for a while")
+            if still_waiting is not None:
+                await still_waiting()
+            with contextlib.suppress(TimeoutError):
+                await self.reach(number, min(_LOOK_SECONDS, deadline - now()))

@@ -1,0 +1,94 @@
+"""What a stage peer keeps about its microbatches: the ledger, what happened to them, and the answers under way.
+
+Made by stage/stage for all parts of one peer. Decides nothing.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from swarm.routing.throughput import MovingAverage
+from swarm.stage.computation import Computation
+from swarm.stage.ledger import Ledger
+
+Counted = Literal[
+    "forwards", "backwards", "rerouted_backwards", "committed", "rolled_back", "repeated", "busy_replies"
+]  # fmt: skip
+
+
+class Counters:
+    """What happened since the peer started."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Counted] = Counter()
+
+    def add(self, counted: Counted, number: int = 1) -> None:
+        """It has happened so many times more."""
+        self._counts[counted] += number
+
+    def by_name(self) -> Mapping[str, int]:
+        """All of them; those that never happened may be left out."""
+        return {str(counted): number for counted, number in self._counts.items()}
+
+    def __getitem__(self, counted: Counted) -> int:
+        return self._counts[counted]
+
+
+class Answers:
+    """Answers on their way back, until their acknowledgement is passed on.
+
+    Attributes:
+        num_written: that are being written: the line takes no more.
+        num_unacknowledged: calls that have their answer, and whose acknowledgement is waited for.
+        num_settling: consequences of acknowledgements that are still under way.
+    """
+
+    def __init__(self) -> None:
+        self.num_written = 0
+        self.num_unacknowledged = 0
+        self.num_settling = 0
+
+    @property
+    def are_under_way(self) -> bool:
+        """Whether something would be lost with this peer though it has given its answer."""
+        return self.num_unacknowledged > 0 or self.num_settling > 0
+
+    @contextmanager
+    def written(self, num_tensors: int) -> Iterator[None]:
+        """An answer of so many tensors is being written inside."""
+        self.num_written += num_tensors
+        try:
+            yield
+        finally:
+            self.num_written -= num_tensors
+
+    @contextmanager
+    def unacknowledged(self) -> Iterator[None]:
+        """An acknowledgement is waited for inside."""
+        self.num_unacknowledged += 1
+        try:
+            yield
+        finally:
+            self.num_unacknowledged -= 1
+
+    def settle(self, consequence: "asyncio.Task[None]") -> None:
+        """A task does what follows from an acknowledgement: its sender need not wait for that."""
+        self.num_settling += 1
+        consequence.add_done_callback(self._settled)
+
+    def _settled(self, _: "asyncio.Task[None]") -> None:
+        self.num_settling -= 1
+
+
+@dataclass(frozen=True)
+class Records:
+    """All of it."""
+
+    ledger: Ledger[Computation] = field(default_factory=Ledger)
+    counters: Counters = field(default_factory=Counters)
+    answers: Answers = field(default_factory=Answers)
+    seconds_per_sample: MovingAverage = field(default_factory=lambda: MovingAverage(0.1))
+    """What the compute thread takes, forward and backward."""

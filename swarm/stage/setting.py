@@ -1,0 +1,137 @@
+"""How a stage treats microbatches: the questions to which the two settings have different answers.
+
+Asked by stage/stage, stage/admission, stage/endings and stage/member; answered by stage/synchronous/setting and
+stage/diloco/setting. An answer is about one peer, of what is known there. Runs on the event loop; never computes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import torch
+
+from swarm.stage.computation import Computation
+from swarm.stage.ledger import Entry
+from swarm.training.microbatch import Microbatch
+from swarm.training.round_member import RoundResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A computation that is to be begun for a call.
+
+    Attributes:
+        accumulate: whether its gradient joins this stage's sum.
+        adopts: see Order; so is `earlier`.
+        instead_of: a computation of the same microbatch, which is to be undone.
+    """
+
+    microbatch: Microbatch
+    accumulate: bool
+    adopts: Computation | None = None
+    earlier: Computation | None = None
+    instead_of: Computation | None = None
+
+
+class Setting(ABC):
+    """The answers of one setting."""
+
+    # -- which microbatches are admitted -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def check(self, microbatch: Microbatch) -> None:
+        """Raise what a call is to be told whose microbatch has no place here now, however few there are.
+
+        Raises:
+            MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
+        """
+
+    @abstractmethod
+    def queue_of(self, round_number: int) -> int:
+        """Which slots the microbatches of a round take: those of different numbers take none from each other."""
+
+    @abstractmethod
+    def room(self) -> int | None:
+        """Microbatches that may be in flight, whether the peer is busy or not; None: any number."""
+
+    # -- when they are computed --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
+        """Wait until a microbatch's round has begun here, if that matters; see OwnRound.wait_for. Raises NotReady."""
+
+    @abstractmethod
+    def turn(self, age: int) -> AbstractAsyncContextManager[None]:
+        """What a microbatch that is accumulated has from its forward on, until its gradient is in the sum."""
+
+    @property
+    @abstractmethod
+    def num_waiting(self) -> int:
+        """Microbatches that wait for their turn."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Gradients were acknowledged, stepped with or taken out: there may be turns for those that wait."""
+
+    # -- what a call gets --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def known(self, microbatch: Microbatch) -> Computation | None:
+        """A computation of the same microbatch here that has the same numbers."""
+
+    @abstractmethod
+    def counts(self, microbatch: Microbatch) -> bool:
+        """Whether a microbatch is to count at this stage, in this round."""
+
+    @property
+    @abstractmethod
+    def takes_gradients(self) -> bool:
+        """Whether a gradient may join the sum now."""
+
+    @abstractmethod
+    def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
+        """What a call gets whose microbatch counts here and is in the ledger: a computation to join, or a new one.
+
+        Raises:
+            StaleMicrobatch: nothing is left to be done for it.
+        """
+
+    # -- what becomes of it ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def acknowledged(self, microbatch: Microbatch) -> None:
+        """Commit a microbatch in the ledger: for which round, and with its computation or without."""
+
+    @abstractmethod
+    def may_be_joined(self, computation: Computation) -> bool:
+        """Whether a retry that comes later can use a computation that nobody waits for now."""
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def committed(self) -> frozenset[int]:
+        """The microbatches that are named as this round's."""
+
+    @abstractmethod
+    def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
+        """The round is about to end: let nothing more join it, and tell what is to be undone before.
+
+        Args:
+            drop: microbatches that another member counts.
+
+        Returns:
+            None where training goes on meanwhile.
+        """
+
+    @abstractmethod
+    def round_began(self) -> None:
+        """Forget what no repeat can ask for any more."""
+
+    @abstractmethod
+    def anchor(self, round_number: int) -> Mapping[str, torch.Tensor] | None:
+        """The weights on which an evaluation of a round computes; None where they are not kept."""
+
+    @abstractmethod
+    def squared_norm(self, result: RoundResult) -> float:
+        """Of a round's average, as it is reported."""

@@ -1,0 +1,171 @@
+"""Microbatches in the synchronous setting: replicas are equal, and a round is a known range of ids.
+
+A microbatch is computed with the weights of its round, so any peer's numbers are as good as another's: a repeat is
+answered with what is known. What was acknowledged is kept until the round is over, for it may have to be taken out
+again; and a round closes with what was acknowledged alone.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+
+import torch
+
+from swarm.errors import MalformedMessage, NotReady, Overloaded, StaleMicrobatch
+from swarm.stage.computation import Computation
+from swarm.stage.context import StageContext
+from swarm.stage.ledger import Entry, EntryState, Ledger
+from swarm.stage.own_round import OwnRound
+from swarm.stage.setting import Setting, Start
+from swarm.stage.synchronous.weights import SynchronousWeights
+from swarm.training.microbatch import Microbatch
+from swarm.training.round_member import RoundResult
+
+REPLAY_GAP_SECONDS = 1.0
+"""After which a replay that counts at a peer is offered to it again: it may have been told to give it up meanwhile."""
+
+
+class SynchronousSetting(Setting):
+    """Every round's microbatches by themselves."""
+
+    def __init__(
+        self, context: StageContext, weights: SynchronousWeights, own_round: OwnRound, ledger: Ledger[Computation]
+    ) -> None:
+        self._stage = context.stage
+        self._microbatches_per_round = context.config.microbatches_per_round
+        self._round_wait_seconds = context.limits.round_wait_seconds
+        self._weights = weights
+        self._round = own_round
+        self._ledger = ledger
+
+    # -- which microbatches are admitted -----------------------------------------------------------------------------
+
+    def check(self, microbatch: Microbatch) -> None:
+        """One of the last round is taken as well, with the weights of that round: a stage that lost all its peers and
+        came back from a checkpoint has that round to do again. Here it counts no more.
+        """
+        round_of = microbatch.index // self._microbatches_per_round
+        if round_of != microbatch.round:
+            raise MalformedMessage(f"microbatch {microbatch.index} belongs to round {round_of}, not {microbatch.round}")
+        if microbatch.round < self._round.number:
+            self._check_past(microbatch)
+        else:
+            self._check_round(microbatch)
+        self._check_replay(microbatch)
+
+    def _check_past(self, microbatch: Microbatch) -> None:
+        if microbatch.round < self._round.number - 1:
+            raise StaleMicrobatch(f"microbatch {microbatch.index}: round {microbatch.round} has committed")
+        if self._weights.anchor(microbatch.round) is None:
+            raise NotReady(f"this peer was not there in round {microbatch.round}")
+
+    def _check_round(self, microbatch: Microbatch) -> None:
+        number, is_next = self._round.number, microbatch.round > self._round.number
+        # Later stages take whatever stage 0 admitted, and wait for their own commit if they must; for a download, which
+        # takes longer, they have it wait elsewhere.
+        if is_next and self._round.is_behind:
+            raise Overloaded(f"this peer is at round {number} and catches up", retry_after_seconds=0.25)
+        if self._stage == 0 and is_next:
+            raise Overloaded(f"round {number} has not committed yet", retry_after_seconds=0.05)
+        # What another stage lacks has to come through here, though this one has all: that stage cannot commit without.
+        if self._stage == 0 and microbatch.counts_at(0) and self._weights.round.closed:
+            raise Overloaded(f"round {number} is being averaged", retry_after_seconds=0.05)
+
+    def _check_replay(self, microbatch: Microbatch) -> None:
+        """Refuse what counts here already: its stage's leader does not hear of this peer, and wants it from another."""
+        entry = self._ledger.find(microbatch.index) if microbatch.accumulate_only_at == self._stage else None
+        if entry is not None and entry.state is EntryState.COMMITTED:
+            raise Overloaded("it counts here: another peer has to replay it", retry_after_seconds=REPLAY_GAP_SECONDS)
+
+    def queue_of(self, round_number: int) -> int:
+        """What waits for the next round takes no slot from what this one, or the last one, still lacks."""
+        # All that is further ahead shares one number: there must not be more of them as callers name more.
+        return min(round_number, self._round.number + 1)
+
+    def room(self) -> int | None:
+        return None
+
+    # -- when they are computed --------------------------------------------------------------------------------------
+
+    async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
+        await self._round.wait_for(microbatch.round, self._round_wait_seconds, still_waiting)
+
+    def turn(self, age: int) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()  # No step makes its gradient older.
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    def look(self) -> None:
+        pass
+
+    # -- what a call gets --------------------------------------------------------------------------------------------
+
+    def known(self, microbatch: Microbatch) -> Computation | None:
+        entry = self._ledger.find(microbatch.index)
+        known = None if entry is None else entry.computation
+        return None if known is None or known.failed else known
+
+    def counts(self, microbatch: Microbatch) -> bool:
+        return microbatch.counts_at(self._stage) and microbatch.round >= self._round.number
+
+    @property
+    def takes_gradients(self) -> bool:
+        # A stage closes when its members have the whole round. If one of them has died since, what it contributed may
+        # still be committed; what then lacks all the same is replayed. And another stage that did lose something must
+        # not wait for this one to open again: this one may be waiting for that.
+        return not self._weights.round.closed
+
+    def repeated(self, microbatch: Microbatch, entry: Entry[Computation]) -> Computation | Start:
+        """A known microbatch is joined, unless it was a replay, which other stages have not accumulated."""
+        known = entry.computation
+        if entry.state is EntryState.COMMITTED or known is None:
+            return Start(microbatch=self._already_counted(microbatch), accumulate=False, earlier=known)
+        is_enough = known.microbatch.accumulate_only_at in (None, microbatch.accumulate_only_at)
+        if is_enough and not known.failed:
+            return known
+        return Start(microbatch=microbatch, accumulate=True, instead_of=known)
+
+    def _already_counted(self, microbatch: Microbatch) -> Microbatch:
+        """What of a microbatch is still to be done, though it counts here.
+
+        Later stages were told that it counts, and whatever they have lost they have replayed: elsewhere, it would only
+        have to be taken out again. Stage 0 lacks its gradient for nobody.
+        """
+        if self._stage == 0 and microbatch.accumulate_only_at is None:
+            raise StaleMicrobatch(f"microbatch {microbatch.index} counts already")
+        return dataclasses.replace(microbatch, accumulate_only_at=self._stage)
+
+    # -- what becomes of it ------------------------------------------------------------------------------------------
+
+    def acknowledged(self, microbatch: Microbatch) -> None:
+        # With its computation: it may have to be taken out of the round, and a replay may want its answer.
+        self._ledger.commit(microbatch.index, microbatch.round, keep_computation=True)
+
+    def may_be_joined(self, computation: Computation) -> bool:
+        # A trainer retries elsewhere: it has no use for what is under way at stage 0, only for what is done behind it.
+        return computation.done or self._stage > 0
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def committed(self) -> frozenset[int]:
+        return self._ledger.committed(self._round.number)
+
+    def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
+        """What was never acknowledged is undone, and what another member counts."""
+        # What arrives from now on must not be accumulated behind our back.
+        self._weights.seal()
+        doubles = [entry for entry in map(self._ledger.find, drop) if entry is not None]
+        return [*self._ledger.uncommitted(self._round.number), *doubles]
+
+    def round_began(self) -> None:
+        self._ledger.prune(self._round.number)
+
+    def anchor(self, round_number: int) -> Mapping[str, torch.Tensor] | None:
+        return self._weights.anchor(round_number)
+
+    def squared_norm(self, result: RoundResult) -> float:
+        """Over the whole model, by which gradients are clipped."""
+        return result.total_squared_norm

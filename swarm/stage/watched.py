@@ -1,0 +1,73 @@
+"""What the call that waits for a computation sees of it: how far it is, and whether another call took over.
+
+The base of stage/computation. A call only subscribes: one that dies leaves the computation to a retry.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from swarm.hop.answers import HopListener
+from swarm.types import PeerId
+
+
+class Watched(HopListener):
+    """A computation's side that calls look at.
+
+    Attributes:
+        waiting_stage: the deepest stage that is waited for.
+        no_peer: whether nobody serves that.
+        route: the peers of later stages that work on the microbatch.
+        subscriber: the call that gets the answer; a newer one takes its place.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self.waiting_stage = stage
+        self.no_peer = False
+        self.route: Mapping[int, PeerId] = {}
+        self.subscriber: object | None = None
+        self._is_wanted = asyncio.Event()
+        self._news = asyncio.Event()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a call waits for the answer. May be asked from another thread."""
+        return self._is_wanted.is_set()
+
+    async def wanted(self) -> None:
+        """Return once a call waits for the answer."""
+        await self._is_wanted.wait()
+
+    async def news(self, seconds: float) -> None:
+        """Return when it is done, when the route changed, when another call took over, or after `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return
+        self._news.clear()
+
+    def subscribe(self, subscriber: object) -> None:
+        """Let `subscriber` have the answer; the one before, if any, is told that it was superseded."""
+        self.subscriber = subscriber
+        self._is_wanted.set()
+        self._news.set()
+
+    def orphan(self) -> object:
+        """Nobody waits for the answer any more, and nothing is computed for it before somebody subscribes again.
+
+        Gives what takes the subscriber's place.
+        """
+        self.subscribe(object())
+        self._is_wanted.clear()
+        return self.subscriber
+
+    def progress(self, stage: int, *, no_peer: bool) -> None:
+        self.waiting_stage, self.no_peer = stage, no_peer
+
+    def routed(self, route: Mapping[int, PeerId]) -> None:
+        self.route = dict(route)
+        self._news.set()
+
+    def ended(self) -> None:
+        """There is an answer, or there will be none."""
+        self._news.set()
