@@ -83,7 +83,7 @@ class ClaimState(StrEnum):
     """How far a peer is on its way to a stage."""
 
     PENDING = "pending"
-    """It looks whether another peer wants the same."""
+    """It waits to see whether another peer wants the same."""
     CONFIRMED = "confirmed"
     """It is under way."""
     WITHDRAWN = "withdrawn"
@@ -95,7 +95,7 @@ class ClaimRecord(_Announcement):
 
     stage: Annotated[int, Field(ge=0, le=4095)]
     from_stage: Annotated[int, Field(ge=0, le=4095)] | None = None
-    """Where it serves until then; None for one that joins the run."""
+    """The stage that it serves until then; None for a peer that joins the run."""
     state: ClaimState
     claimed_at: Annotated[float, Field(allow_inf_nan=False)]
     """When it first claimed, by its own wall clock, seconds since the epoch: of two claims the earlier counts."""

@@ -54,9 +54,9 @@ class CommittedRound:
     num_replayed: int = 0
     ballot: Ballot | None = None
     committed_at: dict[str, float] = field(default_factory=dict)
-    """By boot, the first commit."""
+    """By boot, the time of the first commit there."""
     prepared_at: dict[str, float] = field(default_factory=dict)
-    """By boot, when the last member had the result."""
+    """By boot, the time at which the last member there had the result."""
 
     @property
     def number(self) -> int:
@@ -72,16 +72,16 @@ class CommittedRound:
 
 
 class CommittedRounds:
-    """Those of a whole run."""
+    """The committed rounds of a whole run."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self.rounds: dict[tuple[int, str], CommittedRound] = {}
-        """By stage and the lineage that they led to."""
+        """By stage and by the lineage to which each led."""
         self._offers: dict[tuple[int, str], dict[tuple[Ballot, str], Contribution]] = defaultdict(dict)
         """By stage and parent, then by attempt and member: what was given to an attempt, whatever came of it."""
         self._waiting: dict[tuple[int, str, str], dict[str, _Prepared]] = defaultdict(dict)
-        """By stage, parent and result: contributions to what is not committed, as far as is known."""
+        """By stage, parent and result: contributions to results of which no commit is known yet."""
         self._unmerged: dict[tuple[int, str, str], CommittedRound] = {}
         self._states: dict[tuple[int, str], tuple[str, str]] = {}
         """By stage and lineage: digest, and the file that told it first."""
@@ -90,7 +90,7 @@ class CommittedRounds:
         self.renamed: dict[tuple[int, str], str] = {}
         """By stage and lineage, the one that a checkpoint went on from."""
         self.beginnings: set[tuple[int, str]] = set()
-        """By stage, lineages that peers began with: initial ones, and those of checkpoints."""
+        """Stages with the lineages that peers began with: initial ones, and those of checkpoints."""
         self._held: list[tuple[int, int, int, IdSet]] = []
         self.acknowledged_by_trainers = IdSet()
         self.acknowledged_by_stages = IdSet()
@@ -156,7 +156,7 @@ class CommittedRounds:
         """A peer reached a state."""
         first, first_file = self._states.setdefault((stage, lineage), (digest, file))
         if (first, first_file) == (digest, file):
-            return  # The same process, or the one before it in its file.
+            return  # It is the same process, or the one before it in its file.
         self._findings.digests_compared += 1
         if first != digest:
             self._findings.digests_differing += 1
@@ -172,7 +172,7 @@ class CommittedRounds:
     # -- merging -------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """All is read: a member of an exchange that never had its result gave to it what it had promised."""
+        """Once all is read: a member of an exchange that never had its result gave to it what it had promised."""
         for (stage, parent, digest), round_ in list(self._unmerged.items()):
             if not (given := self._waiting.get((stage, parent, digest))):
                 continue
@@ -238,7 +238,7 @@ class CommittedRounds:
                 yield first.contribution.stage, first.contribution.round, _latest(held)
 
     def held_back(self, stage: int, fragment: int, since_round: int) -> IdSet:
-        """What processes held at their ends and no round had taken, from this round on."""
+        """What processes that ended at this round or later held then, and no round had taken."""
         ids = IdSet()
         for held_stage, held_fragment, round_number, microbatches in self._held:
             if (held_stage, held_fragment) == (stage, fragment) and round_number >= since_round:

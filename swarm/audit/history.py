@@ -33,7 +33,7 @@ from swarm.training.lineage import next_lineage
 
 
 class History:
-    """One file."""
+    """What one file tells."""
 
     def __init__(self, name: str, findings: Findings, rounds: CommittedRounds) -> None:
         self.name = name
@@ -46,9 +46,9 @@ class History:
         """A process that has just begun, or moved, has nothing."""
         self.stage = stage
         self.round = 0
-        """Where it stands."""
+        """The round at which it stands."""
         self._entered_round = 0
-        """Where it began, or took over another state."""
+        """The round at which it began, or took over another state."""
         self._lineage: str | None = None
         num_fragments = self.start.num_fragments if self.start is not None else 1
         self._holdings = Holdings(
@@ -60,14 +60,14 @@ class History:
         self._closing: Closing | None = None
         self._begun: tuple[int, str] | None = None
         self._attempts: set[int] = set()
-        """Those that it has begun in the present round."""
+        """The attempts that it has begun in the present round."""
 
     @property
     def _is_synchronous(self) -> bool:
         return self.start is not None and self.start.setting == "synchronous"
 
     def feed(self, line: Line) -> None:
-        """The next event."""
+        """Take the next event of the file."""
         self._findings.num_events += 1
         event: Event = line.event
         match event:

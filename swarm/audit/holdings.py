@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swarm.events.kinds import Accumulate, Close, Commit, RollBack, Step, ranges
 
 Report = Callable[[str, Collection[int]], None]
-"""Takes what must not be, and the microbatches that it is about."""
+"""Called with what must not be, and the microbatches that it is about."""
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class _Bucket:
     counts: Counter[int] = field(default_factory=Counter)
     acked: set[int] = field(default_factory=set)
     replays: set[int] = field(default_factory=set)
-    """Those that were accumulated because this stage alone lacked them."""
+    """The microbatches that were accumulated because this stage alone lacked them."""
     samples: int = 0
 
     @property
@@ -51,7 +51,7 @@ class Closing:
 
 
 class Holdings:
-    """Those of a process since it began, or since it moved to its stage."""
+    """What a process holds that has just begun, or moved to its stage: at first nothing."""
 
     def __init__(self, *, is_synchronous: bool, num_fragments: int, report: Report) -> None:
         self._is_synchronous = is_synchronous
@@ -61,7 +61,7 @@ class Holdings:
         self._steps: list[_Step] = []
         self._num_steps = 0
         self._bases = [0] * num_fragments
-        """By fragment, the last inner step whose share of it was averaged, or lost."""
+        """By fragment, the number of the last inner step that an average has, or that was lost for it."""
         self._round_samples = 0
         """Samples of the inner steps that count towards the round."""
 
@@ -134,7 +134,7 @@ class Holdings:
         return Closing(event.round, event.fragment, counts, replays, round_samples, self._num_steps)
 
     def commit(self, event: Commit, closing: Closing | None, *, is_member: bool) -> None:
-        """A round was committed: what it took does not count towards a later one, nor does what was learnt in vain.
+        """A round was committed: what it took counts towards no later one, and neither does what was learnt in vain.
 
         Args:
             closing: the contribution that the process closed last in this round.

@@ -1,4 +1,4 @@
-"""A set of microbatch ids that are nearly consecutive, kept as ranges: its size goes with the gaps, not with the ids.
+"""A set of microbatch ids that are nearly consecutive, kept as ranges: its size follows the gaps, not the ids.
 
 Used by the audit, where a set may hold all microbatches of a run of weeks.
 """
@@ -13,7 +13,7 @@ class IdSet:
     def __init__(self, ids: Iterable[int] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        """One past the last."""
+        """One past the last id of each range."""
         for start, end in _runs(ids):
             self.add_range(start, end)
 
@@ -25,7 +25,7 @@ class IdSet:
             yield from range(start, end)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """First, and one past the last, of each range."""
+        """The first id of each range, and one past its last."""
         return zip(self._starts, self._ends, strict=True)
 
     def copy(self) -> "IdSet":

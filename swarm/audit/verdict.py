@@ -41,7 +41,7 @@ class Report:
     files: int
     events: int
     rounds_committed: int
-    """By all stages, on whatever branches."""
+    """Rounds that all stages have committed, on whatever branches."""
     rounds_aborted: int
     """Attempts that came to nothing, at all stages."""
     duplicates: int
@@ -49,7 +49,7 @@ class Report:
     replayed: int
     rolled_back: int
     lost_share: float
-    """Of what was acknowledged, mean over the stages; what living peers held in the end is not lost."""
+    """Share of what was acknowledged, mean over the stages; what living peers held in the end is not lost."""
     digests_compared: int
     digests_differing: int
     stages: tuple[StageReport, ...]
@@ -62,12 +62,12 @@ class Report:
         return not self.num_violations
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The report as JSON has it."""
         return asdict(self) | {"proven": self.proven}
 
 
 def judge(start: Start, rounds: CommittedRounds, findings: Findings, *, files: int, seen: Set[int]) -> Report:
-    """Check what can only be checked on the whole.
+    """Check what can only be checked once all files are read, and sum up.
 
     Args:
         seen: stages of which a file tells, and TRAINER_STAGE if one is a trainer's.

@@ -26,7 +26,7 @@ class Member:
     begins_at: float
     """Seconds since the epoch."""
     expires_at: float
-    """When the token does, in seconds since the epoch."""
+    """When its token expires, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Authority:
             NotAllowed: no such chain, another owner's, or one that does not hold now.
         """
         member = _verified(self.certificate_pem, chain_pem)
-        # Written so that it refuses NaN as well.
+        # This form of the comparison refuses NaN as well.
         if not member.begins_at <= now <= member.expires_at:
             raise NotAllowed(f"the token of {member.peer_id[:8]} has expired, or a clock is wrong")
         return member

@@ -56,7 +56,7 @@ _USAGES = {
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
-    """A P-256 key."""
+    """Make a P-256 key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -173,7 +173,7 @@ def _authority(
 
 
 def to_pem(certificate: x509.Certificate) -> str:
-    """As PEM."""
+    """A certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM).decode()
 
 

@@ -40,7 +40,7 @@ class Identity:
     authority: Authority | None = None
 
     def sign(self, message: bytes) -> bytes:
-        """ECDSA-SHA256 signature, DER."""
+        """The ECDSA-SHA256 signature of a message, in DER."""
         return certificates.load_key(self.key_pem).sign(message, _SIGNATURE)
 
 

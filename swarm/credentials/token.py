@@ -24,7 +24,7 @@ from swarm.errors import IntegrityError, NotAllowed
 from swarm.machine.disk import write_private
 
 PREFIX = "swarm1-"
-"""Begins every token, so that one is known when it is seen."""
+"""Every token begins with it, so that it is recognized as one."""
 _KEY_BYTES = 32
 _LENGTH_BYTES = 2
 
@@ -49,7 +49,7 @@ class Token:
 
     @property
     def expires_at(self) -> float:
-        """Seconds since the epoch."""
+        """When it expires, in seconds since the epoch."""
         return self.certificate.not_valid_after_utc.timestamp()
 
     @property

@@ -23,7 +23,7 @@ _NODE = re.compile(
 
 
 class OwnAddress(PeerUnavailable):
-    """All addresses that were given to enter the DHT by are this very node's."""
+    """All addresses that were given to enter the DHT are this very node's own."""
 
 
 def cannot_join(tried: Sequence[str], fault: str) -> PeerUnavailable:
@@ -44,7 +44,7 @@ def is_node(address: str) -> bool:
 
 
 def split(address: str) -> tuple[str, str]:
-    """A node's address as (where it is, which libp2p id it has).
+    """Split a node's address into its endpoint and its libp2p id.
 
     Raises:
         ValueError: it is no node's address; one line shows what one looks like.

@@ -32,7 +32,7 @@ class Directory:
 
     def __init__(self, store: RecordStore, identity: Identity, run_id: str, clock: Clock) -> None:
         self.store = store
-        """Where the records are, for those who pass them on as they are."""
+        """Where the records are; DirectoryService passes them on as they are."""
         self._identity = identity
         self._run_id = run_id
         self._clock = clock
@@ -41,7 +41,7 @@ class Directory:
         self._claims = self._known(keys.of_claims(run_id), ClaimRecord)
         self._announced: PeerRecord | None = None
         self._expirations: dict[str, float] = {}
-        """By key, of the last record that was announced there."""
+        """By key, when the last record that was announced there expires."""
         self._has_incompatible: set[str] = set()
         """Keys under which records of another protocol version are left out."""
 
@@ -165,5 +165,5 @@ class Directory:
 
 
 def stretch(num_peers: int) -> float:
-    """How many times as long as asked for the intervals of `watch` are, with so many peers."""
+    """By which factor the intervals of `watch` are longer than asked for, with so many peers."""
     return min(MAX_STRETCH, max(1.0, num_peers / NUM_OFTEN))

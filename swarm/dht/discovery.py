@@ -1,4 +1,4 @@
-"""Finding out what run there is, from nothing but an address: what a joiner does first.
+"""Discovery of the run at an address, which is what a joiner does first.
 
 Called by peers/shared/network and swarm-status, with a store whose node knows no run yet.
 """

@@ -36,9 +36,9 @@ class Holders:
         self._clock = clock
         self._own = {} if client_mode else {node.node_id: node.peer_id}
         self._nearest: dict[Any, Any] = {}
-        """Node id -> peer id, the nearest first."""
+        """The libp2p ids by node id, the nearest node first."""
         self._searched_at = float("-inf")
-        # Different nodes begin with different ones.
+        # Different readers begin with different nodes.
         self._turn = int(node.node_id)
 
     async def read(self) -> Found | None:

@@ -44,7 +44,7 @@ class Kademlia:
     Attributes:
         ended: done once p2pd has died; every call would then wait for each neighbour in turn.
         addresses: multiaddresses, /p2p/ID included, at which others can join; none in client mode.
-        is_client: whether it asks others, but listens to nobody and stores nothing.
+        is_client: whether it asks others, but cannot be asked and stores nothing.
         p2p: hivemind's connection to p2pd.
         node: hivemind's node.
     """
@@ -76,14 +76,14 @@ class Kademlia:
         self._forget_far(key)
         is_stored, all_answered = await self._holders_of(key).store(subkey, value, expiration)
         if not all_answered:
-            # Then it goes to others, until as many have it as should. Those that have it by now refuse it.
+            # Then hivemind gives it to others, until as many have it as should. Those that have it by now refuse it.
             search = self.node.store(key, value, expiration, subkey=subkey, exclude_self=self.is_client)
             is_stored = bool(await search) or is_stored
         return is_stored
 
     async def read_all(self, key: str) -> Found:
         """What all nodes that keep the key have; without neighbours, what this node has itself."""
-        # Without `latest`, whatever the node itself stores would do for an answer.
+        # Without `latest` hivemind would not ask further once this node itself stores something under the key.
         found = await self.node.get(key, latest=True)
         return {} if found is None else {subkey: tuple(stored) for subkey, stored in found.value.items()}
 
@@ -149,7 +149,7 @@ async def launch(
     Args:
         known: addresses of nodes.
         options: of p2pd.
-        client_mode: ask others, but listen to nobody and store nothing.
+        client_mode: ask others, but be asked by none and store nothing.
         must_join: whether one of the known nodes, if there are any, has to answer.
 
     Raises:
@@ -176,13 +176,13 @@ async def _join(p2p: Any, reached: Sequence[str], client_mode: bool, validator: 
     try:
         node = await DHTNode.create(
             p2p=p2p,
-            # After a restart the same as before. With a new one others would know one peer as two nodes, store every
-            # record there twice, and take the second refusal for an answer.
+            # It is the same after a restart. With a new one others would know one peer as two nodes, store every record
+            # there twice, and take the second refusal for an answer.
             node_id=DHTID.generate(str(p2p.peer_id)),
             initial_peers=reached,
             client_mode=client_mode,
             record_validator=validator,
-            # What is cached for a key would hide what was stored under it since.
+            # A cached record would hide what was stored under its key since.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -231,7 +231,7 @@ def require_key_file(path: Path) -> None:
 
 
 class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """In the place of a node's cache.
+    """A node's cache that keeps nothing.
 
     Others may ask for their records to be cached, and one record with a late expiry would hide all that is stored under
     its key.
@@ -247,9 +247,9 @@ class NoCache(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types
-    """In the place of a node's storage.
+    """A node's storage that keeps what the validator has room for.
 
-    hivemind's takes any number of records, and for each that is refreshed keeps a note until that one expires.
+    hivemind's own keeps any number of records, and a note of each version of one that is refreshed until that expires.
     """
 
     def __init__(self, validator: RecordValidator) -> None:
@@ -257,14 +257,14 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no 
         self._validator = validator
 
     def store(self, key: Any, value: bytes, expiration_time: float, subkey: str | None = None) -> bool:
-        """Refuses records without a subkey: there are none."""
+        """Refuse a record without a subkey: no honest peer stores one."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: Any, subkey: str, value: bytes, expiration_time: float) -> bool:
-        """Keep a record that the validator has room for."""
+        """Keep a record, unless the validator has no room for it, or a later one is here."""
         kept = self.get(key)
         former = kept.value.get(subkey) if kept is not None else None
-        # hivemind would refuse what expires sooner, and yet let the later one go at that time.
+        # hivemind would refuse the one that expires sooner, and yet drop the later one at that time.
         if former is not None and former.expiration_time >= expiration_time:
             return False
         record = DHTRecord(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expiration_time)

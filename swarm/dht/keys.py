@@ -1,4 +1,4 @@
-"""The DHT's keys: under which name what is announced.
+"""The DHT's keys: the names under which peers and trainers announce themselves.
 
 Used by directory and discovery, by records, which lets a trainer's token speak under one of them only, and by the
 programs, which tell their node and their servicer which keys their run has: those of `of_run`, and no others. Pure.

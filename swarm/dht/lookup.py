@@ -33,12 +33,12 @@ MAX_REPLY_BYTES = 4 << 20
 ANSWER_SECONDS = 12.0
 """Deadline of a question, connecting included; the peer's own lookup may take ten seconds of it."""
 MAX_OTHERS = 8
-"""Peers that are remembered besides the ones that were named."""
+"""How many peers are remembered besides the ones that were named."""
 
 
 @dataclass
 class _Answer:
-    """What is found under a key, or why nothing is."""
+    """What is found under a key, or the reason why that is not known."""
 
     lookup: asyncio.Task[pb.ReadReply | SwarmError]
     found_at: float | None = None
@@ -122,11 +122,11 @@ class PeerStore:
         self._last: list[Entry | PeerRecord] = []
 
     def learn(self, records: Iterable[PeerRecord]) -> None:
-        """Other peers to ask, when those asked so far are gone."""
+        """Remember other peers, to ask them when those asked so far are gone."""
         self._others = list(records)[:MAX_OTHERS]
 
     async def get(self, key: str, *, partly: bool = False) -> dict[str, tuple[bytes, float]]:
-        """All unexpired records under a key: subkey -> (value, expiration). Cancellation gives the question up.
+        """All unexpired records under a key: subkey -> (value, expiration). Cancellation ends the question.
 
         One peer is asked in any case, whether `partly` or not.
 

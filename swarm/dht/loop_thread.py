@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class LoopThread:
-    """Runs coroutines until it is closed. A daemon thread: it does not keep a program from ending."""
+    """Runs coroutines until it is closed. It is a daemon thread, which does not keep a program from ending."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()

@@ -31,8 +31,8 @@ CALL_SECONDS = 10.0
 RECONNECT_SECONDS = 5.0
 """Time between two attempts to reach nodes that are known but have dropped out of the routing table."""
 ALONE_SECONDS = 120.0
-"""For how long a node whose neighbours have all gone takes that for an outage: each of them has been tried again by
-then. Later they have left for good, and what the node stores itself is all that there is."""
+"""For so long a node whose neighbours have all gone takes that for an outage, and by then it has tried each of them
+again. After that they have left for good, and what the node stores itself is all that there is."""
 RESTART_SECONDS, MAX_RESTART_SECONDS = 0.5, 30.0
 """Wait before p2pd is started again, doubled each time; it begins anew once p2pd has lived for the longer one."""
 START_SECONDS = 30.0
@@ -41,7 +41,7 @@ RECONNECTS_AT_ONCE = 4
 MAX_REMEMBERED = 64
 """How many addresses of other nodes are remembered."""
 CLIENT_OPTIONS = ["-dhtClient=1", "-noListenAddrs=1"]
-"""p2pd's, for a node that asks others, but listens to nobody and stores nothing."""
+"""Options of p2pd for a node that asks others, but cannot be asked and stores nothing."""
 
 Result = TypeVar("Result")
 Launch = Callable[[Sequence[str]], Awaitable["Kademlia"]]
@@ -140,7 +140,7 @@ class DhtNode:
     async def _close(self) -> None:
         for task in self._background:
             task.cancel()
-        # hivemind may swallow a cancellation: then the thread's end is what ends the task.
+        # hivemind may swallow a cancellation: then the task ends with the thread.
         await asyncio.wait(self._background, timeout=STOP_SECONDS)
         await self._kademlia.stop()
 
@@ -243,7 +243,7 @@ def start(
         port: TCP port to listen on; 0 takes a free one.
         announce_hosts: names or IP addresses at which others reach this machine; without any, all that it sees itself.
         identity_path: file with the node's libp2p key, made if missing, so that its address stays the same.
-        client_mode: ask others, but listen to nobody and store nothing.
+        client_mode: ask others, but be asked by none and store nothing.
 
     Raises:
         ValueError: an address that is none, or a port in use.
@@ -262,7 +262,7 @@ def start(
     if identity_path is not None:
         kademlia.require_key_file(identity_path)
         options = [*options, f"-id={identity_path}"]
-    # One for all that p2pd is ever started for: what the validator is told of the run has to last.
+    # However often p2pd is started, the validator stays: what it is told of the run has to last.
     validator = kademlia.new_validator(clock)
     launch = partial(kademlia.launch, options=options, client_mode=client_mode, validator=validator, clock=clock)
     thread = LoopThread("dht")
@@ -283,7 +283,7 @@ def start(
 
 
 def _server_options(host: str, port: int, announce_hosts: Sequence[str]) -> list[str]:
-    """p2pd's, for a node that others can ask. Raises ValueError if the port is in use."""
+    """Options of p2pd for a node that others can ask. Raises ValueError if the port is in use."""
     port = addresses.require_free_port(host, port)
     options = ["-dhtServer=1", f"-hostAddrs={addresses.at(host, port)}"]
     if announce_hosts:

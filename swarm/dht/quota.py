@@ -1,4 +1,4 @@
-"""How much is kept of what is announced under one key, and of that how much of one owner.
+"""How many records of one key are kept, and how many of these of one owner.
 
 Used by validator for what a node stores, and by known_records for what is read. A record that expires makes room; until
 then it stays, since it may be refreshed, and later ones are refused. The bearer of a token, who can make up any number
@@ -52,7 +52,7 @@ class KeyQuota:
         return True
 
     def drop(self, subkey: str) -> None:
-        """Count a record no longer."""
+        """Stop counting a record."""
         if (kept := self._kept.pop(subkey, None)) is not None:
             self.num_bytes -= kept.num_bytes
 
@@ -71,6 +71,6 @@ class KeyQuota:
         return (kept.num_bytes for name, kept in self._kept.items() if kept.owner == owner and name != subkey)
 
     def drop_expired(self, now: float) -> None:
-        """Count the records that have expired no longer."""
+        """Stop counting the records that have expired."""
         for subkey in [subkey for subkey, kept in self._kept.items() if kept.expiration <= now]:
             self.drop(subkey)

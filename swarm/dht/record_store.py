@@ -24,7 +24,7 @@ class NoOtherNode(PeerUnavailable):
 
 
 class RecordStore(Protocol):
-    """Keeps sealed records; of two for one subkey the one that expires later."""
+    """Keeps sealed records; of two under one subkey it keeps the one that expires later."""
 
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Store a sealed record until `expiration`, in seconds since the epoch.
@@ -33,7 +33,7 @@ class RecordStore(Protocol):
             False if it was refused: badly signed, or not later than another one for this subkey.
 
         Raises:
-            PeerUnavailable: nobody could be asked.
+            PeerUnavailable: no node or peer answers.
         """
         ...
 
@@ -44,7 +44,7 @@ class RecordStore(Protocol):
             partly: a cheap answer will do, even if a record is missing from it.
 
         Raises:
-            PeerUnavailable: nobody could be asked.
+            PeerUnavailable: no node or peer answers.
             NoOtherNode: there were other nodes not long ago.
         """
         ...

@@ -37,7 +37,7 @@ class Envelope(BaseModel):
     certificate_pem: str
     """The signer's certificate, and in a locked run that of the token which issued it."""
     signature: str
-    """In base64; over key, subkey, expiration and payload."""
+    """Signature over key, subkey, expiration and payload, in base64."""
 
 
 def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: float) -> bytes:
@@ -64,7 +64,7 @@ def seal(signer: identity.Identity, key: str, payload: BaseModel, expiration: fl
 
 
 def verify(subkey: str, record: bytes, expiration: float, now: float, authority: Authority | None) -> Envelope:
-    """Check everything about a record but its schema, and that its key is the one it was found under.
+    """Check everything about a record except its schema and the key that it was found under.
 
     Args:
         authority: the owner of the locked run whose members alone may speak; None in an open one.
@@ -74,7 +74,7 @@ def verify(subkey: str, record: bytes, expiration: float, now: float, authority:
         IntegrityError: forged, stolen, or expiring too far in the future.
         NotAllowed: its signer is no member, or is a trainer under a key that only peers may use.
     """
-    # Written so that it refuses NaN as well.
+    # This form of the comparison refuses NaN as well.
     if not expiration <= now + MAX_LIFETIME_SECONDS:
         raise IntegrityError(f"a record of {subkey} expires more than {MAX_LIFETIME_SECONDS:.0f} s from now")
     envelope = _verify_signature(subkey, record, expiration)

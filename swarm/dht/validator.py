@@ -39,7 +39,7 @@ class RecordValidator:
         self._authority: Authority | None = None
         self._keys = {hash_key(keys.RUNS)}
         self._quotas: dict[bytes, KeyQuota] = {}
-        """By key, as hivemind hashes it."""
+        """What is stored under each key, by hivemind's hash of the key."""
 
     def belong_to(self, run_keys: Collection[str], authority: Authority | None) -> None:
         """From now on accept records under these keys alone.
@@ -75,14 +75,14 @@ class RecordValidator:
         return sum(quota.num_bytes for quota in self._quotas.values())
 
     def forget(self, key: bytes) -> None:
-        """Count nothing under this key any more."""
+        """Stop counting what was stored under a key."""
         self._quotas.pop(key, None)
 
     def _opened(self, record: Any) -> Envelope | None:
         key = bytes(record.key)
         if key not in self._keys:
             return None
-        # Before ours msgpack puts two and three bytes; anything packed otherwise fails the comparison.
+        # msgpack puts two bytes before our subkeys and three before our values; the comparison refuses anything else.
         subkey = record.subkey[2:].decode(errors="replace")
         value = record.value[3:]
         if self._pack(subkey) != record.subkey or self._pack(value) != record.value:

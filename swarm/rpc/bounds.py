@@ -28,7 +28,7 @@ _Fields = tuple[tuple[str, str, bool, Any], ...]
 
 
 def require_bounds(message: Any, *, finite: bool) -> None:
-    """Raise MalformedMessage for a number or a list that is too large, here or in a message inside.
+    """Raise MalformedMessage if a number or a list is too large, in a message or in one inside it.
 
     Args:
         finite: whether NaN and infinity are refused as well.

@@ -22,7 +22,7 @@ MAX_KEPT_BYTES = 256 << 20
 RETRY_SECONDS = 1.0
 """After how long a caller with too many calls may try again."""
 KEPT_RETRY_SECONDS = 0.05
-"""After how long a caller for which too much is kept may try again: there is room as soon as one of its calls ends."""
+"""After how long a caller for which too much is kept may try again. There is room once one of its calls has ended."""
 CALLS_PER_SECOND = 500.0
 """Calls that one caller may begin. Those beyond it wait, so that no caller keeps this peer busy with answers alone."""
 BURST_CALLS = 1000
@@ -65,12 +65,12 @@ class Callers:
         self._max_bytes = {True: max_training_bytes, False: max_bytes}
         self._num_calls: Counter[Caller] = Counter()
         self._num_bytes = {True: Counter[Caller](), False: Counter[Caller]()}
-        """Of microbatches, and of other calls."""
+        """What is kept for each caller: for its microbatches, and for its other calls."""
         self._due: dict[Caller, float] = {}
-        """When a caller's next call would be due if its calls came evenly; only of callers that are ahead of that."""
+        """When a caller's next call would be due if its calls came evenly; only for those that are ahead of it."""
 
     def enter(self, caller: Caller, num_entries: int = 0) -> float:
-        """One more call; `leave` ends it.
+        """Count a call that begins; `leave` ends it.
 
         Args:
             num_entries: entries of the lists in its request; every ENTRIES_PER_CALL of them count as one more call.
@@ -90,7 +90,7 @@ class Callers:
         return seconds
 
     def leave(self, caller: Caller, *, wasted: bool = False) -> None:
-        """A call has ended.
+        """Count a call no longer.
 
         Args:
             wasted: whether it came to nothing.
@@ -115,7 +115,7 @@ class Callers:
         return max(0.0, self._due[caller] - now)
 
     def keep(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        """Something is to be kept for a call; `release` ends that.
+        """Count bytes that are kept for a call; `release` ends that.
 
         Raises:
             Overloaded: it would be too much for one caller, for which something is kept already.
@@ -126,7 +126,7 @@ class Callers:
         self._num_bytes[training][caller] += num_bytes
 
     def release(self, caller: Caller, num_bytes: int, *, training: bool = False) -> None:
-        """It is not kept any more."""
+        """Count bytes no longer."""
         subtract(self._num_bytes[training], caller, num_bytes)
 
     def __len__(self) -> int:
@@ -135,12 +135,12 @@ class Callers:
 
     @property
     def num_calls(self) -> int:
-        """Under way, of all callers."""
+        """Calls of all callers that are under way."""
         return self._num_calls.total()
 
     @property
     def num_bytes(self) -> int:
-        """Kept for all callers."""
+        """What is kept for all callers."""
         return sum(kept.total() for kept in self._num_bytes.values())
 
 

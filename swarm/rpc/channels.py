@@ -23,7 +23,7 @@ from swarm.types import PeerRecord
 
 Options = tuple[tuple[str, int | str], ...]
 _Key = tuple[str, str, bool]
-"""Endpoint, certificate, and whether it is for bulk transfers."""
+"""A channel's endpoint and certificate, and whether it is for bulk transfers."""
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """Size of one message; tensors travel in chunks of about 1 MiB."""
@@ -148,7 +148,7 @@ class ChannelPool:
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def close(self) -> None:
-        """Close all channels, and cancel what calls they have."""
+        """Close all channels, and cancel their calls."""
         channels = list(self._channels.values())
         self._channels.clear()
         self._used_at.clear()
@@ -236,7 +236,7 @@ async def abort(context: Any, error: SwarmError) -> NoReturn:
 
 
 def translate(error: grpc.aio.AioRpcError) -> SwarmError:
-    """What a failed call means: what its servicer raised, or that the peer cannot be reached, or was too slow."""
+    """What a failed call means: what its servicer raised, or that the peer is out of reach, or was too slow."""
     metadata = {str(key): value for key, value in error.trailing_metadata() or ()}
     name, argument = metadata.get(_ERROR_KEY), metadata.get(_ARGUMENT_KEY, "0")
     details = error.details() or error.code().name

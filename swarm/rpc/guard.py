@@ -65,7 +65,7 @@ class Unreadable:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Stands before all services of one server."""
+    """Stands between gRPC and all services of one server."""
 
     def __init__(
         self, *, authority: Authority | None, callers: Callers, clock: Clock, stage: Callable[[], int]
@@ -182,7 +182,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return num_bytes
 
     async def _refuse_slowly(self, caller: Caller, context: Context, error: Overloaded) -> NoReturn:
-        """Wait before refusing, or the caller would ask again at once. As calls that wait take memory, not all do."""
+        """Refuse after a wait, or the caller would ask again at once. Waiting calls take memory, so only some wait."""
         if self._num_refused[caller] < MAX_CALLS:
             self._num_refused[caller] += 1
             try:

@@ -80,7 +80,7 @@ class Stream:
         self._call.cancel()
 
     async def _status(self) -> SwarmError:
-        """Why it ended."""
+        """The error that says why the call ended."""
         call = self._call
         if await call.code() is grpc.StatusCode.OK:
             return PeerUnavailable("the peer ended the stream early")

@@ -15,7 +15,7 @@ PINNED_OPTIONS = (("grpc.ssl_target_name_override", PEER_NAME),)
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """What a peer's server proves its identity with; in a locked run, callers have to prove theirs."""
+    """Credentials with which a peer's server proves its identity, and in a locked run makes callers prove theirs."""
     own = [(identity.key_pem.encode(), identity.certificate_pem.encode())]
     if identity.authority is None:
         return grpc.ssl_server_credentials(own)
@@ -24,7 +24,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def pinned_credentials(certificate_pem: str, own: Identity | None = None) -> grpc.ChannelCredentials:
-    """What a client uses to talk to the one server that holds the key to this certificate.
+    """Credentials with which a client talks to the one server that has the key to this certificate.
 
     Args:
         own: the caller's identity; servers of a locked run are shown its certificates.

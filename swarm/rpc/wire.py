@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _INT8, _FP16 = Int8(), ScaledHalf()
 ENCODINGS: Mapping[str, torch.dtype] = {**DTYPES, _INT8.name: torch.uint8}
-"""All that may travel between stages: the element types, and what a codec made, as bytes."""
+"""What may travel between stages: tensors of an element type, and a codec's output as bytes."""
 _NAMES = {dtype: name for name, dtype in ENCODINGS.items()}
 
 
@@ -119,7 +119,7 @@ class TensorReader:
             self._begin(chunk.header)
         if self._current is None:
             raise MalformedMessage("a tensor chunk came before its header")
-        # Once: each look makes a copy.
+        # Read once, since each access makes a copy.
         data = chunk.data
         if self._buffer and not data:
             raise MalformedMessage(f"an empty chunk of tensor {self._name!r}")
@@ -164,7 +164,7 @@ def require_in_range(name: str, tensor: torch.Tensor) -> None:
         scale = 1.0
         if tensor.dtype is torch.float16:
             scale, tensor = _FP16.scale(tensor), tensor[1:]
-        # NaN is passed on by aminmax, and fails every comparison.
+        # aminmax passes NaN on, and NaN fails every comparison.
         low, high = (scale * float(extreme) for extreme in torch.aminmax(tensor))
     if not (low >= -LARGEST_ACTIVATION and high <= LARGEST_ACTIVATION):
         raise MalformedMessage(f"tensor {name!r} holds NaN, infinity, or numbers beyond {LARGEST_ACTIVATION:.0f}")
