@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 from collections.abc import Sequence
@@ -10,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from swarm.config import ModelConfig, RunConfig, to_json
 from swarm.credentials import identity
-from swarm.dht import keys
 from swarm.dht.directory import Directory
-from swarm.dht.discovery import discover_config
 from swarm.dht.records import MAX_LIFETIME_SECONDS, seal
-from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.errors import PeerUnavailable
 from swarm.machine.clock import DOUBT_SECONDS, ManualClock
-from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, RunRecord, TrainerRecord
+from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState, TrainerRecord
 from tests.support import locked
 from tests.support.memory_store import MemoryStore
 from tests.support.set_clock import SetClock
@@ -310,56 +306,8 @@ async def test_many_peers_are_read_less_often(
     await asyncio.gather(watching, return_exceptions=True)
 
 
-CONFIG = RunConfig()
-
-
-async def test_a_joiner_finds_the_run(store: Store, clock: ManualClock) -> None:
-    for who in (OURS, THEIRS):
-        await Directory(store, who, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
-    assert await discover_config(store, clock, address="/x") == CONFIG
-
-
-async def test_no_run(store: Store, clock: ManualClock) -> None:
-    with pytest.raises(PeerUnavailable, match=r"^no run is announced at /x: is a swarm-peer running there\?$"):
-        await discover_config(store, clock, address="/x")
-
-
-async def test_several_runs_are_listed(store: Store, clock: ManualClock) -> None:
-    other = dataclasses.replace(CONFIG, model=ModelConfig(num_layers=8))
-    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
-    await Directory(store, THEIRS, other.run_id, clock).publish_config(to_json(other), 60)
-    first, second = sorted([CONFIG.run_id, other.run_id])
-    with pytest.raises(ValueError, match=f"^several runs share the DHT at /x: {first}, {second};"):
-        await discover_config(store, clock, address="/x")
-
-
-async def test_nonsense_hides_no_run(store: Store, clock: ManualClock) -> None:
-    await Directory(store, THEIRS, RUN, clock).publish_config('{"model": {"num_heads": 0}}', 60)
-    with pytest.raises(ValueError, match=r"^the configuration of the run at /x: model"):
-        await discover_config(store, clock, address="/x")
-    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
-    assert await discover_config(store, clock, address="/x") == CONFIG
-
-
-async def test_a_run_of_another_version(store: Store, clock: ManualClock) -> None:
-    record = RunRecord(peer_id=THEIRS.peer_id, protocol_version=PROTOCOL_VERSION + 1, config_json="{}")
-    await store.store(keys.RUNS, THEIRS.peer_id, seal(THEIRS, keys.RUNS, record, 1060.0), 1060.0)
-    with pytest.raises(IncompatibleVersion, match="install the version that the other peers have"):
-        await discover_config(store, clock, address="/x")
-
-
-# -- locked runs -------------------------------------------------------------------------------------------------------
-
-OWNED = dataclasses.replace(CONFIG, owner=locked.OWNER.authority.fingerprint)
-OTHERS = dataclasses.replace(CONFIG, owner=locked.STRANGER.authority.fingerprint)
-
-
-@pytest.fixture
-def now() -> ManualClock:
-    return ManualClock(locked.NOW.timestamp())
-
-
-async def test_members_see_members_alone(now: ManualClock) -> None:
+async def test_members_see_members_alone() -> None:
+    now = ManualClock(locked.NOW.timestamp())
     store = Store(now)
     for who in (locked.PEER, locked.OPEN, locked.EXPIRED, locked.FOREIGN, locked.TRAINER):
         directory = Directory(store, who, RUN, now)
@@ -369,48 +317,3 @@ async def test_members_see_members_alone(now: ManualClock) -> None:
     assert [record.peer_id for record in await reader.peers(1)] == [locked.PEER.peer_id]
     assert {record.peer_id for record in await reader.trainers()} == {locked.PEER.peer_id, locked.TRAINER.peer_id}
     assert len(await Directory(store, locked.OPEN, RUN, now).peers(1)) == 5
-
-
-async def _published(now: ManualClock, *statements: tuple[identity.Identity, RunConfig]) -> Store:
-    store = Store(now)
-    for who, config in statements:
-        await Directory(store, who, config.run_id, now).publish_config(to_json(config), 60)
-    return store
-
-
-async def test_nobody_takes_a_locked_run_over(now: ManualClock) -> None:
-    """Neither with another configuration, nor with the same one, nor as a trainer."""
-    taken_over = dataclasses.replace(OWNED, model=ModelConfig(num_layers=8))
-    store = await _published(
-        now, (locked.OPEN, CONFIG), (locked.FOREIGN, taken_over), (locked.TRAINER, taken_over), (OURS, OTHERS),
-        (locked.PEER, OWNED),
-    )  # fmt: skip
-    assert await discover_config(store, now, address="/x", authority=locked.OWNER.authority) == OWNED
-
-
-async def test_without_a_token_a_locked_run_is_named_as_such(now: ManualClock) -> None:
-    store = await _published(now, (locked.PEER, OWNED))
-    with pytest.raises(ValueError, match=r"^the run at /x is locked: .*join with /x#TOKEN$"):
-        await discover_config(store, now, address="/x")
-
-
-@pytest.mark.parametrize(
-    ("publisher", "config", "theirs"), [(locked.OPEN, CONFIG, "is open"), (locked.FOREIGN, OTHERS, "is owned by")]
-)
-async def test_a_token_for_another_run_is_refused(
-    now: ManualClock, publisher: identity.Identity, config: RunConfig, theirs: str
-) -> None:
-    store = await _published(now, (publisher, config))
-    with pytest.raises(ValueError, match=f"^the token is for the run of owner .*, and the run at /x {theirs}"):
-        await discover_config(store, now, address="/x", authority=locked.OWNER.authority)
-
-
-async def test_a_locked_run_that_is_not_there(now: ManualClock) -> None:
-    with pytest.raises(PeerUnavailable, match="no run is announced"):
-        await discover_config(Store(now), now, address="/x", authority=locked.OWNER.authority)
-
-
-def test_the_owner_is_part_of_the_runs_name() -> None:
-    assert len({CONFIG.run_id, OWNED.run_id, OTHERS.run_id}) == 3
-    with pytest.raises(ValueError, match="owner must be the 64 hexadecimal digits"):
-        dataclasses.replace(CONFIG, owner="me")

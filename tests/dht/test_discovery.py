@@ -1,0 +1,124 @@
+"""What run there is, over an in-memory DHT on manual time."""
+
+import dataclasses
+
+import pytest
+
+from swarm.config import ModelConfig, RunConfig, to_json
+from swarm.credentials import identity
+from swarm.dht import keys
+from swarm.dht.directory import Directory
+from swarm.dht.discovery import discover_config
+from swarm.dht.records import seal
+from swarm.errors import IncompatibleVersion, PeerUnavailable
+from swarm.machine.clock import ManualClock
+from swarm.types import PROTOCOL_VERSION, RunRecord
+from tests.support import locked
+from tests.support.memory_store import MemoryStore
+
+OURS, THEIRS = identity.generate(), identity.generate()
+RUN = "run.0123"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def store(clock: ManualClock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+CONFIG = RunConfig()
+
+
+async def test_a_joiner_finds_the_run(store: MemoryStore, clock: ManualClock) -> None:
+    for who in (OURS, THEIRS):
+        await Directory(store, who, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    assert await discover_config(store, clock, address="/x") == CONFIG
+
+
+async def test_no_run(store: MemoryStore, clock: ManualClock) -> None:
+    with pytest.raises(PeerUnavailable, match=r"^no run is announced at /x: is a swarm-peer running there\?$"):
+        await discover_config(store, clock, address="/x")
+
+
+async def test_several_runs_are_listed(store: MemoryStore, clock: ManualClock) -> None:
+    other = dataclasses.replace(CONFIG, model=ModelConfig(num_layers=8))
+    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    await Directory(store, THEIRS, other.run_id, clock).publish_config(to_json(other), 60)
+    first, second = sorted([CONFIG.run_id, other.run_id])
+    with pytest.raises(ValueError, match=f"^several runs share the DHT at /x: {first}, {second};"):
+        await discover_config(store, clock, address="/x")
+
+
+async def test_nonsense_hides_no_run(store: MemoryStore, clock: ManualClock) -> None:
+    await Directory(store, THEIRS, RUN, clock).publish_config('{"model": {"num_heads": 0}}', 60)
+    with pytest.raises(ValueError, match=r"^the configuration of the run at /x: model"):
+        await discover_config(store, clock, address="/x")
+    await Directory(store, OURS, CONFIG.run_id, clock).publish_config(to_json(CONFIG), 60)
+    assert await discover_config(store, clock, address="/x") == CONFIG
+
+
+async def test_a_run_of_another_version(store: MemoryStore, clock: ManualClock) -> None:
+    record = RunRecord(peer_id=THEIRS.peer_id, protocol_version=PROTOCOL_VERSION + 1, config_json="{}")
+    await store.store(keys.RUNS, THEIRS.peer_id, seal(THEIRS, keys.RUNS, record, 1060.0), 1060.0)
+    with pytest.raises(IncompatibleVersion, match="install the version that the other peers have"):
+        await discover_config(store, clock, address="/x")
+
+
+# -- locked runs -------------------------------------------------------------------------------------------------------
+
+OWNED = dataclasses.replace(CONFIG, owner=locked.OWNER.authority.fingerprint)
+OTHERS = dataclasses.replace(CONFIG, owner=locked.STRANGER.authority.fingerprint)
+
+
+@pytest.fixture
+def now() -> ManualClock:
+    return ManualClock(locked.NOW.timestamp())
+
+
+async def _published(now: ManualClock, *statements: tuple[identity.Identity, RunConfig]) -> MemoryStore:
+    store = MemoryStore(now)
+    for who, config in statements:
+        await Directory(store, who, config.run_id, now).publish_config(to_json(config), 60)
+    return store
+
+
+async def test_nobody_takes_a_locked_run_over(now: ManualClock) -> None:
+    """Neither with another configuration, nor with the same one, nor as a trainer."""
+    taken_over = dataclasses.replace(OWNED, model=ModelConfig(num_layers=8))
+    store = await _published(
+        now, (locked.OPEN, CONFIG), (locked.FOREIGN, taken_over), (locked.TRAINER, taken_over), (OURS, OTHERS),
+        (locked.PEER, OWNED),
+    )  # fmt: skip
+    assert await discover_config(store, now, address="/x", authority=locked.OWNER.authority) == OWNED
+
+
+async def test_without_a_token_a_locked_run_is_named_as_such(now: ManualClock) -> None:
+    store = await _published(now, (locked.PEER, OWNED))
+    with pytest.raises(ValueError, match=r"^the run at /x is locked: .*join with /x#TOKEN$"):
+        await discover_config(store, now, address="/x")
+
+
+@pytest.mark.parametrize(
+    ("publisher", "config", "theirs"), [(locked.OPEN, CONFIG, "is open"), (locked.FOREIGN, OTHERS, "is owned by")]
+)
+async def test_a_token_for_another_run_is_refused(
+    now: ManualClock, publisher: identity.Identity, config: RunConfig, theirs: str
+) -> None:
+    store = await _published(now, (publisher, config))
+    with pytest.raises(ValueError, match=f"^the token is for the run of owner .*, and the run at /x {theirs}"):
+        await discover_config(store, now, address="/x", authority=locked.OWNER.authority)
+
+
+async def test_a_locked_run_that_is_not_there(now: ManualClock) -> None:
+    with pytest.raises(PeerUnavailable, match="no run is announced"):
+        await discover_config(MemoryStore(now), now, address="/x", authority=locked.OWNER.authority)
+
+
+def test_the_owner_is_part_of_the_runs_name() -> None:
+    assert len({CONFIG.run_id, OWNED.run_id, OTHERS.run_id}) == 3
+    with pytest.raises(ValueError, match="owner must be the 64 hexadecimal digits"):
+        dataclasses.replace(CONFIG, owner="me")
