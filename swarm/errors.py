@@ -39,7 +39,7 @@ class PeerUnavailable(TryAnotherPeer):
     """The peer is unreachable, frozen, or ended the call before its answer was complete.
 
     Attributes:
-        is_gone: nobody listens at its address: it has died, and does not come back with what it had.
+        is_gone: no process listens at its address: it has died, and does not come back with what it had.
         is_unreachable: no answer came, whatever the reason: the peer itself has not said or done anything wrong.
     """
 
@@ -86,7 +86,7 @@ class NotAllowed(NotServed):
 
 
 class TryLater(SwarmError):
-    """The same request may succeed in a moment. Not a failure: it bans nobody."""
+    """The same request may succeed in a moment. Not a failure: it is no reason for a ban."""
 
 
 class Overloaded(TryLater):

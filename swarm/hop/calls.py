@@ -39,7 +39,7 @@ class Line:
         return self._num_sending > 0
 
     async def send(self, call: Stream, request: Any, tensors: Tensors) -> None:
-        """Write tensors, the first of them with what else `request` says; it is filled, so nobody is to keep it."""
+        """Write tensors, the first of them with what else `request` says. It is filled: the caller gives it away."""
         self._num_sending += 1
         try:
             for message in filled(request, tensors):

@@ -28,7 +28,7 @@ from swarm.types import PeerId, PeerRecord
 logger = logging.getLogger(__name__)
 
 SHORTEST_WAIT_SECONDS = 0.005
-"""Until a peer is looked for again when nobody can be asked, at least."""
+"""The shortest wait before a peer is looked for again, when none can be asked."""
 STALL_FACTOR = 4.0
 """A peer may be what is waited for so many times longer than it was expected to take, waiting in its queue included."""
 MOST_DOUBLINGS = 3
@@ -136,7 +136,7 @@ class Retries:
         self.route = {**self.route, self._stage: peer_id}
 
     def progressed(self, peer_id: PeerId, stage: int, downstream: Mapping[int, PeerId]) -> bool:
-        """The peer tells which stage it waits for, and who works there; whether the route is another one now."""
+        """The peer tells which stage it waits for, and which peers work there. Gives whether the route has changed."""
         self.forward_passed |= stage != self._stage or bool(downstream)
         route = {**downstream, self._stage: peer_id}
         if not downstream or self.route == route:
@@ -211,7 +211,7 @@ class Retries:
         if isinstance(error, NotReady):
             self._num_not_ready += 1
             if self._num_not_ready == self._limits.max_failures:
-                # It may be that nobody ever can: who looks into the log is to find why.
+                # It may be that no peer ever can. The log says why.
                 logger.warning("stage %d: nobody can take a microbatch, and it is tried on: %s", self._stage, error)
         # Peers that join, move, leave or lack a round's weights say nothing about the others.
         self.num_failures += not isinstance(error, NotReady | WrongStage | WrongRun)

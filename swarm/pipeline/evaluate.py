@@ -26,7 +26,7 @@ async def held_out_loss(
     """Mean loss in nats per token over about `num_samples` held-out samples.
 
     Args:
-        listener: hears which stage is waited for; that may last until somebody serves it.
+        listener: hears which stage is waited for; that may last until a peer serves it.
 
     Raises:
         Fatal: no chain of peers holds that round's anchor (any more).

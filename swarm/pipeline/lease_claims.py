@@ -1,8 +1,8 @@
 """What trainers tell a new leader that its predecessor has granted them, and how much of that it believes.
 
-Used by leases alone, while a leader gathers. Nobody can prove what a leader that died has granted, and honest trainers
-would have their work done twice if they were not believed. So each bearer is, up to its share of the round: less than
-a whole one in any case, and those who claim less come first.
+Used by leases alone, while a leader gathers. No trainer can prove what a leader that died has granted, and honest
+trainers would have their work done twice if they were not believed. So each bearer is believed, up to its share of the
+round. That is less than a whole round in any case, and those that claim less come first.
 """
 
 import math
@@ -57,7 +57,7 @@ class LeaseClaims:
         by_bearer = Counter[str]()
         for trainer, claim in self._claims.items():
             by_bearer[trainer.bearer] += claim.size
-        # Nobody is believed a whole round: whoever is about to come would have nothing.
+        # No trainer is believed to hold a whole round: one that is about to come would have nothing.
         left = dict.fromkeys(by_bearer, math.ceil(self._size / max(2, len(by_bearer))))
         taken = set(known)
         for trainer, claim in sorted(self._claims.items(), key=lambda item: (by_bearer[item[0].bearer], item[0])):

@@ -64,7 +64,7 @@ GAP_SECONDS = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLead:
-    """What a stage peer knows about its group: who leads it, and the round's view if that is itself."""
+    """What a stage peer knows about its group: which member leads it, and the round's view if that is this peer."""
 
     leader_id: PeerId
     view: RoundView | None
@@ -111,7 +111,7 @@ class LeaseServicer(LeaseServiceServicer):
             looked_at = self._clock.monotonic()
             lead = self._lead()
             if lead.view is None:
-                # Whoever leads next grants from its own table; ours would be out of date.
+                # The next leader grants from its own table; ours would be out of date.
                 self._table = None
                 return pb.AcquireReply(leader_peer_id=lead.leader_id)
             grant = self._grant(lead.view, request, trainer)
@@ -127,7 +127,7 @@ class LeaseServicer(LeaseServiceServicer):
     def _grant(self, view: RoundView, request: pb.AcquireRequest, trainer: Trainer) -> Grant:
         if self._table is None:
             self._table = LeaseTable(self._config, self._stage, self._clock, self._rng)
-        # All of a round that stage 0 has not begun yet is lacking here, and can be had from nobody.
+        # Stage 0 has not begun this round yet: all of it is lacking here, and no trainer can have any of it.
         too_new = request.HasField("newest_round") and view.round > request.newest_round
         is_first, is_older = self._stage == 0, view.round < request.newest_round
         grant = self._table.acquire(
@@ -240,7 +240,7 @@ class LeaseClient:
         leader = self._leaders.get(stage)
 
         def order(record: PeerRecord) -> tuple[bool, bool, float, str]:
-            # A frozen peer costs a time-out: whoever answered, or was not asked for long, comes before it.
+            # A frozen peer costs a time-out: peers that answered, or were not asked for long, come before it.
             failed_at = self._failed_at.get(PeerId(record.peer_id), float("-inf"))
             return self._has_failed(record), record.peer_id != leader, failed_at, record.peer_id
 

@@ -42,7 +42,7 @@ class Work:
     granted_by: int
     """The stage whose leader granted it."""
     answered: bool = False
-    """Its ack may be under way: nobody else may run it, since it may count, but its place in the window is free."""
+    """Its ack may be under way: no other trainer may run it, but its place in the window is free."""
 
 
 class LeasedWork:
@@ -154,8 +154,8 @@ class LeasedWork:
         self.note_acknowledged(work.microbatch)
 
     def note_acknowledged(self, microbatch: Microbatch) -> None:
-        """Stage 0 counts it, or is about to, whoever ran it: the leaders of later stages are told."""
-        # With DiLoCo nobody asks: each microbatch is granted once.
+        """Stage 0 counts it, or is about to, whichever trainer ran it. The leaders of later stages are told."""
+        # With DiLoCo no leader asks: each microbatch is granted once.
         if self._config.rounds.synchronous and not microbatch.is_replay:
             self._acknowledged.append((self._clock.monotonic(), microbatch.index))
 

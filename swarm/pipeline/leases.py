@@ -22,10 +22,10 @@ from swarm.types import LARGEST_COUNT
 LEASE_SECONDS = 8.0
 """Lifetime of a lease that is not renewed. An Ack of its trainer may be under way for longer. Synchronous: should it
 count all the same, after another trainer ran the microbatch as well, one of the two is taken out, as where two trainers
-hold one lease; with DiLoCo nobody else ever runs it."""
+hold one lease; with DiLoCo no other trainer ever runs it."""
 GATHER_SECONDS = 1.0
-"""For how long whoever takes the lead grants nothing of a synchronous round: trainers renew their leases twice as
-often, so it knows then what they hold. Trainers have enough to do meanwhile."""
+"""For how long a peer that takes the lead grants nothing of a synchronous round. Trainers renew their leases twice as
+often, so it knows then what they hold, and they have enough to do meanwhile."""
 LONGEST_GATHER_SECONDS = 5.0
 """Likewise, if a peer of the stage has not told yet what it has."""
 SETTLE_SECONDS = 0.75
@@ -38,8 +38,8 @@ LOST_SECONDS = LEASE_SECONDS
 """What does not show as committed for so long after its Ack is lost, even while the round goes on. Lines stall for some
 seconds, and a member waits as long for a retry."""
 LEAST_SKIP, MOST_SKIP = 1 << 12, 1 << 30
-"""DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to someone who has not
-reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
+"""DiLoCo: microbatches that a new leader leaves out, since its predecessor may have granted them to a trainer that has
+not reported yet. How many is drawn: the predecessor may go on granting for a while, or a second peer take over as well,
 where the network is parted. Missing is allowed there, double is not."""
 
 
@@ -51,7 +51,7 @@ class RoundView:
     committed: Set[int]
     """Microbatches that some member has committed, and one hears of it."""
     counted: Set[int]
-    """Those, and the ones that a member had committed who is silent, not there, or left out."""
+    """Those, and the ones that were committed by a member that is silent, not there, or left out."""
     lost: Set[int]
     """Of the latter, those that have certainly died with it."""
     highest_microbatch: int
@@ -79,8 +79,8 @@ class Grant:
 class LeaseTable:
     """The leases of one stage, while this peer leads it.
 
-    With DiLoCo every microbatch is granted once, to whomever it may be, and nobody waits for it: there is nothing to
-    keep of it.
+    With DiLoCo every microbatch is granted once, to any trainer, and no peer waits for it: there is nothing to keep of
+    it.
     """
 
     def __init__(self, config: RunConfig, stage: int, clock: Clock, rng: random.Random) -> None:
@@ -140,14 +140,14 @@ class LeaseTable:
         return self._round
 
     def _note_lead(self) -> None:
-        """Trainers ask all the time: if nobody has for a while, this peer was away, and others may have led."""
+        """Trainers ask all the time. If none has for a while, this peer was away, and others may have led."""
         now = self._clock.monotonic()
         if now - self._asked_at >= GATHER_SECONDS:
             self._leads_since = now
         self._asked_at = now
 
     def _gathers(self, view: RoundView) -> bool:
-        """Whether this peer leads too short a time to know who holds what, and what is done."""
+        """Whether this peer has led for too short a time to know which trainer holds what, and what is done."""
         seconds = self._clock.monotonic() - self._leads_since
         return seconds < GATHER_SECONDS or (view.awaits_reports and seconds < LONGEST_GATHER_SECONDS)
 
@@ -202,8 +202,8 @@ class LeaseTable:
                 return self._lease(trainer, self._round.allowed(trainer, fresh)[: min(count, share)])
         if not all_granted:
             return Grant(microbatches=())
-        # A member that does not answer is not waited for: whoever asks now has nothing better to do, and if it comes
-        # back, two members count the same, and one of them gives it up.
+        # A member that does not answer is not waited for: a trainer that asks now has nothing better to do. If the
+        # member comes back, two members count the same microbatch, and one of them gives it up.
         missing = [m for m in wanted if m in away and self._seconds_since(m) >= SHOWN_SECONDS]
         # A peer may serve that the leader reaches and that never reaches the leader.
         all_told = not view.awaits_reports or view.quiet_seconds >= LONGEST_QUIET_SECONDS
@@ -213,7 +213,7 @@ class LeaseTable:
         return self._lease_replays(trainer, missing, count, all_granted=True)
 
     def _lost(self, view: RoundView, wanted: Sequence[int], *, may_be_elsewhere: bool) -> list[int]:
-        """What need not be waited for: whoever counted it has died, or nobody does so long after it was acknowledged.
+        """What need not be waited for: the member that counted it has died, or none counts it so long after its Ack.
 
         Args:
             may_be_elsewhere: a member that does not answer may have some of the latter.
@@ -261,7 +261,7 @@ class LeaseTable:
         """
         known = max(view.highest_microbatch, max(told, default=-1))
         if known < 0 and view.awaits_reports and self._clock.monotonic() - self._leads_since < LONGEST_GATHER_SECONDS:
-            # Whoever led before may be about to tell what it has granted.
+            # The peer that led before may be about to tell what it has granted.
             return Grant(microbatches=())
         # Another peer has granted what is not below, which led while this one was away; or a trainer made it up.
         if self._next is None or (known >= self._next and known != self._skipped):

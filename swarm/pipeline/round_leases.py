@@ -1,4 +1,4 @@
-"""Who holds which microbatch of one synchronous round, who is done with which, and who has had it for too long.
+"""Which trainer holds which microbatch of a synchronous round, is done with it, or has had it for too long.
 
 Used by leases, which decides what is granted to whom. Bounded by the round's microbatches and the number of bearers,
 whatever trainers say: of what a trainer names, it has what it was granted.
@@ -88,7 +88,7 @@ class RoundLeases:
                 self.leases[microbatch].has_arrived = True
 
     def note_committed(self, committed: Set[int]) -> None:
-        """Some member has committed these: their leases end, and who had them shows how long that takes."""
+        """Some member has committed these: their leases end, and it shows how long that took."""
         now = self._clock.monotonic()
         # At once: by the time a dead trainer's lease expires, the members may have forgotten what they committed.
         for microbatch in self.leases.keys() & committed:
@@ -104,7 +104,7 @@ class RoundLeases:
                 self._ban([held_too_long_by])
 
     def note_ended(self) -> None:
-        """The stage has gone on to another round, and so has had all of this one: what somebody held for too long,
+        """The stage has gone on to another round, and so has had all of this one: what a bearer held for too long,
         others have run."""
         self._ban(self._overdue.values())
 
@@ -119,7 +119,7 @@ class RoundLeases:
     def end_overdue(self, asker: Trainer) -> bool:
         """End the leases that others have renewed for too long; whether there were any.
 
-        Whether that is their fault, or everything stands still, shows once somebody else has run them.
+        Whether that is their fault, or everything stands still, shows once another trainer has run them.
         """
         since = self._clock.monotonic() - self._trainers.patience_seconds
         ended = [m for m, lease in self.leases.items() if lease.trainer != asker and lease.granted_at < since]
@@ -134,10 +134,10 @@ class RoundLeases:
                 del self.leases[microbatch]
 
     def allowed(self, trainer: Trainer, microbatches: Sequence[int]) -> list[int]:
-        """Those of them that nobody else should rather have, of whoever wants work now.
+        """Those of them that no other trainer which wants work now should rather have.
 
         A replay is left to the trainer that ran the microbatch, which knows where most of it need not be computed
-        again. Where that comes to nothing the others have their turn, and first those who have had it less often.
+        again. Where that comes to nothing the others have their turn, and those that have had it less often come first.
         """
         rivals = self._trainers.rivals(trainer)
 

@@ -81,7 +81,7 @@ class RoundWatcher:
         self._present: dict[int, int] = {}
         """Likewise, but a stage that was lost may have come back at the round before."""
         self._silent: dict[int, str] = {}
-        """By stage, who is announced there and did not answer, and why."""
+        """By stage, which peer is announced there and did not answer, and why."""
         self._device_bytes = 0
         self._aborted: dict[str, int] = {}
 
@@ -101,7 +101,7 @@ class RoundWatcher:
         return max(self._rounds.values(), default=0)
 
     def why_silent(self, stage: int) -> str | None:
-        """Who was asked in vain when the stage was asked last, and why; None if nobody was there, or one answered."""
+        """Which peer was asked last in vain, and why; None if none was there, or one answered."""
         return self._silent.get(stage)
 
     async def poll(self, wait_seconds: float = 0.0) -> None:

@@ -59,7 +59,7 @@ class TrainLoop(HopListener):
     ) -> None:  # fmt: skip
         """
         Args:
-            on_waiting: hears of a stage that is waited for, since nobody serves it.
+            on_waiting: hears of a stage that is waited for, since no peer serves it.
         """
         self._config = config
         self._data = data
@@ -71,7 +71,7 @@ class TrainLoop(HopListener):
         self._events = events or NoEvents()
         self._tally = Tally(clock)
         self._routes: dict[int, Mapping[int, PeerId]] = {}
-        """Synchronous: who worked on each microbatch of the round, for its replays."""
+        """Synchronous: which peers worked on each microbatch of the round, for its replays."""
         self._num_failures = 0
 
     @property

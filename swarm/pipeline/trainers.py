@@ -1,4 +1,4 @@
-"""The trainers that a leader hears of: who is there, who wants work, and how much each of them may hold.
+"""The trainers that a leader hears of: which of them live and want work, and how much each may hold.
 
 Used by leases alone. Trainers are told apart by name, but shares and bans go by bearer: one token, or in an open run
 one address, may have any number of names, and all of them together are worth no more than one. Knows no microbatch.
@@ -28,7 +28,7 @@ BAN_SECONDS, MOST_BAN_SECONDS = 20.0, 3600.0
 FORGIVEN_AFTER = 10.0
 """Once the end of a ban lies this many times its length back, the next one is a first one again."""
 MAX_BANS = 4096
-"""Remembered; of those that lie further back nobody knows."""
+"""How many are remembered; older ones are forgotten."""
 
 
 class Trainer(NamedTuple):
@@ -71,7 +71,7 @@ class Trainers:
             self._wanted_at[trainer] = now
 
     def forget_silent(self, seconds: float, *, but: Collection[Trainer]) -> None:
-        """Forget who was not heard of for so long."""
+        """Forget trainers that were not heard of for so long."""
         self._heard_at = {t: at for t, at in self._heard_at.items() if t in but or not self.is_silent(t, seconds)}
 
     def is_silent(self, trainer: Trainer, seconds: float) -> bool:
@@ -107,7 +107,7 @@ class Trainers:
         held_by_bearer = sum(number for other, number in held.items() if other.bearer == trainer.bearer)
         return max(0, min(of_bearer - held_by_bearer, of_trainer - held[trainer]))
 
-    # -- who makes progress ------------------------------------------------------------------------------------------
+    # -- which of them make progress ---------------------------------------------------------------------------------
 
     def took(self, seconds: float) -> None:
         """A microbatch was counted so long after it was granted."""
@@ -118,7 +118,7 @@ class Trainers:
         """For how long a lease may be renewed while others have nothing else to do."""
         if not self._times:
             return FIRST_PATIENCE_SECONDS
-        # The median, so that nobody has a say in it who does not have most microbatches counted.
+        # The median: a bearer has a say in it only if most microbatches that are counted are its own.
         usual = PATIENCE * statistics.median(self._times)
         return min(MOST_PATIENCE_SECONDS, max(LEAST_PATIENCE_SECONDS, usual))
 

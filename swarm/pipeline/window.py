@@ -13,7 +13,7 @@ _DECREASE = 0.93
 
 
 class Window:
-    """A window that doubles in a round trip until somebody is busy; then it shrinks, and growth begins anew."""
+    """A window that doubles in a round trip until a peer is busy; then it shrinks, and growth begins anew."""
 
     def __init__(self, *, start: int, largest: int) -> None:
         self._size = float(min(start, largest))

@@ -25,7 +25,7 @@ class _Ban:
     announced_at: float
     """Of the newest announcement that was taken into account."""
     is_gone: bool
-    """Whether nobody listened there, so that a peer that announces itself has come back."""
+    """Whether no process listened there, so that a peer that announces itself has come back."""
     is_unreachable: bool
 
 

@@ -3,7 +3,7 @@
 Every choice takes the peer with the least expected finish time and puts it back later by the time the work
 will take there, so that shares follow throughput (interleaved weighted round-robin, SWARM, arXiv 2301.11913,
 Algorithm 1). Finish times are in virtual time, which passes only by choices (self-clocked fair queueing,
-Golestani 1994): an idle period gives nobody credit or debt, and a router that sends a small part of a stage's
+Golestani 1994): an idle period gives no peer credit or debt, and a router that sends a small part of a stage's
 load keeps the same shares as one that sends it all. Never waits, never scans: a choice is O(log peers).
 """
 
@@ -66,7 +66,7 @@ class PeerQueue:
         # Seconds per sample, a geometric mean over the recent traffic; None while nothing is known of anybody.
         self._typical: float | None = None
 
-    # -- who is there ------------------------------------------------------------------------------------------------
+    # -- which peers are there ---------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._members)
@@ -126,7 +126,7 @@ class PeerQueue:
     ) -> PeerRecord | None:
         """Take and charge the first of `prefer` that is alive, or else the one with the least finish time.
 
-        Preferred peers are taken even when busy: they know the microbatch already. None if nobody can be asked.
+        Preferred peers are taken even when busy: they know the microbatch already. None if no peer can be asked.
         """
         self._num_samples = num_samples
         for peer_id in prefer:
@@ -146,7 +146,7 @@ class PeerQueue:
         return None if head is None else head.record
 
     def next_available_seconds(self, now: float) -> float | None:
-        """Time until somebody can be chosen: 0 if now, None if there is no member."""
+        """Time until a peer can be chosen: 0 if now, None if there is no member."""
         if self._head(now) is not None:
             return 0.0
         while self._away and self._away[0][2].ticket != self._away[0][1]:
@@ -161,7 +161,7 @@ class PeerQueue:
         return member.record
 
     def _head(self, now: float) -> _Member | None:
-        """Bring back who is due, clear dead entries away, and return who is next; it is at _ready[0]."""
+        """Bring back the peers that are due, clear dead entries away, and return the next one, which is _ready[0]."""
         while self._away and self._away[0][0] <= now:
             _, ticket, member = heapq.heappop(self._away)
             if member.ticket == ticket:

@@ -45,7 +45,7 @@ class Router:
     def choose(
         self, stage: int, num_samples: int, *, exclude: Collection[PeerId] = (), prefer: Sequence[PeerId] = ()
     ) -> PeerRecord | None:
-        """The peer that should compute `num_samples` samples next; None if nobody can be asked now.
+        """The peer that should compute `num_samples` samples next; None if no peer can be asked now.
 
         Args:
             exclude: peers not to choose this time.
@@ -121,8 +121,8 @@ class Router:
         success ends it at once.
 
         Args:
-            is_gone: nobody listened at its address. Any later announcement, which then is a new process's, ends the ban
-                at once: should there still be nobody, that is learnt without delay.
+            is_gone: no process listened at its address. Any later announcement, which then is a new process's, ends the
+                ban at once: should there still be none, that is learnt without delay.
             is_unreachable: it did not answer at all. `answered` ends the ban, and `unanswered` makes it longer.
         """
         queue = self._queue_of(peer_id)
@@ -154,7 +154,7 @@ class Router:
             queue.unanswered(peer_id, self._clock.monotonic(), seconds)
 
     def next_available_seconds(self, stage: int) -> float | None:
-        """Time until some peer of the stage can be chosen: 0 if one can now, None if nobody serves it.
+        """Time until some peer of the stage can be chosen: 0 if one can now, None if no peer serves it.
 
         Banned and busy peers count as serving.
         """
