@@ -82,7 +82,8 @@ class StageServicer(StageServiceServicer):
         self._evaluation = Evaluation(stage)
         self._describe = describe
         self._rival_of = rival_of
-        self._callers = callers or Callers()
+        # One that counts nothing yet is false.
+        self._callers = Callers() if callers is None else callers
         self._specs = request_specs(self._config, stage.number)
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeReply:
