@@ -2,14 +2,18 @@
 
 Both sides' processes have one torch thread. A repetition is one round of each arm, in turn: ours with int8, hivemind's
 Uniform8BitQuantization, ours with fp16, hivemind's Float16Compression; every second one the other way round. Speedups
-are of the rounds of one repetition. `round_speedup_*` are of all that a round takes, until the last member has applied
-it: ours from the start of the round over reports, Begin, exchange and Commit to the digest of what was applied, over
-TLS; hivemind's step with its matchmaking. `speedup_*` are nobody's goal, since they favour ours: hivemind's is all from
-the trigger of a group that has found itself before until its step returns, where the average has been added to the
-tensors; ours is `Exchanges.run` alone, of the member that it takes longest, which leaves out making one vector of the
-tensors, hearing of Begin and Average and answering them, making tensors of the average, and Commit, which copies it
-into what the member holds. In the end one member of each side is killed with -9 when half of a round's bytes are on the
-wire, and the survivors are asked what they hold.
+are of the rounds of one repetition.
+
+`round_speedup_*` are of all that a round takes, until the last member has applied it. Ours goes from the start of the
+round over reports, Begin, exchange and Commit to the digest of what was applied, over TLS; hivemind's is its step with
+its matchmaking. `speedup_*` are not judged, because they favour ours. hivemind's is all from the trigger of a group
+that has found itself before until its step returns, when the average has been added to the tensors. Ours is
+`Exchanges.run` alone, of the member that takes longest for it. That leaves out making one vector of the tensors,
+hearing of Begin and Average and answering them, making tensors of the average, and Commit, which copies it into what
+the member holds.
+
+In the end one member of each side is killed with -9 when half of a round's bytes are on the wire, and the survivors are
+asked what they hold.
 
 Errors are distances to the exact mean of the known values, in shares of its norm. Loopback bytes are the kernel's
 count, so other work on the machine that uses the loopback adds to them.
@@ -112,7 +116,7 @@ class Round:
 
     @property
     def payload_bytes(self) -> float:
-        """What the members say they have sent: each byte is received by another one, who counts it as well."""
+        """What the members say they have sent: each byte is received by another one, which counts it as well."""
         return sum(float(reply["bytes_sent"] + reply["bytes_received"]) for reply in self.finished) / 2
 
     @property
@@ -209,7 +213,7 @@ def _round(group: Group, arm: Arm) -> Round:
     moved = loopback_bytes() - before
     compared = group.ask("compare", means={"all": list(group.members)})
     measured = Round(finished=finished, compared=compared, loopback_bytes=moved)
-    # Of a round that failed, or was downloaded from another member, nobody tells how many took part.
+    # It is not known how many took part in a round that failed, or was downloaded from another member.
     if any(reply.get("num_members") != len(group.members) for reply in finished) or measured.error > MAX_ERROR:
         raise IntegrityError(f"{arm.name} has not averaged: {finished}, error {measured.error:.2g}")
     return measured

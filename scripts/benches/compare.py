@@ -74,7 +74,7 @@ def exit_code(figures: Mapping[str, Any]) -> int:
 
 
 def verdict(judgement: Judgement | None, old: float, new: float, tolerance: float) -> str | None:
-    """Whether a figure got better or worse, or `changed` if nobody judges it; None for what is noise."""
+    """Whether a figure got better or worse, or `changed` if it is not judged; None for what is noise."""
     were_finite, are_finite = math.isfinite(old), math.isfinite(new)
     scale = 1.0 if judgement is not None and judgement.is_difference else max(abs(old), abs(new))
     if were_finite == are_finite and not (are_finite and abs(new - old) > tolerance * scale):

@@ -1,12 +1,12 @@
-"""Does everybody do as much as he can, when peers are unequal and come and go?
+"""Does every peer do as much as it can, when peers are unequal and come and go?
 
 Two stages of three peers and a trainer, real processes over TLS on this machine. Computing is a pause of fixed length
 (sides/paced_stage.py), so that each peer has a capacity of its own: at either stage one is three times slower than its
 mates. Those of stage 1 are twice as fast as those of stage 0, so stage 0 is the poorest all the time, and what the
-swarm can do rises and falls with its peers. Three times in a row it is counted what they commit:
+swarm can do rises and falls with its peers. What they commit is counted three times in a row:
 
-    all         everybody who was there at the start
-    joined      from the moment that another peer serves stage 0, and nobody waits for anything
+    all         all peers that were there at the start
+    joined      from the moment that another peer serves stage 0, without waiting for anything
     left        from the moment that a peer of stage 0 is told to leave
 
 All of it is done by the queue of the project and, in turn, by processes that choose peers in turn or at random
@@ -45,8 +45,8 @@ SAMPLES = 2
 GOAL = 0.95
 """Of the capacity."""
 LEAST_WORK, MOST_WORK = 0.75, 1.3
-"""Of a peer, over what its capacity makes its part. Who gets less has nothing to do for a quarter of the time in which
-its mates have work: it is starved. A third more than one's part is work for which others were waiting. Closer bounds
+"""Of a peer, over what its capacity makes its part. A peer that gets less is starved: for a quarter of the time in
+which its mates have work it has none. A third more than its part is work that others were waiting for. Closer bounds
 would find fault with counting (a slow peer does about a hundred) and with the seconds until a newcomer is known."""
 
 JUDGED = {"passed": MORE, "share_of_capacity": MORE, "work_over_capacity_min": MORE, "work_over_capacity_max": LESS}
@@ -142,7 +142,7 @@ def work_over_capacity(phases: Sequence[Sequence[Work]]) -> list[float]:
     """Of each peer, its work over what its part was: by capacity, in the measurements that it was there.
 
     Raises:
-        DeadlineExceeded: nobody did anything.
+        DeadlineExceeded: no peer did anything.
     """
     done: defaultdict[str, float] = defaultdict(float)
     part: defaultdict[str, float] = defaultdict(float)
@@ -166,7 +166,7 @@ def _config(options: Options, policy: Policy) -> RunConfig:
         data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=SAMPLES, max_tokens=4_000_000),
         rounds=RoundsConfig(
             setting="diloco", inner_batch_samples=16 * SAMPLES, round_samples=NEVER * SAMPLES,
-            # Peers are to compute all the time: what is measured is who gets the work, and not what is learnt.
+            # Peers are to compute all the time: the bench measures which peer gets the work, not what is learnt.
             max_staleness=3,
         ),
     )  # fmt: skip
@@ -198,7 +198,7 @@ def _measure(options: Options, policy: Policy, folder: Path) -> list[list[Work]]
         swarm.peers.append(swarm.until_ready(joining, 0))
         poor.append(Peer(serving=swarm.peers[-1], microbatches_per_second=1 / options.microbatch_seconds))
         phases.append(_watch(options, swarm, poor))
-        # Not the first one: it is by whom the others came to know each other.
+        # Not the first one, through which the others came to know each other.
         leaving = poor.pop(1).serving
         swarm.peers.remove(leaving)
         os.kill(leaving.child.pid, signal.SIGTERM)

@@ -3,7 +3,7 @@
 A swarm-peer of a locked run serves the last of two stages. This process, as the stage before, hands it microbatches,
 several at a time. Beside it runs a process with a token of its own that misuses the peer as fast as it can; then, for
 as long, one that only computes, for the same share of a core as the intruder was seen to take. Both take turns. An
-intruder whom the peer turns away at the door would prove nothing, and is an error.
+intruder that the peer turns away at the door would prove nothing, and is an error.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ KINDS = ("malformed", "opens", "idle", "slow")
 IN_FLIGHT = 3
 JUDGED = {"worst_ratio": MORE}
 REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED", "UNAVAILABLE"}
-"""What a peer says to whose token does not hold, to who calls what there is not, and gRPC to who has no connection."""
+"""What a peer answers to an invalid token or to a call that it does not have, and gRPC without a connection."""
 OWN_FAULTS = {"UsageError", "InvalidStateError"}
 """Of a call that has ended already, and whose end says nothing more."""
 
@@ -125,7 +125,7 @@ def _config(options: Options, owner: str) -> RunConfig:
 
 
 def require_let_in(kind: str, num_calls: int, outcomes: Mapping[str, int]) -> None:
-    """Raise IntegrityError if an intruder has done no harm: it has called nobody, or every call was turned away."""
+    """Raise IntegrityError if an intruder has done no harm: it made no call, or every call was turned away."""
     ends = outcomes.keys() - OWN_FAULTS
     if num_calls == 0 or (ends and ends <= REFUSALS):
         raise IntegrityError(f"the {kind} intruder does no harm: of its {num_calls} calls ended {dict(outcomes)}")

@@ -51,7 +51,7 @@ ROUND_SAMPLES, BATCH_SAMPLES = 512, 16
 POINTS = 20
 """Of a curve."""
 SHARE_OF_TOKENS = 0.8
-"""Of plain training's, after which its loss is what everybody has to reach."""
+"""Of plain training's, after which its loss is what every side has to reach."""
 
 JUDGED = {"*.seconds_to_loss": LESS, "*.final_loss": LESS}
 

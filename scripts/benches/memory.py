@@ -5,7 +5,7 @@ synchronous setting and with DiLoCo, with graphs kept and with forwards computed
 above what it had before the stage was made: while microbatches are in flight, at the peak of training, at the peak of a
 round's averaging with all that goes on meanwhile, and after it with nothing in flight. A snapshot's are its own.
 
-A peer has the C library keep what was freed, for whoever wants it next. So every case is run twice: as peers are
+A peer has the C library keep what was freed, for its next use. So every case is run twice: as peers are
 (`usual`), and with memory given back to the system at once (`returning`), which is slower and shows what is really
 held.
 """

@@ -116,7 +116,7 @@ class _Table:
         began = time.process_time()
         for _ in range(count):
             record = router.choose(0, NUM_SAMPLES)
-            assert record is not None, "somebody serves"
+            assert record is not None, "a peer serves"
             clock.advance(1e-4)
             router.succeeded(
                 PeerId(record.peer_id), num_samples=NUM_SAMPLES, busy_seconds=all_seconds[record.peer_id],

@@ -3,8 +3,8 @@
 A new swarm for each repetition: a first peer, one of another stage, a trainer until its first step is done, a peer
 that joins the trained stage, and swarm-status, which asks that peer or enters the DHT itself. Seconds are those of the
 clock until a peer serves, a trainer has taken its step or a program has answered; CPU seconds are those of all its
-processes until then, p2pd included. Importing a command's program is what it costs before it does anything. Nobody's
-machine is another's, so `cpu_over_import` gives CPU seconds over those of importing what a command cannot do without.
+processes until then, p2pd included. Importing a command's program is what it costs before it does anything. Machines
+differ, so `cpu_over_import` gives CPU seconds over those of importing what a command cannot do without.
 """
 
 import resource

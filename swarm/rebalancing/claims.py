@@ -1,9 +1,9 @@
-"""From the DHT's records to a layout: who counts where, when peers have claimed to be on their way.
+"""From the DHT's records to a layout: where each peer counts, when some have claimed to be on their way.
 
 Asked by the stage peer's program. A claim says where its peer is about to serve; others count it as if it were there,
-so that two do not take one gap. Whoever claims looks again a little later, when it sees all claims that were made at
-the same time: it counts those that come before its own and leaves out those that come after. All peers order claims in
-the same way, so one of two that want the same gap finds it taken. Pure.
+so that two do not take one gap. A peer that claims looks again a little later, when it sees all claims that were made
+at the same time: it counts those that come before its own and leaves out those that come after. All peers order claims
+in the same way, so one of two that want the same gap finds it taken. Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +26,8 @@ def layout_of(
     Args:
         records: by stage, of peers in whatever state.
         costs: relative cost of a sample, by stage.
-        own: this peer's claim, if it has made one: then it counts where it is, and so does everybody whose claim
-            comes later.
+        own: this peer's claim, if it has made one: then it counts where it is, and so do the peers whose claims come
+            later.
     """
     latest: dict[str, PeerRecord] = {}
     for record in (record for row in records.values() for record in row):
@@ -53,7 +53,7 @@ def newcomers_before(claims: Iterable[ClaimRecord], own: ClaimRecord, layout: La
     """Newcomers that choose a stage at the same time as this one, and before it.
 
     Args:
-        layout: who counts already; of those that arrived just now the claim may be an old reading.
+        layout: the peers that count already; of those that arrived just now the claim may be an old reading.
     """
     choosing = (claim for claim in claims if _is_choosing(claim) and claim.peer_id not in layout.workers)
     return [claim for claim in choosing if comes_before(claim, own)]

@@ -1,16 +1,16 @@
 """Should this peer stay, or move to another stage? And where should a newcomer go?
 
 Asked by the stage peer's program now and then, and by simulations with every peer. Pure: the same layout gives the
-same answer. Knows neither the DHT nor what moving takes; counts whoever is on the way as arrived.
+same answer. Knows neither the DHT nor what moving takes; a peer that is on the way counts as arrived.
 
 A pipeline is as fast as its weakest stage. Every peer plans for all: again and again the move that brings most to the
 weakest stage, until none brings anything. It moves if the plan, up to where it pays best, contains a move of its own.
-Of several peers with about the same gain each sees itself in the plan, so that the first one to look goes and nobody
-waits for a particular peer's turn; the others see its claim.
+Of several peers with about the same gain each sees itself in the plan. So the first one to look goes, without waiting
+for a particular peer's turn, and the others see its claim.
 
 Compared with SWARM's rule (one peer, from the stage with the shortest queues to the one with the longest, every T
 seconds) a move has to bring something, several gaps are filled at once, and a stage is never emptied. Compared with
-Petals' (simulate everybody, and move if that promises a better balance) it has to pay for itself, and peers that decide
+Petals' (simulate all peers, and move if that promises a better balance) it has to pay for itself, and peers that decide
 at the same time see each other.
 """
 
@@ -63,7 +63,7 @@ def decide(
     Args:
         own_rates: samples per second that this peer has measured itself, at the stages that it has served.
         closed: stages that this peer cannot enter.
-        waited: this peer has seen the gap before, and nobody more suitable has filled it: it may go itself.
+        waited: this peer has seen the gap before, and no more suitable one has filled it, so it may go itself.
     """
     own = layout.workers.get(own_id)
     if own is None or not (own.movable and own.serving) or layout.num_serving[own.stage] < 2 or len(layout.costs) < 2:
@@ -85,7 +85,7 @@ def decide(
         num_moves += 1
         gain = min(plan.throughput) - before
         value = gain * (policy.stay_seconds - policy.move_seconds) - lost
-        # A longer plan may look better by an error in somebody else's figure, and would make this move look needless.
+        # A longer plan may look better by an error in another peer's figure, and would make this move look needless.
         if value > best_value and gain >= best_gain + _margin(layout, policy, own.stage, plan.target):
             best_value, best_gain = value, gain
             # Likewise, a small step of it is not worth making for a plan that only looks good.
@@ -100,7 +100,7 @@ def choose_stage(layout: Layout, *, num_before: int = 0, closed: Collection[int]
     """The stage that a newcomer should serve: the weakest; with several equally weak, the one with fewest peers.
 
     Args:
-        num_before: other newcomers who choose first, by the same rule; all are taken for usual peers.
+        num_before: other newcomers that choose first, by the same rule; all are taken for usual peers.
         closed: stages that cannot be entered.
 
     Returns:

@@ -15,7 +15,7 @@ from swarm.rebalancing.stays import Stays
 from swarm.types import ClaimRecord, PeerId, PeerRecord
 
 SETTLE_SECONDS = 3.0
-"""From a claim to the second look: until then, everybody's claim of the same time is there to be read."""
+"""From a claim to the second look: by then all claims of the same time can be read."""
 AVOID_SECONDS = 60.0
 """For how long a stage is left alone that could not be entered; twice as long each time."""
 MAX_AVOID_SECONDS = 3600.0
@@ -37,7 +37,7 @@ class Judgement:
         self._saw_gap = False
 
     def look(self, present: Set[PeerId], now: float) -> None:
-        """Take note of who is there, on their way to another stage included.
+        """Take note of the peers that are there, those on their way to another stage included.
 
         Args:
             now: seconds, of a clock that never goes back; of the other methods as well.

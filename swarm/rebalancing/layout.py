@@ -1,4 +1,4 @@
-"""Who works where, and what each stage manages: what a decision is made from.
+"""Which peer works where, and what each stage manages: what a decision is made from.
 
 Made by claims from the DHT's records, and by simulations from their own peers. Pure, and never changed once made, so
 that many decisions may share one.
@@ -38,7 +38,7 @@ class Layout:
         num_workers: peers, by stage.
         num_serving: of these, the ones that serve already.
         movable: by stage, (speed, peer id) of the peers that may move, the slowest first.
-        usual_speed: the median of the measured speeds; 1 if nobody is measured.
+        usual_speed: the median of the measured speeds; 1 if no peer is measured.
         total_speed: of all peers.
     """
 

@@ -12,7 +12,7 @@ PRIOR_SECONDS = 3600.0
 
 
 class Stays:
-    """Counts who is there from look to look."""
+    """Counts the peers that are there from look to look."""
 
     def __init__(self) -> None:
         self._present: Set[PeerId] = frozenset()
@@ -21,7 +21,7 @@ class Stays:
         self._num_departures = 1
 
     def look(self, present: Set[PeerId], now: float) -> None:
-        """Take note of who is there, on their way to another stage included.
+        """Take note of the peers that are there, those on their way to another stage included.
 
         Args:
             now: seconds, of a clock that never goes back.

@@ -1,9 +1,9 @@
 """A swarm without microbatches: a stage manages what its peers manage together, and a pipeline what its weakest stage.
 
 Used by the study `rebalancing`, over hours and hundreds of peers. All machines are alike and all stages are equally
-heavy, so the best that any assignment reaches is the number of peers over the number of stages, rounded down. Who
-moves stops serving at once and serves again after its download. Newcomers download as well, whatever the rule: two
-bests are counted, with and without them meanwhile. Decides nothing.
+heavy, so the best that any assignment reaches is the number of peers over the number of stages, rounded down. A peer
+that moves stops serving at once and serves again after its download. Newcomers download as well, whatever the rule, so
+two bests are counted: with newcomers that still download, and without them. Decides nothing.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Kept:
 
 @dataclass(eq=False)
 class FluidSwarm:
-    """Who serves where, and what that amounted to so far.
+    """Which peers serve where, and what that amounted to so far.
 
     Attributes:
         stage_of: of all that serve.

@@ -1,8 +1,7 @@
 """A simulated stage peer: slots, a queue and one thread that computes, in virtual time.
 
-Used by swarm/simulation/pipeline. Who gets a slot and what is computed next is decided by the very classes that a real
-peer has (swarm.stage.slots and .task_queue); only the computing is replaced by waiting. Knows nothing of
-other peers.
+Used by swarm/simulation/pipeline. The classes that a real peer has (swarm.stage.slots and .task_queue) decide which
+caller gets a slot and what is computed next; only the computing is replaced by waiting. Knows nothing of other peers.
 """
 
 import random
@@ -132,6 +131,6 @@ class SimulatedPeer:
     def _done(self, seconds: float, then: Callable[[float], None]) -> None:
         if self.is_gone:
             return
-        # A compute thread takes its next task before anybody has heard of this one's end.
+        # A compute thread takes its next task before any caller has heard of this one's end.
         self._next()
         then(seconds)

@@ -23,7 +23,7 @@ NOTICE_SECONDS = 1.0
 
 
 class View:
-    """What one sender knows: whom it would choose, and who takes a microbatch unasked."""
+    """What one sender knows: which peer it would choose, and which takes a microbatch unasked."""
 
     def __init__(self, chooser: Chooser, name: str = "trainer") -> None:
         self.chooser = chooser
@@ -37,7 +37,7 @@ class SimulatedPipeline:
     """The peers of all stages.
 
     Args:
-        make_view: gives a peer that starts a view of its own, by which it chooses who is next, as this project's do.
+        make_view: gives a peer that starts a view of its own, by which it chooses the next peer, as this project's do.
             Without it the view that a microbatch began with decides all the way, as SWARM's trainers do.
 
     Attributes:
@@ -58,7 +58,7 @@ class SimulatedPipeline:
         self._max_in_flight = max_in_flight
         self._largest_in_flight = largest_in_flight
         self._hops: dict[PeerId, dict[_Hop, None]] = {}
-        """By peer: who waits for it."""
+        """By peer: the hops that wait for it."""
         self._make_view = make_view
         self._views: dict[PeerId, View] = {}
         """Of the peers that hand on."""
@@ -84,7 +84,7 @@ class SimulatedPipeline:
             hop.lost(peer_id)
 
     def announce(self, views: Sequence[View]) -> None:
-        """Everybody reads the directory: those with these views, and the peers that hand on."""
+        """All read the directory: the senders with these views, and the peers that hand on."""
         readers: dict[View, range] = dict.fromkeys(views, range(1 if self._make_view else self.num_stages))
         for peer_id, view in self._views.items():
             stage = self.peers[peer_id].machine.stage + 1
@@ -97,7 +97,7 @@ class SimulatedPipeline:
                 view.chooser.update(stage, self._listed[stage])
 
     def view_of(self, peer: SimulatedPeer, began_with: View) -> View:
-        """By which a peer chooses who is next for a microbatch."""
+        """The view by which a peer chooses the next peer for a microbatch."""
         return self._views.get(peer.peer_id, began_with)
 
     def train(self, view: View, then: Callable[[int], object]) -> None:
@@ -155,7 +155,7 @@ class _Hop:
         self._has_others = self._num_sent_on < most_sent_on(self._view.chooser.num_asked_around(self._stage))
         peer = self._pipeline.peers.get(peer_id)
         if peer is None:
-            # Nobody answers there any more.
+            # Nothing answers there any more.
             self._timeline.after(NOTICE_SECONDS, partial(self._failed, peer_id, self._attempt, is_gone=True))
             return
         self._peer = peer

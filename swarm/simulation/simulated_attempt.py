@@ -1,8 +1,8 @@
 """A leader's attempt at a round, in virtual time: Begin to all, Average to all, Commit to all, or Abort.
 
-Used by simulated_member. When a round is complete, what an earlier attempt left and who owns which part is decided by
-the real functions; the order of the calls is as in averaging/leader, and whom a leader waits for as in
-averaging/broadcast. Of what those do is not here: deadlines, which nobody misses by being slow, and other stages.
+Used by simulated_member. The real functions decide when a round is complete, what an earlier attempt left, and which
+member owns which part. The order of the calls is as in averaging/leader, and a leader waits for the same members as in
+averaging/broadcast. There are no deadlines, because no member is slow, and no other stages.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -119,7 +119,7 @@ class SimulatedAttempt:
 
 
 class _Broadcast:
-    """One call to many, as in averaging/broadcast: who is silent is not waited for."""
+    """One call to many, as in averaging/broadcast: members that are silent are not waited for."""
 
     def __init__(
         self, network: Network[Any], leader: SimulatedParticipant, peers: Collection[PeerId],
@@ -128,7 +128,7 @@ class _Broadcast:
     ) -> None:  # fmt: skip
         """
         Args:
-            needs_all: once somebody is silent, or an answer is None, the others get only a moment more.
+            needs_all: once a member is silent, or an answer is None, the others get only a moment more.
         """
         self._network = network
         self._leader = leader

@@ -31,9 +31,9 @@ class SimulatedExchange:
         self._joined: list[Callable[[pb.Prepared | None], object]] = []
 
     def join(self, then: Callable[[pb.Prepared | None], object]) -> None:
-        """One more member sends and waits for the others; `then` is told the result, or None if somebody gave up."""
+        """One more member sends and waits for the others; `then` is told the result, or None if a member gave up."""
         if self.is_over:
-            # Somebody has died or given up: of the former nobody hears, and the leader has been told of the latter.
+            # A member has died, of which no member hears, or given up, of which the leader has been told.
             return
         self._joined.append(then)
         if len(self._joined) == len(self.shares.members):

@@ -1,8 +1,8 @@
 """One member of a simulated stage: it reports, leads, takes part and catches up, in virtual time.
 
-Made by simulated_stage. Who leads, who takes part, who is silent and who has to catch up is decided by the member's own
-real Roster; when a round is complete, and whether it has a quorum, by the functions that a real averager asks. The
-order of what it does is that of averaging/reporter and averaging/lead_loop.
+Made by simulated_stage. The member's own real Roster decides which members take part, are silent, or have to catch up.
+The functions that a real peer asks decide which member leads, when a round is complete, and whether it has a quorum.
+The member does things in the order of averaging/reporter and averaging/lead_loop.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ class SimulatedMember(SimulatedParticipant):
         self._timeline = network.timeline
         self._contact = contact_of(self.record)
         self._target = host.peer_id
-        """Who leads, as far as it knows."""
+        """The leader, as far as this member knows."""
         self._under_way: set[PeerId] = set()
         self._attempts: Counter[int] = Counter()
         self._num_failures = 0

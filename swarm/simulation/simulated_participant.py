@@ -72,8 +72,8 @@ class SimulatedParticipant:
     ) -> None:  # fmt: skip
         """
         Args:
-            last_members: who took part in the round before `standing`.
-            committed: is told of every round that this member commits, and who took part.
+            last_members: the members of the round before `standing`.
+            committed: is told of every round that this member commits, and its members.
         """
         self.host = host
         self.record = PeerRecord(
@@ -113,7 +113,7 @@ class SimulatedParticipant:
             self._exchange.is_over = True
 
     def has_quorum(self, present: Collection[str]) -> bool:
-        """Whether those who are present may commit the round that this member is at."""
+        """Whether the members that are present may commit the round that this member is at."""
         return has_quorum(
             self._quorum, present, last_members=self.last_members,
             announced=lambda: {self.peer_id, *self.roster.contacts.serving()},

@@ -24,7 +24,7 @@ class Setting:
     lifetime_seconds: float
     """Mean time until a member dies; infinite if none does."""
     round_seconds: float
-    """Training until a round is complete, as long as nobody dies."""
+    """Training until a round is complete, as long as no member dies."""
     payload_bytes: int
     """Of a contribution on the wire."""
     bytes_per_second: float
@@ -51,7 +51,7 @@ class StageRounds:
         is_complete: whether a round has the samples that it needs.
         ends: the rounds that were committed, in order.
         newest: the standing of the last of them.
-        newest_members: who took part in it.
+        newest_members: the members that took part in it.
     """
 
     def __init__(self, setting: Setting, clock: Clock) -> None:

@@ -3,10 +3,10 @@
     scripts/chaos --setting synchronous --minutes 15 --faults-per-hour 400 --seed 0 --json
 
 Starts a swarm of real processes whose calls go through a proxy (../shared/throttle.py) and has faults of all kinds
-(faults.py) come as a Poisson process, each to somebody drawn by the seed. What died is started again after seconds,
+(faults.py) come as a Poisson process, each to processes drawn by the seed. What died is started again after seconds,
 with the same command line. The storm comes in parts; before each and after the last the swarm trains undisturbed for a
-while. At the end the audit goes through everybody's event log, and figures.py says how much was committed, how fast and
-how soon again.
+while. At the end the audit goes through all event logs, and figures.py says how much was committed, how fast and how
+soon again.
 
 Computing is mostly a pause of fixed length, so that many peers fit on few cores and a peer's capacity is its own.
 """
@@ -66,7 +66,7 @@ class Options(BenchOptions):
     faults_per_hour: float = 400.0
     """Mean rate of faults, all kinds together."""
     seed: int = 0
-    """Which faults, when, and to whom."""
+    """Which faults, when, and which processes they hit."""
     kinds: tuple[str, ...] = tuple(KINDS)
     """Which kinds of fault to have."""
     stages: int = 3
@@ -80,7 +80,7 @@ class Options(BenchOptions):
     warm_up_seconds: float = 30.0
     """Training before all that."""
     settling_seconds: float = 30.0
-    """After each part of the storm, until everybody is back; and at the end, until there is one more commit."""
+    """After each part of the storm, until all processes are back; and at the end, until there is one more commit."""
     round_samples: int = 0
     """Samples of a round; 0 for 128 in the synchronous setting, where each round ends with the replays of what was lost
     in it, and 64 with DiLoCo, where a dead peer's work of the round is gone."""

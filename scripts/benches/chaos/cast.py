@@ -1,4 +1,4 @@
-"""The processes of a swarm under chaos: each a peer or trainer that somebody starts again when it has died.
+"""The processes of a swarm under chaos: each is a peer or trainer that is started again when it has died.
 
 Used by chaos. A role keeps its folder, key, ports and line for all its lives, as a user's machine does, and its
 checkpoints and event log. Knows nothing about faults; `tick` has to be called all the time.
@@ -105,7 +105,7 @@ class Cast:
     """The run's model.custom_class, which a peer that joins has to allow."""
     roles: list[Role] = field(default_factory=list)
     unexpected: list[Exit] = field(default_factory=list)
-    """Who ended without having been told to, and why."""
+    """Processes that ended without having been told to, and why."""
     capacity: list[tuple[float, float]] = field(default_factory=list)
     """By monotonic time, the share of its peers that the stage with the fewest has alive."""
     alive_share: list[tuple[float, float]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Cast:
             self.start(role)
 
     def tick(self) -> None:
-        """See who has ended and who serves, start again whose time has come, and write down who is alive."""
+        """See which processes have ended and which serve, start those again that are due, and note which live."""
         now = time.monotonic()
         for end in self.children.exits():
             role = next(role for role in self.roles if role.name == end.name)

@@ -1,4 +1,4 @@
-"""What chaos does to a swarm: every kind of fault, who is hit, and how it ends.
+"""What chaos does to a swarm: every kind of fault, which processes it hits, and how it ends.
 
 Used by chaos, which draws the times. A fault is a context: it begins when it is entered and is over when it is left.
 No fault takes a stage's last living peer, which is a case of its own (docs/fault-model.md).
@@ -28,9 +28,8 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        weight: how often it is drawn, relative to others.
-        seconds: shortest and longest time that it lasts.
-        begin: does it to somebody; gives the names of those hit (none if there was nobody) and what ends it.
+        weight: how often it is drawn, relative to others. seconds: shortest and longest time that it lasts. begin: does
+        it; gives the roles that it hit (none if no process could be hit), and puts what ends it on the stack.
     """
 
     weight: float
@@ -40,13 +39,13 @@ class Kind:
 
 @contextmanager
 def fault(kind: Kind, cast: Cast, random: Random) -> Iterator[list[Role]]:
-    """One fault, from its beginning to its end; gives those who were hit."""
+    """One fault, from its beginning to its end; gives the roles that it hit."""
     with ExitStack() as undo:
         yield kind.begin(cast, random, undo)
 
 
 def _one(cast: Cast, random: Random, *, peers: bool = True) -> list[Role]:
-    """Somebody alive whom the swarm can do without."""
+    """A living role that the swarm can do without."""
     candidates = [role for role in cast.roles if role.alive and peers == (role.stage is not None)]
     if peers:
         candidates = [role for role in candidates if sum(other.alive for other in cast.peers(role.stage)) > 1]

@@ -1,4 +1,4 @@
-"""What a storm cost: rounds, throughput, and how soon everybody was back; from the event logs of all processes.
+"""What a storm cost: rounds, throughput, and how soon all processes were back; from their event logs.
 
 Used by chaos. All times are monotonic ones of this machine, since a fault sets wall clocks. Whether anything was lost
 or counted twice is not decided here but by swarm/audit, from the same files.
@@ -24,7 +24,7 @@ GOALS = {"rounds_committed_share": 0.97, "throughput_of_live_capacity": 0.85}
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A fault that was: when, for how long, and whom it hit."""
+    """A fault that happened: when, for how long, and which processes it hit."""
 
     kind: str
     at: float

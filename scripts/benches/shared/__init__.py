@@ -1,1 +1,1 @@
-"""How benches measure: what several of them use, and nobody runs."""
+"""How benches measure: what several of them use. None of it is run by itself."""

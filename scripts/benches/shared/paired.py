@@ -48,7 +48,7 @@ def in_turns(
 
 
 def order(sides: Sequence[Side], number: int) -> Sequence[Side]:
-    """Who comes when in a repetition: every second one goes the other way round."""
+    """The order of the sides in a repetition: every second one goes the other way round."""
     return sides if number % 2 == 0 else sides[::-1]
 
 

@@ -24,7 +24,7 @@ def cpu_seconds_of_all(pid: int) -> float:
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether a process has ended, and nobody has waited for it yet."""
+    """Whether a process has ended and has not been waited for yet."""
     return _stat(pid)[0] == "Z"
 
 

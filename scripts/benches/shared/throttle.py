@@ -1,22 +1,22 @@
 """Home lines for processes of this machine: all that one of them sends shares one line, all that it receives another.
 
 A user-space proxy for the benches that run over lines, and for chaos. Each process connects through a port of its own
-(gRPC does so by HTTP CONNECT when its environment says so), hence it is known who calls whom, and bytes between two
-processes take their turn on the sender's up line and on the receiver's down line. All connections of a process queue
-there chunk by chunk, each with one chunk at a time, so they share its lines evenly.
+(gRPC does so by HTTP CONNECT when its environment says so). So the proxy knows which process calls which, and bytes
+between two processes take their turn on the sender's up line and on the receiver's down line. All connections of a
+process queue there chunk by chunk, each with one chunk at a time, so they share its lines evenly.
 
 What one process sends to another can be slowed further, or held back for good or for a while, and their connections
-can be broken: so links are slow or stalled, one way or both, and replies are lost after the work was done.
+can be broken. So links are slow or stalled, one way or both, and replies are lost after the work was done.
 
-Limited is what TCP carries, TLS included, without its own headers. The DHT connects directly. The proxy holds about
-0.1 MB a connection and direction, as a router with a short queue does; before it, the sender's kernel lets up to 1.6 MB
-wait, as it does before a real line of 50 Mb/s.
+The limit is on what TCP carries, TLS included, without TCP's own headers. The DHT connects directly. The proxy holds
+about 0.1 MB a connection and direction, as a router with a short queue does; before it, the sender's kernel lets up to
+1.6 MB wait, as it does before a real line of 50 Mb/s.
 
-Lines may be long as well: then bytes arrive half a round trip after they have gone over, and as many as fit are under
-way. It is the proxy that delays them, after it has taken them from the sender, so TCP sees no distance: its congestion
-control works with the round trips of this machine. What a real long line costs a connection at its start (slow start),
-again after each pause, and after a loss, is not there; nor is a bound by TCP's windows. gRPC's own, HTTP/2's, see the
-whole distance.
+Lines may also be long: then bytes arrive half a round trip after they have gone over, and as many as fit are under
+way. The proxy delays them after it has taken them from the sender, so TCP sees no distance: its congestion control
+works with the round trips of this machine. A real long line costs a connection something at its start (slow start),
+again after each pause, and after a loss; that is missing here, and so is a bound by TCP's windows. HTTP/2's windows,
+which are gRPC's, see the whole distance.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ SOCKET_BYTES = 64 * 1024
 SEGMENT_BYTES = 1400
 """As on Ethernet. With loopback's 64 KiB, the first bytes in flight alone would be a megabyte."""
 BURST_SECONDS = 0.02
-"""What an idle line may catch up on: a busy machine wakes nobody on time."""
+"""What an idle line may catch up on: a busy machine wakes no task on time."""
 
 
 class Line:
@@ -93,7 +93,7 @@ class DelayLine:
             self._arrive()
 
     def _arrive(self) -> None:
-        # At the end what was due at once may have been brought by somebody else.
+        # At the end another timer may already have brought what was due at once.
         chunk = self._under_way.popleft() if self._under_way else b""
         if chunk and not self._writer.transport.is_closing():
             self._writer.write(chunk)
@@ -106,15 +106,15 @@ class Throttle:
     bytes_per_second: float
     """Of each line."""
     round_trip_seconds: float = 0.0
-    """What the length of the lines adds to a call and its answer, whoever calls whom. May change while bytes pass."""
+    """What the length of the lines adds to each call and its answer. May change while bytes pass."""
     loop: LoopThread = field(default_factory=lambda: LoopThread("throttle"))
     _servers: list[asyncio.Server] = field(default_factory=list)
     _serving: dict[str, Link] = field(default_factory=dict)
     _obstacles: dict[tuple[Link, Link], tuple[float, ...]] = field(default_factory=dict)
-    """From whom to whom, and how many bytes per second each of them lets pass."""
+    """By sender and receiver: how many bytes per second each obstacle lets pass."""
     _removed: asyncio.Event = field(default_factory=asyncio.Event)
     _ends: dict[asyncio.StreamWriter, tuple[Link, str]] = field(default_factory=dict)
-    """Both ends of each connection: who made it, and to which endpoint."""
+    """By each end of a connection: the link of the process that made it, and the endpoint that it leads to."""
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class Throttle:
         return self.loop.run(self._listen())
 
     def serve(self, endpoint: str, link: Link) -> None:
-        """Have what others send to `endpoint`, and get from there, go over the lines of who serves it as well."""
+        """Have what others exchange with `endpoint` also go over the lines of the process that serves it."""
         self._serving[endpoint] = link
 
     def hinder(self, source: Link, target: Link, bytes_per_second: float = 0.0) -> None:

@@ -17,7 +17,7 @@ from scripts.benches.shared.common import POLL_SECONDS, START_SECONDS, fail_on_e
 from swarm.errors import DeadlineExceeded
 
 TURN_SECONDS = 24 * 3600.0
-"""Longest turn: as much can be asked as somebody has the patience for. That its process has died is noticed at once."""
+"""Longest turn. It is long because a user may ask for any amount of work; a process that dies is noticed at once."""
 
 
 def take_turns(results: Path, work: Callable[[], float | None]) -> None:

@@ -26,7 +26,7 @@ from swarm.errors import DeadlineExceeded, PeerUnavailable
 EVERY = 2
 """Steps from one fault to the next."""
 MAX_IN_FLIGHT = 4
-"""Microbatches under way: few, so that the cores are left to those who join."""
+"""Microbatches under way: few, so that joiners have the cores."""
 HELD_SECONDS = (0.5, 2.0)
 """For how long what is going to be lost is held back: long enough for the work behind it to be done."""
 ONE_WAY_SECONDS = 6.0
@@ -42,7 +42,7 @@ class FaultySwarm:
     faults: Counter[str] = field(default_factory=Counter)
     """By kind."""
     owed: int = 0
-    """Faults that are due: they wait while nobody can be spared."""
+    """Faults that are due: they wait while no peer can be spared."""
     _joining: list[tuple[Child, int]] = field(default_factory=list)
     _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class FaultySwarm:
         """Have a trainer train so many steps; in every second one, do `fault`, which says whether it could.
 
         Raises:
-            PeerUnavailable: the trainer, or a peer that nobody killed, ended; one that was joining, too.
+            PeerUnavailable: the trainer ended, or a peer that was not killed, be it one that was joining.
             DeadlineExceeded: no step for a very long time, or a peer did not come to serve.
         """
         trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
@@ -100,7 +100,7 @@ class FaultySwarm:
         return bool(ends)
 
     def _take_in(self) -> None:
-        """Whoever has joined is a peer like any other."""
+        """A joiner that serves is a peer like any other from then on."""
         for child, stage in list(self._joining):
             if self.swarm.ready_file(child.name).exists():
                 self._joining.remove((child, stage))

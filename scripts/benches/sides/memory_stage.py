@@ -66,7 +66,7 @@ SETTLE_SECONDS = 1.0
 
 
 class Answer(HopReply):
-    """Comes from nobody who would have to be told."""
+    """A call that no caller waits for."""
 
     async def ack(self) -> None:
         pass
@@ -297,7 +297,7 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
     (folder / f"{number}.record.tmp").rename(folder / f"{number}.record")
     texts = await _all_there([folder / f"{member}.record" for member in range(MEMBERS)])
     records = [PeerRecord.model_validate_json(text) for text in texts]
-    # Somebody to ask at the other stages.
+    # Peers to ask at the other stages.
     neighbour = record.model_copy(update={"peer_id": generate().peer_id})
     records += [neighbour.model_copy(update={"stage": stage}) for stage in (STAGE - 1, STAGE + 1)]
     warm_up()

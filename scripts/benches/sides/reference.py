@@ -31,7 +31,7 @@ class BareStage(nn.Module):
 
 
 def torch_adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """The swarm's optimizer as the class of torch's own, for those who cannot do without one."""
+    """The swarm's optimizer as a class of torch's kind, for code that needs one."""
     matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -17,9 +17,9 @@ from swarm.routing.peer_queue import PeerQueue
 
 COSTS: dict[str, Callable[[random.Random], float] | None] = {
     "queue": None,
-    # The least finish time is that of who was chosen longest ago.
+    # The least finish time is that of the peer that was chosen longest ago.
     "round_robin": lambda rng: 1.0,
-    # An exponential time is as long as before, however much of it has passed: so the least is anybody's, each time.
+    # What is left of an exponential time is as long as the whole, so every peer is as likely to have the least.
     "random": lambda rng: rng.expovariate(1.0),
 }
 

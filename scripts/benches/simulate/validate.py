@@ -2,15 +2,15 @@
 
 Real peers and a trainer, processes of their own over TLS on this machine, whose computing is a pause of fixed length
 (../sides/paced_stage.py), so that they need few cores; and the same swarm in virtual time, with the same pauses.
-Compared are microbatches per second that the peers of stage 0 commit while no round ends, and which peer does how much
-of its stage's work.
+It compares microbatches per second that the peers of stage 0 commit while no round ends, and each peer's share of its
+stage's work.
 
 Half of the settings are saturated: whatever is chosen, the poorest stage's peers are busy. In the others the trainer
-keeps few microbatches in flight, so that throughput is their number over the time that one of them takes: who is
-chosen, credits, queues and the length of the lines (../shared/throttle.py) all count.
+keeps few microbatches in flight, so that throughput is their number over the time that one of them takes: the choice of
+peers, credits, queues and the length of the lines (../shared/throttle.py) all count.
 
-What it takes on this machine to hand a microbatch on, beside its computing, is measured before: one peer, to which the
-trainer gives one microbatch after the other. It is all that the simulation is told of the real swarm.
+How long handing a microbatch on takes on this machine, beside its computing, is measured before: the trainer gives one
+peer one microbatch after the other. The simulation is told nothing else of the real swarm.
 """
 
 import asyncio
@@ -171,7 +171,7 @@ class Counting(Ours):
 def simulate(
     setting: Setting, seed: int, *, link_seconds: float, warm_up_seconds: float, seconds: float
 ) -> tuple[float, Work]:  # fmt: skip
-    """Microbatches per second of a simulated swarm with one trainer, and who did how much of them."""
+    """Microbatches per second of a simulated swarm with one trainer, and each peer's share of them."""
     timeline = Timeline()
     num_answers: Counter[PeerId] = Counter()
 
@@ -251,7 +251,7 @@ def _config(options: Options, num_stages: int) -> RunConfig:
 
 
 def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], Work]:
-    """Microbatches per second of a real swarm, each time that it was measured, and who did how much in all of them."""
+    """Microbatches per second of a real swarm, each time that it was measured, and each peer's share in all of them."""
     config, _ = with_corpus(_config(options, len(setting.paces)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="validate-")))

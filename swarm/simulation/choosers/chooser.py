@@ -33,11 +33,11 @@ class Chooser(Protocol):
         ...
 
     def choose(self, stage: int, num_samples: int, exclude: Collection[PeerId]) -> PeerId | None:
-        """Who computes next; None if nobody can be asked now."""
+        """The peer that computes next; None if no peer can be asked now."""
         ...
 
     def num_asked_around(self, stage: int) -> int:
-        """Peers among whom a microbatch may be sent on; 0: who is chosen is to take what it can."""
+        """Peers among which a microbatch may be sent on; 0: the chosen peer is to take what it can."""
         ...
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
@@ -52,7 +52,7 @@ class Chooser(Protocol):
         """A peer did not answer.
 
         Args:
-            is_gone: nobody listened where it was; else a connection broke.
+            is_gone: nothing listened where it was; else a connection broke.
         """
         ...
 

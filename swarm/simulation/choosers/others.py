@@ -23,7 +23,7 @@ published code."""
 UNKNOWN_SECONDS = 1.0
 """What a peer that never answered is taken to need: for a sample in the SWARM paper's published code."""
 MAX_DRAWS = 20
-"""Peers drawn before somebody is looked for one by one."""
+"""Peers drawn before all are looked at one by one."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class _Stage:
 
 
 class ByChance:
-    """Everybody who can be asked is as likely as everybody else."""
+    """All peers that can be asked are equally likely."""
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class ByChance:
         return self._draw(stage, exclude)
 
     def num_asked_around(self, stage: int) -> int:
-        """See Chooser: nobody is told of others."""
+        """See Chooser: no peer is told of others."""
         return 0
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:

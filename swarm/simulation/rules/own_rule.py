@@ -18,7 +18,7 @@ from swarm.types import ClaimRecord, ClaimState, PeerId, PeerRecord, PeerState
 LISTED_SECONDS = (15.0, 20.0)
 """For how long the dead are listed: announcements live for 20 seconds and are renewed every 5."""
 FIGURES_SECONDS = 600.0
-"""How often what everybody announces is off in another way."""
+"""How often the announced figures are off in another way."""
 SAMPLES_PER_SECOND = 10.0
 """Of every peer; only ratios count."""
 

@@ -1,4 +1,4 @@
-"""What a rule is to the study `rebalancing`, and the rule of those who have none."""
+"""What a rule is to the study `rebalancing`, and having none."""
 
 import random
 from typing import Protocol
@@ -23,7 +23,7 @@ class Rule(Protocol):
 
 
 class NoRule:
-    """Newcomers take any stage, and nobody moves."""
+    """Newcomers take any stage, and no peer moves."""
 
     def __init__(self, swarm: FluidSwarm, rng: random.Random) -> None:
         self._swarm = swarm

@@ -3,7 +3,7 @@
 Every T seconds the idlest peer of the stage with the least waiting work goes to the stage with the most; newcomers go
 there too. In a full pipeline all work that can wait, waits before the weakest stage, and the more another stage could
 manage the less waits there: so the stages are in the order of what they manage, and equal ones in any order. Favoured
-here: everybody sees the queues as they are at that moment, and a stage is never left empty.
+here: all peers see the queues as they are at that moment, and a stage is never left empty.
 """
 
 import random
@@ -36,7 +36,8 @@ class SwarmRule:
         if idlest != busiest and len(peers) > 1:
             # All machines are alike: which of them is the idlest is chance.
             self._swarm.move(self._rng.choice(peers), busiest)
-        # Now, so that who has just been sent arrives before the next look, where a download takes a period.
+        # Planned now, so that the peer that has just been sent arrives before the next look even where a download takes
+        # a whole period.
         self._swarm.timeline.after(self._period_seconds, self._tick)
 
     def _by_load(self) -> list[int]:

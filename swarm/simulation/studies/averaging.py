@@ -1,4 +1,4 @@
-"""How a stage's rounds end while members die: attempts, seconds, and who takes part.
+"""How a stage's rounds end while members die: attempts, seconds, and the share that takes part.
 
     scripts/simulate averaging --json
 
@@ -22,7 +22,7 @@ from swarm.simulation.timeline import Timeline
 MOST_ROUNDS = 200
 BYTES_PER_MEGABIT = 125_000
 SLOWEST_MEGABITS_PER_SECOND = Timing().bytes_per_second / BYTES_PER_MEGABIT
-"""Nobody gives up waiting for a line that is no slower; that somebody does is not simulated."""
+"""Members wait for a line that is no slower; giving up on a slower one is not simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Options(ChanceOptions):
     lifetime_hours: tuple[float, ...] = ()
     """Mean times until a member dies, instead of failure_percent."""
     round_seconds: float = 60.0
-    """Training until a round is complete, as long as nobody dies."""
+    """Training until a round is complete, as long as no member dies."""
     payload_megabytes: float = 32.0
     """Of a contribution on the wire."""
     megabits_per_second: float = 100.0

@@ -53,7 +53,7 @@ DIRECTORY_SECONDS = 5.0
 ONE_SEED_FROM = 10_000
 """Peers: of so many a single run is an average, and takes more than a minute."""
 WARM_UP_SECONDS = 60.0
-"""At the start nobody knows what anybody manages, and slow peers are given too much."""
+"""At the start no sender knows any peer's speed, and slow peers are given too much."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ TIMING = Timing(
     late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
     average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
 )  # fmt: skip
-"""Nobody is given up for being slow: all workers share one thread, and that perhaps a busy machine. A killed one's
+"""No worker is given up for being slow, because all share one thread of a machine that may be busy. A killed worker's
 calls fail at once."""
 ROUND_SECONDS = 120.0
 """Longest wait for something that takes milliseconds on an idle machine."""
