@@ -37,7 +37,7 @@ class RunConfig:
     """Name of the run: letters, digits, `-` and `_`."""
     owner: str = ""
     """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty:
-    all who reach a peer may join."""
+    every machine that reaches a peer may join."""
     model: ModelConfig = field(default_factory=ModelConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
     data: DataConfig = field(default_factory=DataConfig)

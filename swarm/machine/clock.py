@@ -42,7 +42,8 @@ def clock_through_sleep(platform: str, clocks: Mapping[str, Any]) -> Callable[[]
     return lambda: time.clock_gettime(clock_id)
 
 
-_monotonic = clock_through_sleep(sys.platform, vars(time))
+monotonic = clock_through_sleep(sys.platform, vars(time))
+"""This machine's monotonic clock, in seconds."""
 
 
 class Loop(uvloop.Loop):
@@ -53,7 +54,7 @@ class Loop(uvloop.Loop):
     """
 
     def time(self) -> float:
-        return _monotonic()
+        return monotonic()
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
@@ -82,7 +83,7 @@ class SystemClock:
     """The machine's own clock."""
 
     def monotonic(self) -> float:
-        return _monotonic()
+        return monotonic()
 
     def time(self) -> float:
         return time.time()

@@ -1,4 +1,4 @@
-"""Writes checkpoints of a run in a child process for somebody to kill, again and again; run by test_writer.
+"""Writes checkpoints of a run in a child process, until test_writer kills it.
 
 For every line on stdin, `FOLDER`, a child goes on from the folder's newest checkpoint, as a peer would. It says
 `child PID`, `found ROUND`, then `wrote ROUND` for each one that it has written; when it is dead, `dead` is said.

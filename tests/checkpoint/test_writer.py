@@ -64,7 +64,7 @@ async def test_a_state_of_no_numbers_pushes_out_no_good_checkpoint(
 
 
 def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
-    """One's own at once; another's, who may be writing it now, once it has not changed for long."""
+    """A peer's own file at once, and another's once it has not changed for long, since it may be being written."""
     names = {owner: tmp_path / f".stage-0-of-2.round-4.safetensors.{owner}.tmp" for owner in ("own", "old", "busy")}
     for path in names.values():
         path.write_text("half")
@@ -127,7 +127,7 @@ async def test_a_run_that_went_back_leaves_no_later_rounds_to_be_mixed_in(tmp_pa
 async def test_no_checkpoint_is_replaced_by_one_of_another_branch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stage began anew where it had been lost; what it had learnt is still there for who wants it."""
+    """A stage began anew where it had been lost. What it had learnt before is still there, under another name."""
     path, _ = write_cut(tmp_path, cut(2), 4)
     learnt = path.read_bytes()
     anew = trained(cut(2), 0, 4)

@@ -98,7 +98,7 @@ def test_digest_depends_on_text_and_tokenizer(folder: Path, cache: Path) -> None
 
 def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = corpora.prepare(_config(folder), cache_dir=cache)
-    monkeypatch.setattr(corpora, "_write", None)
+    monkeypatch.setattr(text_files, "pieces", None)
     second = corpora.prepare(_config(folder, sequence_length=4), cache_dir=cache)
     assert second.digest == first.digest
     assert np.array_equal(second.tokens, first.tokens)

@@ -63,7 +63,7 @@ def test_values_and_gradients_are_the_formulas(
 def test_inputs_that_are_views(
     function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
 ) -> None:
-    """Heads are a view of what a projection gives; and nobody's input is written to."""
+    """Heads are a view of what a projection gives, and no input is written to."""
     inputs = _inputs([tuple(reversed(shape)) for shape in shapes], torch.float32)
     before = [value.detach().clone() for value in inputs]
     found = function(
