@@ -31,7 +31,6 @@ from peers.stage_peer.others import find_others
 from peers.stage_peer.resume import ResumeOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.checkpoint.file import Header
@@ -240,7 +239,7 @@ class StageServer:
                 clock=self._clock,
                 events=self._events,
             )
-            self._averager = Averager(put_together(context, self._member))
+            self._averager = Averager(context, self._member)
             self._add_services(server)
             await server.start()
             async with asyncio.TaskGroup() as tasks:

@@ -6,77 +6,174 @@ itself behind, it downloads. Never touches weights: the stage does, when it is t
 """
 
 from collections.abc import Collection
+from functools import partial
 
-from swarm.averaging.changes import wait
-from swarm.averaging.parts import Parts
+from swarm.averaging import messages
+from swarm.averaging.advance import Advance
+from swarm.averaging.barrier import Barrier
+from swarm.averaging.beginning import Beginning
+from swarm.averaging.blame import Blame
+from swarm.averaging.branches import Branches
+from swarm.averaging.broadcast import Broadcast
+from swarm.averaging.calls import Calls
+from swarm.averaging.catch_up import CatchUp
+from swarm.averaging.changes import Changes, wait
+from swarm.averaging.context import Context
+from swarm.averaging.donor import Donor
+from swarm.averaging.entry import Entry
+from swarm.averaging.handlers import Handlers
+from swarm.averaging.lead_loop import LeadLoop
+from swarm.averaging.leader import Leader
+from swarm.averaging.lookout import Lookout
+from swarm.averaging.own_round import OwnRound
+from swarm.averaging.participant import Participant
+from swarm.averaging.place import KEPT_OUTCOMES, Place
+from swarm.averaging.report_answers import ReportAnswers
+from swarm.averaging.reporter import Reporter
+from swarm.averaging.roster import Roster
+from swarm.averaging.shared import SharedBlocks
+from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.survey import Survey
 from swarm.averaging.view import AveragingStatistics, GroupView
+from swarm.averaging.watch import RoundWatch
+from swarm.training.round_member import RoundMember
 
 
 class Averager:
-    """One peer's part in its stage's rounds, as the rest of the peer sees it.
+    """One peer's part in its stage's rounds. Its parts are built one after the other, each from those before it.
 
     Attributes:
         handlers: what it answers to other peers.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._place = parts.place
-        self._roster = parts.roster
-        self.handlers = parts.handlers
+    def __init__(self, context: Context, member: RoundMember) -> None:
+        """
+        Args:
+            member: the stage, as averaging sees it.
+        """
+        self.context = context
+        self.changes = changes = Changes(context.clock)
+        self.place = place = _place(context, member)
+        self.roster = roster = _roster(context, place)
+        self.donor = donor = Donor(place, member, context.clock)
+        self.shared = shared = SharedBlocks(context)
+        own_round = OwnRound(context, place, member)
+        advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster, changes=changes)
+        participant = Participant(context, place, own_round, advance, shared)
+        call = Calls(context, roster, participant, changes)
+        survey = Survey(context, place, member, roster, advance, call, changes)
+        transfer = StateTransfer(
+            context.transport,
+            address=context.address,
+            own_id=context.own_id,
+            silence_seconds=context.timing.silence_seconds,
+        )
+        self.catch_up = CatchUp(
+            context,
+            place,
+            own_round=own_round,
+            advance=advance,
+            transfer=transfer,
+            roster=roster,
+            survey=survey,
+            entry=Entry(context, member),
+        )
+        lookout = Lookout(context, place, survey, self.catch_up, changes)
+        self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, lookout, changes)
+        self.watch = watch = RoundWatch(context, place, member, roster, reporter, changes)
+        barrier = Barrier(context, place, shared, watch, call, changes)
+        broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
+        blame = Blame(context.own_id)
+        beginning = Beginning(context, watch, broadcast, blame)
+        self.leader = Leader(context, place, beginning, broadcast, barrier, shared, blame, changes)
+        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, self.leader, changes)
+        reports = ReportAnswers(context, place, member, roster, reporter, watch, changes)
+        self.handlers = Handlers(context, participant, donor, shared, barrier, reports, changes)
 
     async def run(self) -> None:
         """Take part until cancelled. Leaving needs no farewell: the others go on without this peer."""
-        tasks = self._parts.context.tasks
+        tasks = self.context.tasks
         async with tasks.running():
-            tasks.spawn(self._parts.reporter.run())
-            tasks.spawn(self._parts.lead_loop.run())
-            tasks.spawn(self._parts.donor.run())
+            tasks.spawn(self.reporter.run())
+            tasks.spawn(self.lead_loop.run())
+            tasks.spawn(self.donor.run())
 
     def notify(self) -> None:
         """The stage's progress changed."""
-        self._parts.changes.notify()
+        self.changes.notify()
 
     async def join(self) -> None:
         """Ask every known peer where the run is, and download its state if this peer is behind; needs `run`."""
-        await self._parts.reporter.ask_all()
+        await self.reporter.ask_all()
 
     async def changed(self, seconds: float) -> None:
         """Wait until the view, or the state of a round, may have changed, but no longer than `seconds`."""
-        await wait(self._parts.changes.next, seconds)
+        await wait(self.changes.next, seconds)
 
     def view(self) -> GroupView:
         """The round as this peer knows it."""
-        return self._parts.watch.view()
+        return self.watch.view()
 
     @property
     def is_behind(self) -> bool:
         """Whether the group is at a later round, and its state is being had."""
-        return self._place.is_catching_up
+        return self.place.is_catching_up
 
     @property
     def last_members(self) -> Collection[str]:
         """Ids of those that took part in the round before; empty where this peer does not know them."""
-        return self._place.last_members
+        return self.place.last_members
 
     def misses_member(self) -> bool:
         """See Roster.misses_member."""
-        return self._roster.misses_member(self._place.standing)
+        return self.roster.misses_member(self.place.standing)
 
     def awaits_reports(self) -> bool:
         """Whether a serving peer, alive as far as this one knows, has not told yet what it has of the round."""
-        return self._roster.awaits_reports(self._place.standing)
+        return self.roster.awaits_reports(self.place.standing)
 
     def statistics(self) -> AveragingStatistics:
         """A reading of the counters."""
-        times, loop = self._parts.leader.times, self._parts.lead_loop
+        times, loop = self.leader.times, self.lead_loop
         return AveragingStatistics(
             num_attempts=loop.num_attempts,
             aborted=dict(loop.aborted),
             exchange_seconds=times.total_exchange_seconds,
             barrier_seconds=times.total_barrier_seconds,
-            num_downloads=self._parts.catch_up.num_downloads,
-            num_members=len(self._place.last_members),
-            num_alive=max(self._parts.reporter.num_alive, len(self._roster.alive())),
-            refusals=self._place.branches.refusals,
+            num_downloads=self.catch_up.num_downloads,
+            num_members=len(self.place.last_members),
+            num_alive=max(self.reporter.num_alive, len(self.roster.alive())),
+            refusals=self.place.branches.refusals,
         )
+
+
+def _place(context: Context, member: RoundMember) -> Place:
+    standing = messages.standing_of(member.progress())
+    branches = Branches(
+        standing,
+        clock=context.clock,
+        more_samples_win=context.config.averaging.quorum == "available",
+        patience_seconds=context.timing.fresh_seconds,
+        run_round=partial(_run_round, context),
+    )
+    return Place(standing, branches, num_kept=max(KEPT_OUTCOMES, context.config.averaging.num_fragments))
+
+
+def _run_round(context: Context) -> int | None:
+    """Synchronous: a round that at least half of the other stages' peers have reached, as they say."""
+    stages = set(range(context.config.stages.num_stages)) - {context.own.stage}
+    rounds = sorted(record.round for stage in stages for record in context.peers(stage))
+    return rounds[len(rounds) // 2] if rounds and context.config.rounds.synchronous else None
+
+
+def _roster(context: Context, place: Place) -> Roster:
+    config = context.config
+    return Roster(
+        own=context.own,
+        directory=partial(context.peers, context.own.stage),
+        clock=context.clock,
+        timing=context.timing,
+        branches_yield=config.averaging.quorum == "available",
+        round_microbatches=config.microbatches_per_round if config.rounds.synchronous else None,
+        is_elsewhere=place.branches.is_elsewhere,
+    )

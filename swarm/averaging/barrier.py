@@ -32,7 +32,7 @@ class Barrier:
     """One stage's side of it, for those that ask and those that are asked."""
 
     def __init__(
-        self, context: Context, place: Place, *, shared: SharedBlocks, watch: RoundWatch, call: Caller, changes: Changes
+        self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller, changes: Changes
     ) -> None:
         self._context = context
         self._place = place

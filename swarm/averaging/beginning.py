@@ -30,7 +30,7 @@ TELL_SECONDS = 10.0
 class Beginning:
     """The beginnings of one leader's attempts."""
 
-    def __init__(self, context: Context, *, watch: RoundWatch, broadcast: Broadcast, blame: Blame) -> None:
+    def __init__(self, context: Context, watch: RoundWatch, broadcast: Broadcast, blame: Blame) -> None:
         self._context = context
         self._watch = watch
         self._broadcast = broadcast
@@ -73,7 +73,7 @@ class Beginning:
                 if isinstance(reply, SwarmError) or reply.HasField("refusal"):
                     raise self._blame.failure("a member could not drop a duplicate", {peer: reply})
                 begun[peer] = reply
-        self._require_whole_round(begun, unreached)
+        self._require_whole_round(standing.round, begun, unreached)
         return begun
 
     def _require_obedience(self, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
@@ -89,10 +89,10 @@ class Beginning:
         if not self._watch.has_quorum(begun.keys()):
             raise self._blame.failure("too few members for a quorum", unreached)
 
-    def _require_whole_round(self, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
+    def _require_whole_round(self, round_number: int, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
         committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
         num_samples = sum(reply.round_samples for reply in begun.values())
-        if not self._watch.is_complete(committed, num_samples, begun.keys()):
+        if not self._watch.is_complete(round_number, committed, num_samples, begun.keys()):
             failed = self._blame.failure("the round is not complete any more", unreached)
             failed.void = True
             raise failed

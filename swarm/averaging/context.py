@@ -1,6 +1,6 @@
 """What every part of one peer's averaging is given: who and where the peer is, and what it works with.
 
-Made by the stage peer's program, before averaging/parts builds them.
+Made by the stage peer's program, before averaging/averager builds them.
 """
 
 import asyncio

@@ -33,8 +33,8 @@ RESULTS_BYTES = 2 << 30
 LOOK_SECONDS = 1.0
 """Between two looks at what nobody asks for any more."""
 YIELD_SECONDS = 5.0
-"""For so long a piece waits at most for an exchange under way here, which needs the line first. Whoever downloads waits
-three times as long for the next piece before it gives the donor up."""
+"""A piece waits at most so long for an exchange under way here, which needs the line first. The peer that downloads
+waits three times as long for the next piece before it gives the donor up."""
 YIELD_LOOK_SECONDS = 0.1
 RESULTS_FACTOR = 4
 """Results may take RESULTS_BYTES, or so many times a snapshot's size if that is more."""
@@ -50,7 +50,7 @@ class _Pin:
     header: pb.SnapshotHeader | None = None
     snapshot_id: bytes = b""
     is_fetched: bool = False
-    """Somebody has asked for more than the header."""
+    """More than the header was asked for."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,6 @@
 """Which member gives up what, where several members of a synchronous round count the same microbatch.
 
-As when one was away, what it had was replayed by others, and it comes back. Used by averaging/leader, as it begins an
-attempt. Pure.
+That happens when a member was away, others replayed what it had, and it comes back. Used by averaging/beginning. Pure.
 """
 
 from collections import Counter

@@ -2,9 +2,9 @@
 
     idle -> begun -> exchanging -> prepared -> (committed: the next round, idle)
 
-Used by averaging/participant. Attempts are ordered by ballot, as in Paxos: a member obeys the highest that it
-has promised and refuses lower ones. A prepared result outlives its attempt's leader: it is given up only for
-the exchange of a higher attempt, by its own leader's abort, by an abort of a higher attempt that voids earlier
+Used by averaging/participant and averaging/advance. Attempts are ordered by ballot, as in Paxos: a member obeys the
+highest that it has promised and refuses lower ones. A prepared result outlives its attempt's leader: it is given up
+only for the exchange of a higher attempt, by its own leader's abort, by an abort of a higher attempt that voids earlier
 results, by a commit or by a download.
 """
 
@@ -119,7 +119,7 @@ class Group:
         self.install(round_number + 1, last_digest=digest)
 
     def abort(self, round_number: int, ballot: Ballot, *, void: bool) -> None:
-        """The leader gives its attempt up, and with it what it prepared; if `void`, what earlier ones did, too."""
+        """The leader gives its attempt up, with what that prepared, and if `void` also what earlier ones did."""
         self._require_round(round_number)
         if self.promised is not None and ballot < self.promised:
             raise Refused(f"attempt {self.promised.attempt} of {self.promised.leader_id} is promised")
@@ -129,7 +129,7 @@ class Group:
             self.step_back()
 
     def step_back(self) -> None:
-        """The leader is gone, or not at this attempt any more: leave it, but keep what is prepared."""
+        """The leader is gone, or leads this attempt no more: leave it, but keep what is prepared."""
         self.active = None
         self.shares_digest = ""
 

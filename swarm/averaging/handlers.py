@@ -33,7 +33,6 @@ class Handlers:
     def __init__(
         self,
         context: Context,
-        *,
         participant: Participant,
         donor: Donor,
         shared: SharedBlocks,

@@ -32,7 +32,6 @@ class LeadLoop:
         self,
         context: Context,
         place: Place,
-        *,
         roster: Roster,
         own_round: OwnRound,
         reporter: Reporter,

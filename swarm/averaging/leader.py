@@ -53,7 +53,6 @@ class Leader:
         self,
         context: Context,
         place: Place,
-        *,
         beginning: Beginning,
         broadcast: Broadcast,
         barrier: Barrier,
@@ -102,14 +101,14 @@ class Leader:
                 await self._abort(reachable, standing.round, ballot, failed)
                 raise
 
-    # -- first phase -------------------------------------------------------------------------------------------------
+    # -- before anything is decided ----------------------------------------------------------------------------------
 
     async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
         started_at = self._clock.monotonic()
         through_one = self._blame.goes_through_one(standing.round, begun)
         shares = self._shares(begun, only_owner=self._context.own_id if through_one else None)
         self._vector_bytes = 4 * shares.num_elements
-        # There and back at every member, at worst all of it over one line.
+        # Every member sends all of it and gets it back; at worst all of that goes over one line.
         num_times = 2 * (len(begun) - 1) if through_one else 4
         num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
         floor = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
@@ -150,7 +149,7 @@ class Leader:
         return results[0]
 
     def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
-        """Who exchanges with which weight; raises AttemptFailed if a contribution is of no use."""
+        """Each member's weight and part in the exchange; raises AttemptFailed if a contribution is of no use."""
         sizes = Counter(reply.num_elements for reply in begun.values())
         own = begun.get(self._context.own_id)
         size = own.num_elements if own is not None else sizes.most_common(1)[0][0]
@@ -183,7 +182,7 @@ class Leader:
         )
         await self._broadcast(members, ABORT, dict.fromkeys(members, request), self._timing.begin_seconds)
 
-    # -- second phase ------------------------------------------------------------------------------------------------
+    # -- once it is ---------------------------------------------------------------------------------------------------
 
     async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
         """Commit what is decided, once the stages that have to be waited for have decided theirs."""
@@ -200,7 +199,7 @@ class Leader:
             return replies is not None
 
         if self._shared.counts_norm(round_number):
-            # The others need this stage's norm, and that needs the partners' averages: these decide without us.
+            # The others need this stage's norm, and that needs the partners' averages: they decide without this stage.
             if not await wait_for(partners):
                 return
             norm += await self._shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
@@ -211,8 +210,8 @@ class Leader:
             return
         self.times.total_barrier_seconds += self._clock.monotonic() - started_at
         norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
-        # In the same order at every stage, and not by `sum`, which some releases of Python round otherwise, so that the
-        # total is the same bits.
+        # Added in the same order at every stage, so that the total has the same bits. Some releases of Python round
+        # otherwise in `sum`.
         total_squared_norm = 0.0
         for number in sorted(norms):
             total_squared_norm += norms[number]
@@ -233,12 +232,12 @@ class Leader:
         timeout_seconds = self._blame.deadline(floor, self.times.commit_seconds)
         replies = await self._broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
         if not any(isinstance(reply, SLOW) for reply in replies.values()):
-            # What a deadline has cut off says nothing; the deadlines that followed from it would grow round by round.
+            # A time that a deadline has cut off says nothing; deadlines that followed from it would grow each round.
             self.times.commit_seconds = self._clock.monotonic() - started_at
         digests: dict[str, list[PeerId]] = {}
         for peer, reply in replies.items():
             if isinstance(reply, SwarmError):
-                # It finds out from anybody's answer to its next report.
+                # It finds out from any answer to its next report.
                 logger.warning("the commit did not reach %s: %s", peer, reply)
             elif not reply.HasField("refusal"):
                 digests.setdefault(reply.state_digest, []).append(peer)

@@ -26,7 +26,6 @@ class ReportAnswers:
         context: Context,
         place: Place,
         member: RoundMember,
-        *,
         roster: Roster,
         reporter: Reporter,
         watch: RoundWatch,

@@ -1,17 +1,17 @@
 """Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
 
 Run by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
-another place in the run, all holders are asked before anything follows. Never leads.
+another place in the run, all holders are asked before anything follows (averaging/lookout). Never leads.
 """
 
 import asyncio
 import logging
 import math
 
-from swarm.averaging.catch_up import CatchUp
 from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.group import Ballot
+from swarm.averaging.lookout import Lookout
 from swarm.averaging.messages import Standing
 from swarm.averaging.own_round import OwnRound
 from swarm.averaging.place import Place
@@ -33,11 +33,10 @@ class Reporter:
         context: Context,
         place: Place,
         member: RoundMember,
-        *,
         roster: Roster,
         own_round: OwnRound,
         survey: Survey,
-        catch_up: CatchUp,
+        lookout: Lookout,
         changes: Changes,
     ) -> None:
         self._context = context
@@ -46,18 +45,12 @@ class Reporter:
         self._roster = roster
         self._own_round = own_round
         self._survey = survey
-        self._catch_up = catch_up
+        self._lookout = lookout
         self._changes = changes
-        self._clock = context.clock
-        self._timing = context.timing
         self._under_way: set[PeerId] = set()
         self._nudges: set[PeerId] = set()
         self._connected: set[PeerId] = set()
         """As of the last turn."""
-        self._looking: asyncio.Event | None = None
-        """While all are asked where they stand, and what follows is done; set at its end."""
-        self._look_at = -math.inf
-        """Until then nobody is asked again because of those that are known to be elsewhere."""
         self._turn_at = context.clock.monotonic()
         """The last turn of `run`: nothing else here is as regular."""
         self._is_waking = False
@@ -76,27 +69,27 @@ class Reporter:
 
     async def run(self) -> None:
         """Report on every change, yet not too often, and now and then without one."""
-        last_heartbeat, last_progress = float("-inf"), None
-        self._turn_at = self._clock.monotonic()
+        clock, timing = self._context.clock, self._context.timing
+        last_heartbeat, last_progress = -math.inf, None
+        self._turn_at = clock.monotonic()
         while True:
             if self._was_stopped():
-                # At once: what is begun before that task has its turn may be behind.
+                # It is noted at once: whatever begins before that task has its turn may be behind.
                 self._is_waking = True
                 self._context.tasks.spawn(self._wake())
-            self._turn_at = self._clock.monotonic()
+            self._turn_at = now = clock.monotonic()
             if (progress := self._member.progress()) != last_progress:
                 last_progress = progress
                 self._changes.progressed()
             targets, self._nudges = self._nudges | {self._target()} | self._cut_off(), set()
-            now = self._clock.monotonic()
-            if now - last_heartbeat >= self._timing.heartbeat_seconds:
+            if now - last_heartbeat >= timing.heartbeat_seconds:
                 last_heartbeat = now
                 targets |= self._heartbeat_targets()
             # In the same order in every run: that of a set of strings changes from process to process.
             for peer_id in sorted(targets - {self._context.own_id} - self._under_way):
                 self._context.tasks.spawn(self._report(peer_id))
-            await self._clock.sleep(self._timing.report_gap_seconds)
-            await self._changes.until_report_due(self._timing.heartbeat_seconds - self._timing.report_gap_seconds)
+            await clock.sleep(timing.report_gap_seconds)
+            await self._changes.until_report_due(timing.heartbeat_seconds - timing.report_gap_seconds)
 
     async def ask_all(self) -> None:
         """Report to every serving peer, and go where the group is."""
@@ -105,12 +98,12 @@ class Reporter:
                 calls.create_task(self._report(peer_id))
 
     def _was_stopped(self) -> bool:
-        return self._clock.monotonic() - self._turn_at >= self._timing.late_seconds
+        return self._context.clock.monotonic() - self._turn_at >= self._context.timing.late_seconds
 
     async def _wake(self) -> None:
         try:
-            # Calls that were under way time out now, through no fault of those that were called.
-            await self._clock.sleep(self._timing.report_gap_seconds)
+            # Calls that were under way time out now, though the peers that were called are not at fault.
+            await self._context.clock.sleep(self._context.timing.report_gap_seconds)
             self._roster.forget()
             await self.ask_all()
         finally:
@@ -130,11 +123,8 @@ class Reporter:
     def _cut_off(self) -> set[PeerId]:
         """Members to which the connection broke: whether they are still there shows as soon as they are called."""
         members = self._roster.members(self._place.standing)
-        connected = {
-            p
-            for p, record in self._roster.contacts.records(members).items()
-            if self._context.transport.is_connected(record)
-        }
+        records, is_connected = self._roster.contacts.records(members), self._context.transport.is_connected
+        connected = {peer for peer, record in records.items() if is_connected(record)}
         cut_off, self._connected = (self._connected & members.keys()) - connected, connected
         return cut_off
 
@@ -146,15 +136,15 @@ class Reporter:
         group = self._place.group
         active = group.active
         if peer is None and active is not None and active.leader_id == peer_id:
-            # How this attempt ends can be asked of nobody.
+            # Nobody can be asked how this attempt ends.
             await self._own_round.step_back("the leader is not known", only=active)
         if peer is None or peer_id in self._under_way or progress.round != standing.round:
             return
         if self._place.is_catching_up:
-            # A peer that reports is a member, or is waited for.
+            # Others would take this peer for a member, or wait for it.
             return
         is_leader = peer_id == self._target()
-        timeout_seconds = self._timing.report_seconds if is_leader else self._timing.call_seconds
+        timeout_seconds = self._context.timing.report_seconds if is_leader else self._context.timing.call_seconds
         self._under_way.add(peer_id)
         try:
             request = self._survey.request(peer_id)
@@ -185,38 +175,6 @@ class Reporter:
         if theirs == standing and (reply.counted_gaps or reply.num_samples):
             self._roster.heard_of_round(peer_id, theirs, reply)
         if not self._place.branches.is_known(theirs):
-            await self._look_around(peer_id)
+            await self._lookout.look(peer_id)
         elif reply.leader.peer_id not in (self._context.own_id, peer_id):
             self._roster.learn(reply.leader)
-
-    # -- other places ------------------------------------------------------------------------------------------------
-
-    async def _look_around(self, because_of: PeerId) -> None:
-        """Ask all where they stand, and go where this peer should be; a second call waits for the first.
-
-        Not at once again because of a peer of which it is settled that it is elsewhere.
-        """
-        if self._looking is not None:
-            await self._looking.wait()
-            return
-        if self._place.branches.is_elsewhere(because_of) and self._clock.monotonic() < self._look_at:
-            return
-        looking = self._looking = asyncio.Event()
-        try:
-            before = self._place.standing
-            target = await self._survey.choose()
-            if before != self._place.standing:
-                return
-            if target is not None:
-                await self._catch_up.run(target)
-                if before != self._place.standing:
-                    self._changes.notify()
-                return
-            for refusal in self._place.branches.stay():
-                logger.warning("%s", refusal)
-            timing = self._timing
-            rest_seconds = timing.heartbeat_seconds if self._place.branches.is_in_doubt else timing.max_retry_seconds
-            self._look_at = self._clock.monotonic() + rest_seconds
-        finally:
-            self._looking = None
-            looking.set()

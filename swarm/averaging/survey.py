@@ -33,7 +33,6 @@ class Survey:
         context: Context,
         place: Place,
         member: RoundMember,
-        *,
         roster: Roster,
         advance: Advance,
         call: Caller,

@@ -1,11 +1,12 @@
 """Watches the round of this peer's group: what its members have of it, who leads, and whether an attempt may begin.
 
-Asked by averaging/lead_loop, by averaging/leader during an attempt, and by whatever tells others of the round. Draws on
-what peers reported and on this one's own progress. Changes nothing.
+Asked by averaging/lead_loop, by averaging/beginning during an attempt, and by the parts that tell others of the round.
+Draws on what peers reported and on this one's own progress. Changes nothing.
 """
 
 import logging
 from collections.abc import Collection, Set
+from functools import partial
 
 from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
@@ -30,7 +31,6 @@ class RoundWatch:
         context: Context,
         place: Place,
         member: RoundMember,
-        *,
         roster: Roster,
         reporter: Reporter,
         changes: Changes,
@@ -72,7 +72,7 @@ class RoundWatch:
             # Also what this peer has while it is left out: it may be back with that before the round ends.
             counted=self._roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
             lost=self._roster.reports.lost - committed,
-            complete=self.is_complete(committed, num_samples, progress.keys()),
+            complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
             highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
             quiet_seconds=self._changes.quiet_seconds,
         )
@@ -95,15 +95,17 @@ class RoundWatch:
 
     # -- what may be done --------------------------------------------------------------------------------------------
 
-    def is_complete(self, committed: Collection[int], num_samples: int, present: Collection[PeerId]) -> bool:
-        """Whether those that are present, with so much of the round, have all it needs; see rules.is_complete."""
+    def is_complete(
+        self, round_number: int, committed: Collection[int], num_samples: int, present: Collection[PeerId]
+    ) -> bool:
+        """Whether those that are present, with so much of a round, have all it needs; see rules.is_complete."""
         return is_complete(
             self._config,
-            self._place.standing.round,
+            round_number,
             committed,
             num_samples,
             absent_samples=self._absent_samples(present),
-            is_late=self._is_late,
+            is_late=partial(self._is_late, round_number),
         )
 
     def _absent_samples(self, present: Collection[PeerId]) -> int:
@@ -119,15 +121,15 @@ class RoundWatch:
             return others
         return others + own.num_samples
 
-    def _is_late(self) -> bool:
+    def _is_late(self, round_number: int) -> bool:
         """Whether another stage is at a later round, or has waited for this one for long."""
-        since = self._place.awaited_since
-        timing = self._context.timing
-        if since is not None and self._context.clock.monotonic() - since >= timing.awaited_seconds:
+        since = self._place.awaited_since if round_number == self._place.standing.round else None
+        timing, now = self._context.timing, self._context.clock.monotonic()
+        if since is not None and now - since >= timing.awaited_seconds:
             return True
         stages = set(range(self._config.stages.num_stages)) - {self._context.own.stage}
         records = (record for stage in stages for record in self._context.peers(stage))
-        return any(record.round > self._place.standing.round for record in records if record.state is PeerState.SERVING)
+        return any(record.round > round_number for record in records if record.state is PeerState.SERVING)
 
     def has_quorum(self, present: Collection[str]) -> bool:
         """Whether those that are present may commit the round."""

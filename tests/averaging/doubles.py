@@ -15,7 +15,6 @@ from swarm.averaging.averager import Averager
 from swarm.averaging.branches import Branches
 from swarm.averaging.context import Context, Tasks
 from swarm.averaging.messages import Standing
-from swarm.averaging.parts import put_together
 from swarm.averaging.place import KEPT_OUTCOMES, Place
 from swarm.averaging.reduction import Payload
 from swarm.averaging.timing import Timing
@@ -239,8 +238,7 @@ class Peer:
             clock=self.clock,
             timing=network.timing,
         )
-        self.parts = put_together(context, self.stage)
-        self.averager = Averager(self.parts)
+        self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager
         self.instead: dict[str, Callable[[Any], Awaitable[Any]]] = {}
         """What it does with requests of some method, in place of what it should."""

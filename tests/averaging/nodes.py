@@ -9,7 +9,6 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import RunConfig
@@ -45,8 +44,7 @@ class Node:
             clock=SystemClock(),
             timing=PATIENT,
         )
-        self.parts = put_together(context, self.stage)
-        self.averager = Averager(self.parts)
+        self.averager = Averager(context, self.stage)
         self.stage.averager = self.averager
         add_AveragingServiceServicer_to_server(
             AveragingServicer(self.averager.handlers, own_id=self.record.peer_id), self.server

@@ -136,16 +136,16 @@ async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> No
     look_seconds = QUICK.heartbeat_seconds / 10
     async with network_of(make_config(), 1) as network:
         peer, looks, time = network.peers[peer_id(1)], list[float](), asyncio.get_running_loop().time
-        look = peer.parts.watch.may_begin
+        look = peer.averager.watch.may_begin
 
         def looks_long() -> bool:
             looks.append(time())
             peer.clock.lost_seconds += look_seconds
             return look()
 
-        with patch.object(peer.parts.watch, "may_begin", looks_long):
+        with patch.object(peer.averager.watch, "may_begin", looks_long):
             for _ in range(100):
-                peer.parts.changes.signal()
+                peer.averager.changes.signal()
                 await asyncio.sleep(look_seconds / 10)
             last_at = time()
             await asyncio.sleep(4.5 * look_seconds)
@@ -194,7 +194,7 @@ async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_b
         await asyncio.sleep(2 * QUICK.heartbeat_seconds)
         network.freeze(2)
         await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
-        roster = network.peers[peer_id(1)].parts.roster
+        roster = network.peers[peer_id(1)].averager.roster
         survivor = stages(network, 1)[0]
         survivor.learn(0, 1, 2, 3, 4, 5)
         await until(lambda: roster.is_suspected(PeerId(peer_id(2))))
@@ -278,7 +278,7 @@ async def test_a_leader_that_is_left_out_may_be_back_with_what_it_has() -> None:
         other.learn(2)
         peer = network.peers[peer_id(1)]
         await until(lambda: peer.averager.view().committed == {0, 1, 2})
-        peer.parts.roster.suspicions.exclude(PeerId(peer_id(1)))
+        peer.averager.roster.suspicions.exclude(PeerId(peer_id(1)))
         view = peer.averager.view()
         assert view.committed == {2}
         assert view.counted == {0, 1, 2}
@@ -304,14 +304,14 @@ async def test_doubles_are_shared_by_those_that_have_them() -> None:
 async def test_who_was_stopped_may_be_behind_from_the_moment_that_it_notices() -> None:
     async with network_of(make_config(), 1) as network:
         peer, spawned = network.peers[peer_id(1)], list[bool]()
-        reporter = peer.parts.reporter
+        reporter = peer.averager.reporter
         await asyncio.sleep(0.01)
 
         def spawn(work: Coroutine[Any, Any, Any]) -> None:
             spawned.append(reporter.may_be_behind)
             work.close()
 
-        with patch.object(peer.parts.context.tasks, "spawn", spawn):
+        with patch.object(peer.averager.context.tasks, "spawn", spawn):
             peer.clock.lost_seconds += QUICK.late_seconds
             await until(lambda: bool(spawned))
         assert spawned == [True]
@@ -569,7 +569,7 @@ async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
         if method == "Begin":
             monkeypatch.setattr(poor.stage, "close", fail)
         else:
-            monkeypatch.setattr(poor.parts.shared, "offer", fail)
+            monkeypatch.setattr(poor.averager.shared, "offer", fail)
         poor.instead[method] = answer
         for index, stage in enumerate([*others, *stages(network, number)]):
             stage.learn(2 * index, 2 * index + 1)
@@ -860,7 +860,7 @@ async def test_joiner_catches_up_and_takes_part() -> None:
         joiner = network.add(1)
         await joiner.averager.join()
         assert (joiner.stage.round, joiner.stage.digest) == (1, members[0].digest)
-        assert joiner.parts.place.outcomes.keys() == {0}
+        assert joiner.averager.place.outcomes.keys() == {0}
         joiner.stage.learn(4, 5)
         members[0].learn(6)
         members[1].learn(7)
@@ -984,7 +984,7 @@ def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) ->
     """What a peer is asked by one that calls itself a leader, for the first attempt."""
     ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
     types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
-    return types[method.name](address=peer.parts.context.address, **(ballot | fields))
+    return types[method.name](address=peer.averager.context.address, **(ballot | fields))
 
 
 @in_virtual_time
@@ -1001,7 +1001,7 @@ async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
 
         peer.stage.reopen = slowly  # type: ignore[method-assign]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.parts.place.standing)
+        standing = messages.pack_standing(peer.averager.place.standing)
         await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
         aborting = asyncio.create_task(peer.averager.handlers.handle(ABORT, call_of(peer, ABORT, 9)))
@@ -1017,7 +1017,7 @@ async def test_who_is_closed_for_a_leader_that_nobody_knows_opens_again() -> Non
     async with network_of(make_config(), 1) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.parts.place.standing)
+        standing = messages.pack_standing(peer.averager.place.standing)
         await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         assert peer.stage.closed
         await until(lambda: not peer.stage.closed)
@@ -1030,7 +1030,7 @@ async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any])
     async with network_of(make_config(), 1, 9) as network:
         peer = network.peers[peer_id(1)]
         await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.parts.place.standing)
+        standing = messages.pack_standing(peer.averager.place.standing)
         if method is not BEGIN:
             await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         fields = {"standing": standing} if method is BEGIN else {}

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from swarm.averaging.averager import Averager
 from swarm.averaging.barrier import Barrier
-from swarm.averaging.parts import put_together
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import contact_of
 from swarm.errors import DeadlineExceeded
@@ -50,10 +50,8 @@ class OtherStage:
         context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
         member = FakeStage()
         member.round = 7
-        parts = put_together(context, member)
-        barrier = Barrier(
-            context, parts.place, shared=parts.shared, watch=parts.watch, call=self.call, changes=parts.changes
-        )
+        own = Averager(context, member)
+        barrier = Barrier(context, own.place, own.shared, own.watch, self.call, own.changes)
         replies = await barrier.wait_for([1], 7)
         assert replies is not None
         assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)

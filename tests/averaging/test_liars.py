@@ -32,7 +32,7 @@ def add_liar(network: Network, number: int, *, round_number: int = FAR, anchor: 
     network.make_stage = make_stage
     liar = network.add(number)
     network.make_stage = before
-    liar.parts.place.branches.choose = lambda *, is_sound, announced: None  # type: ignore[method-assign]
+    liar.averager.place.branches.choose = lambda *, is_sound, announced: None  # type: ignore[method-assign]
     return liar
 
 
@@ -159,7 +159,7 @@ async def test_a_lone_member_comes_back_to_the_others_though_it_did_more() -> No
 async def test_a_liar_that_is_gone_holds_nobody_up() -> None:
     async with group_of(make_config("diloco"), 2, 3) as network:
         add_liar(network, 1)
-        await until(lambda: network.peers[peer_id(2)].parts.place.branches.is_elsewhere(PeerId(peer_id(1))))
+        await until(lambda: network.peers[peer_id(2)].averager.place.branches.is_elsewhere(PeerId(peer_id(1))))
         network.kill(1)
         for _ in range(2):
             await commit(network, 2, 3)

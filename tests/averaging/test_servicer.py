@@ -7,7 +7,7 @@ import grpc
 import pytest
 import torch
 
-from swarm.averaging.parts import put_together
+from swarm.averaging.averager import Averager
 from swarm.averaging.transport import REPORT, GrpcTransport
 from swarm.errors import DeadlineExceeded, NotReady, WrongRun, WrongStage
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
@@ -162,7 +162,7 @@ async def test_an_exchange_with_a_member_that_falls_silent_ends_long_before_its_
 
 
 async def test_peer_that_does_not_run_yet_is_not_ready() -> None:
-    parts = put_together(make_context(record(1)), FakeStage())
+    averager = Averager(make_context(record(1)), FakeStage())
     address = Address(run_id=make_config().run_id, protocol_version=PROTOCOL_VERSION, stage=0)
     with pytest.raises(NotReady):
-        await parts.handlers.handle(REPORT, pb.ReportRequest(address=address))
+        await averager.handlers.handle(REPORT, pb.ReportRequest(address=address))

@@ -384,7 +384,7 @@ async def test_download_slower_than_a_round_converges() -> None:
         assert joiner.stage.num_installs == 1
         assert len(joiner.stage.results) >= 4
         assert joiner.stage.digests == group.stages[0].digests[-len(joiner.stage.digests) :]
-        assert joiner.parts.place.outcomes == group.peers[0].parts.place.outcomes
+        assert joiner.averager.place.outcomes == group.peers[0].averager.place.outcomes
         await group.admit(joiner)
         await group.commit()
         assert len(group.digests) == 1
@@ -511,7 +511,7 @@ async def test_where_the_results_are_lost_the_newcomer_starts_over() -> None:
                 num_lost += 1
                 await group.commit()
                 for peer in group.peers:
-                    peer.parts.donor.jumped()
+                    peer.averager.donor.jumped()
 
         joiner = group.add_joiner()
         group.network.before = lose
@@ -563,7 +563,7 @@ async def test_a_replayed_round_that_gives_another_state_is_undone_by_a_download
                 assert place.is_catching_up
 
         joiner = group.add_joiner()
-        place = joiner.parts.place
+        place = joiner.averager.place
         group.network.tamper, group.network.before = lie, busy
         await until(lambda: place.is_sound and not place.is_catching_up and joiner.stage.num_installs == 2)
         assert states[1] == (False, joiner.stage.results[0].round)
@@ -626,14 +626,14 @@ async def test_a_peer_that_catches_up_promises_nothing_and_is_not_waited_for() -
         await arrived.wait()
         group.network.calls.clear()
         begin = pb.BeginRequest(
-            address=joiner.parts.context.address,
+            address=joiner.averager.context.address,
             peer_id=peer_id(2),
             ballot=pb.Ballot(attempt=1, leader_id=peer_id(2)),
-            standing=messages.pack_standing(joiner.parts.place.standing),
+            standing=messages.pack_standing(joiner.averager.place.standing),
         )
         reply = await joiner.averager.handlers.handle(BEGIN, begin)
         assert "catching up" in reply.refusal.reason
-        rosters = [peer.parts.roster for peer in group.peers]
+        rosters = [peer.averager.roster for peer in group.peers]
         await until(lambda: not any(peer_id(1) in roster.alive() for roster in rosters))
         await asyncio.sleep(2 * QUICK.heartbeat_seconds)
         assert not any(name == "Report" and source == 1 for name, source, _ in group.network.calls)

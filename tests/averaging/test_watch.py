@@ -2,13 +2,13 @@
 
 import pytest
 
-from swarm.averaging.parts import Parts, put_together
+from swarm.averaging.averager import Averager
 from swarm.types import PeerRecord, PeerState
 from tests.averaging.doubles import QUICK, FakeStage, make_config, make_context, record
 from tests.support.virtual_time import in_virtual_time
 
 
-def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Parts:
+def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Averager:
     """The averaging of a stage's only peer, which has learnt something of its round."""
     member = FakeStage()
     member.learn(0)
@@ -17,7 +17,7 @@ def averaging_with(*others: PeerRecord, num_stages: int = 3) -> Parts:
         lambda stage: [other for other in others if other.stage == stage],
         config=make_config("diloco", stages=num_stages),
     )
-    return put_together(context, member)
+    return Averager(context, member)
 
 
 def at_round(number: int, stage: int, state: PeerState = PeerState.SERVING) -> PeerRecord:
@@ -48,14 +48,14 @@ async def test_neither_its_own_stage_nor_a_peer_that_does_not_serve_pulls_a_stag
 @in_virtual_time
 async def test_a_stage_that_another_has_waited_for_goes_on_with_what_it_has() -> None:
     """Else it might get no more: the other one lets a round's worth through, and then none."""
-    parts = averaging_with()
-    now = parts.context.clock.monotonic()
-    parts.place.awaited(now - QUICK.awaited_seconds / 2)
-    assert not parts.watch.view().complete
-    parts = averaging_with()
-    parts.place.awaited(now - QUICK.awaited_seconds)
-    parts.place.awaited(now)
-    assert parts.watch.view().complete
+    averager = averaging_with()
+    now = averager.context.clock.monotonic()
+    averager.place.awaited(now - QUICK.awaited_seconds / 2)
+    assert not averager.watch.view().complete
+    averager = averaging_with()
+    averager.place.awaited(now - QUICK.awaited_seconds)
+    averager.place.awaited(now)
+    assert averager.watch.view().complete
 
 
 @in_virtual_time

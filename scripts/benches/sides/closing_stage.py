@@ -26,7 +26,6 @@ from scripts.benches.shared.common import write_json
 from swarm import config as configs
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import RunConfig
@@ -184,7 +183,7 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
         context = Context(
             config=config, own=record, peers=lambda number: records, transport=GrpcTransport(channels), clock=clock
         )
-        averager = Averager(put_together(context, member))
+        averager = Averager(context, member)
         stage.admission.open()
         add_AveragingServiceServicer_to_server(AveragingServicer(averager.handlers, own_id=identity.peer_id), server)
         add_HealthServicer_to_server(HealthServicer(), server)

@@ -28,7 +28,6 @@ from scripts.benches.sides.diloco.driven_swarm import TIMING
 from swarm import config as configs
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.parts import put_together
 from swarm.averaging.reduction import Payload
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
@@ -173,7 +172,7 @@ class Member:
             clock=SystemClock(),
             timing=TIMING,
         )
-        self.averager = Averager(put_together(context, self._member))
+        self.averager = Averager(context, self._member)
         self._stage.admission.open()
         self._microbatches: deque[asyncio.Task[None]] = deque()
         """Those that wait for their gradients, oldest first."""

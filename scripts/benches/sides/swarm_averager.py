@@ -24,7 +24,6 @@ from scripts.benches.shared.common import compute_like_peers, write_json
 from scripts.benches.sides.averaging_peer import POLL_SECONDS, READY_FILE, Orders, as_tensors, compare, digest, values
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.parts import put_together
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import AveragingConfig, DataConfig, RoundsConfig, RunConfig, StagesConfig
@@ -132,7 +131,7 @@ class CodecPeer:
             transport=GrpcTransport(channels),
             clock=SystemClock(),
         )
-        self._averager = Averager(put_together(context, self.member))
+        self._averager = Averager(context, self.member)
         servicer = AveragingServicer(self._averager.handlers, own_id=self._identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, self._server)
         # A member asks an owner that is slow to answer whether it is alive.

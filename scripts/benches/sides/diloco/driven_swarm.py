@@ -15,7 +15,6 @@ import torch
 from scripts.benches.sides.diloco.memory_transport import MemoryNetwork, MemoryTransport
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.parts import put_together
 from swarm.averaging.timing import Timing
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
@@ -95,7 +94,7 @@ class Worker:
             clock=SystemClock(),
             timing=TIMING,
         )
-        self.averager = Averager(put_together(context, self.member))
+        self.averager = Averager(context, self.member)
         self.reporting = tasks.create_task(self.stage.endings.report_changes(self.averager.notify))
         self.averaging = tasks.create_task(self.averager.run())
 
