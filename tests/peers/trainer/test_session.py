@@ -1,0 +1,94 @@
+"""What a trainer does between its steps, with a chain of real stages."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from rich.console import Console
+
+from peers.trainer import session as sessions
+from peers.trainer.options import TrainerOptions
+from peers.trainer.report import Report
+from peers.trainer.session import Session
+from swarm.data.microbatches import Microbatches
+from swarm.machine.clock import SystemClock
+from swarm.metrics.log import MetricsLog
+from swarm.pipeline.lease_service import LeaseClient
+from swarm.pipeline.leased_work import LeasedWork
+from swarm.pipeline.round_watcher import RoundWatcher
+from swarm.pipeline.train_loop import TrainLoop
+from swarm.stage import servicer
+from tests.support.chain import SYNCHRONOUS, Chain, eventually, running_chain, tokens
+
+
+class _HeldOut:
+    """A few held-out microbatches."""
+
+    def held_out(self, num_samples: int) -> list[npt.NDArray[np.int32]]:
+        return [tokens(SYNCHRONOUS, 99 + index).numpy() for index in range(num_samples)]
+
+
+def _session(chain: Chain, metrics: MetricsLog, folder: Path) -> Session:
+    """As the program wires it, but for what only training needs."""
+    config, data = chain.config, cast(Microbatches, _HeldOut())
+    watcher = RoundWatcher(
+        run_id=config.run_id, num_stages=3, synchronous=True, channels=chain.peers[0].channels,
+        peers=lambda stage: [peer.record for peer in chain.at(stage)],
+    )  # fmt: skip
+    report = Report(
+        config, steps=1, output=folder, metrics=metrics, console=Console(quiet=True), why_silent=watcher.why_silent
+    )
+    work = LeasedWork(
+        config=config, leases=cast(LeaseClient, None), clock=SystemClock(), max_in_flight=1, on_waiting=report.waiting
+    )
+    loop = TrainLoop(
+        config=config, data=data, hop=chain.trainer, work=work, watcher=watcher, clock=SystemClock(),
+        on_waiting=report.waiting,
+    )  # fmt: skip
+    options = TrainerOptions(initial_peers=("x",), evaluation_samples=2, sample_tokens=2)
+    return Session(options, config, data, chain.trainer, watcher, loop, report)
+
+
+@pytest.mark.parametrize("work", [Session.evaluate, Session.write_sample])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_comes(
+    work: Callable[[Session], Awaitable[Any]], stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(servicer, "PROGRESS_SECONDS", 0.02)
+    caplog.set_level(logging.WARNING)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path)
+            expected = await work(session)
+            assert not caplog.messages
+            records = [peer.record for peer in chain.peers]
+            chain.update([record for record in records if record.stage != stage])
+            waiting = asyncio.ensure_future(work(session))
+            await eventually(lambda: bool(caplog.messages))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            (line,) = caplog.messages
+            assert re.match(f"waiting: stage {stage} has no peer; start one with swarm-peer --stage {stage}", line)
+            chain.update(records)
+            assert await waiting == expected
+            assert caplog.messages == [line]
+
+
+async def test_what_strangers_have_the_swarm_write_is_no_command_to_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def generate(*_: object, **__: object) -> list[int]:
+        return list(b"a\x1b[2J\tb\nc")
+
+    monkeypatch.setattr(sessions, "generate", generate)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            sample = await _session(chain, metrics, tmp_path).write_sample()
+    assert sample.endswith("--- the swarm goes on ---\na [2J\tb\nc\n---")
