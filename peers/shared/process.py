@@ -153,7 +153,7 @@ def run_program(prog: str, main: Callable[[], int]) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        faults = list(_leaves(error))
+        faults = list(leaves(error))
         shortages = [shortage for fault in faults if (shortage := _shortage(fault)) is not None]
         if not all(isinstance(fault, _FAULTS) or _shortage(fault) for fault in faults):
             raise
@@ -227,10 +227,11 @@ def die_with_parent() -> Callable[[], None]:
     return in_child
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in an ExceptionGroup, and in the groups inside it; of another error, itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from leaves(inner)
     else:
         yield error
 

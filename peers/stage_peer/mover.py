@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from peers.shared import process
 from peers.shared.network import LOOK_SECONDS
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.server import StageServer
@@ -141,9 +142,11 @@ class Mover:
         except* (SwarmError, OSError, ValueError) as faults:
             if serving or (move is None and not self._stop.is_set()):
                 raise
-            failure = str(_first(faults))  # Itself, it would keep the server, with the model, in its traceback.
+            failure = str(
+                next(process.leaves(faults))
+            )  # Itself, it would keep the server, with the model, in its traceback.
         except* (RuntimeError, MemoryError) as errors:
-            error = _first(errors)
+            error = next(process.leaves(errors))
             if not is_out_of_memory(error):
                 raise
             raise Fatal(
@@ -255,11 +258,3 @@ class Mover:
             for task in (working, stopping):
                 task.cancel()
         return None if working.cancelled() else working.result()
-
-
-def _first(faults: BaseExceptionGroup[Exception]) -> Exception:
-    fault: BaseException = faults
-    while isinstance(fault, BaseExceptionGroup):
-        fault = fault.exceptions[0]
-    assert isinstance(fault, Exception)
-    return fault

@@ -22,18 +22,18 @@ from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 import swarm
-from peers.shared import devices, process
 from peers.shared.membership import Membership
 from peers.stage_peer import resume
+from peers.stage_peer.checkpoints import Checkpoints
 from peers.stage_peer.incarnation import Incarnation, Rivals
 from peers.stage_peer.news import StageNews
 from peers.stage_peer.others import find_others
+from peers.stage_peer.own_backend import own_backend
 from peers.stage_peer.resume import ResumeOptions
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
 from swarm.averaging.servicer import AveragingServicer
 from swarm.averaging.transport import GrpcTransport
-from swarm.checkpoint.file import Header
 from swarm.checkpoint.folder import CheckpointFolder
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.dht import keys
@@ -44,8 +44,7 @@ from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
 from swarm.interchange.weights import WeightsFolder
 from swarm.machine.loop_lag import LoopLag
-from swarm.machine.out_of_memory import in_words, is_out_of_memory, what_was_asked
-from swarm.model.stages import build_stage, parameter_shapes
+from swarm.machine.out_of_memory import in_words
 from swarm.pipeline.lease_service import GroupLead, LeaseServicer
 from swarm.pipeline.leases import RoundView
 from swarm.rpc import tls
@@ -57,15 +56,12 @@ from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_serv
 from swarm.rpc.v1.directory_pb2_grpc import add_DirectoryServiceServicer_to_server
 from swarm.rpc.v1.lease_pb2_grpc import add_LeaseServiceServicer_to_server
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
-from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import reply_specs, request_specs
 from swarm.stage.context import StageContext, StageLimits
-from swarm.stage.graphs import GraphBudget
 from swarm.stage.incoming import max_kept_bytes
 from swarm.stage.member import StageMember
 from swarm.stage.runtime import Runtime
 from swarm.stage.servicer import StageServicer
-from swarm.stage.settings import weights_of
 from swarm.stage.slots import LARGEST_NUM_SLOTS
 from swarm.stage.stage import stage_of
 from swarm.stage.staging import staging_of
@@ -82,9 +78,6 @@ RECORD_SECONDS = 20.0
 """Lifetime of an announcement: a peer that died is listed for at most this long."""
 SETTLE_SECONDS = 5.0
 """For how long, at most, a peer that ends waits until acknowledgements are passed on: each of them takes no longer."""
-
-LAST_CHECKPOINT_SECONDS = 120.0
-"""How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +123,7 @@ class StageServer:
         self._router = router = membership.known.router
         self._directory = membership.directory
         self._clock = clock = membership.clock
-        self._tasks = tasks
         self._options = options
-        self._checkpoints = options.checkpoints
-        self._writing: set[asyncio.Task[None]] = set()
-        """Checkpoints that are under way."""
         self._events = options.events
         self._state = PeerState.JOINING
         self._leaves = False
@@ -149,31 +138,9 @@ class StageServer:
         self._callers = Callers(clock, max_training_bytes=max_kept_bytes(request_specs(config, stage), most_in_flight))
         staging = staging_of(options.device)
         self._runtime = Runtime(queue_capacity=1024, stopwatch=staging.stopwatch)
-        try:
-            given = None if options.weights is None else options.weights.load(parameter_shapes(config, stage))
-            module = build_stage(config, stage, device=options.device, weights=given)
-            del given
-            weights = weights_of(config, module, lineage=resume.genesis(config, stage), events=self._events)
-            # What the first step makes: moments, a second sum, another copy; and the server's threads. If they do not
-            # fit, that is to be said now, and not after an hour.
-            first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
-            first_step_bytes = sum(tensor.nbytes for tensor in first_step)
-            process.require_addresses(process.THREAD_BYTES)
-            del first_step
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            asked = what_was_asked(error)
-            raise Fatal(
-                f"stage {stage} does not fit on {options.device} (no room for {asked}): take more stages, or another "
-                "--device"
-            ) from None
-        limit_bytes = options.graph_bytes
-        if limit_bytes is None:
-            limit_bytes = devices.graph_bytes(devices.here(options.device), needed_bytes=first_step_bytes)
-        backend = StageBackend(
-            config=config, stage=stage, module=module, staging=staging, weights=weights,
-            budget=GraphBudget(limit_bytes=limit_bytes), events=self._events,
+        backend = own_backend(
+            config, stage, device=options.device, staging=staging, given=options.weights,
+            graph_bytes=options.graph_bytes, events=self._events,
         )  # fmt: skip
         hop = None
         if not backend.is_last:
@@ -200,6 +167,10 @@ class StageServer:
             events=self._events,
         )  # fmt: skip
         self._averager: Averager
+        self.checkpoints = Checkpoints(
+            options.checkpoints, config, stage, self._member, tasks,
+            highest_microbatch=lambda: self._averager.view().highest_microbatch,
+        )  # fmt: skip
         self._health = _Health()
         self._news = StageNews(clock)
         self._loop_lag = LoopLag(clock)
@@ -384,26 +355,13 @@ class StageServer:
 
     async def leave(self) -> None:
         """Be gone for the others, once drained or not; with what a checkpoint lacks written, unless the disk hangs."""
-        if self._checkpoints is not None:
-            try:
-                async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
-                    if self._writing:
-                        await asyncio.wait(self._writing)
-                    if self._stage.round > self._checkpoints.newest_round(self._number):
-                        await self._checkpoint(self._checkpoints)
-            except TimeoutError:
-                logger.error(
-                    "no checkpoint of round %d in %s: not written within %.0f s; does the disk hang?",
-                    self._stage.round, self._checkpoints.folder, LAST_CHECKPOINT_SECONDS,
-                )  # fmt: skip
-            for writing in self._writing:
-                writing.cancel()
+        await self.checkpoints.last()
         try:
             await self._directory.withdraw()
         except PeerUnavailable as error:
             logger.debug("not withdrawn: %s", error)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- the state --------------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
         """Take the state of a checkpoint, if there is one and nobody holds this stage."""
@@ -437,8 +395,8 @@ class StageServer:
             resume.say_changes(
                 restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples
             )  # fmt: skip
-            if self._checkpoints is not None:
-                self._checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
+            if self._options.checkpoints is not None:
+                self._options.checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
 
     async def _have_state(self) -> None:
         """Wait while others hold what could not be downloaded at once: averaging goes on asking them."""
@@ -463,29 +421,7 @@ class StageServer:
             self._member.reports[-1], samples_per_second=self._stage.samples_per_second,
             is_behind=self._averager.is_behind,
         )  # fmt: skip
-        if self._checkpoints is not None and self._checkpoints.is_due(self._stage.round):
-            self._begin_checkpoint(self._checkpoints)
-
-    def _begin_checkpoint(self, writer: CheckpointWriter) -> None:
-        writing = self._tasks.create_task(self._checkpoint(writer))
-        self._writing.add(writing)
-        writing.add_done_callback(self._writing.discard)
-
-    async def _checkpoint(self, writer: CheckpointWriter) -> None:
-        """Write the state at the beginning of the present round, which no inner step changes."""
-        try:
-            snapshot = await self._member.snapshot()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            logger.error("no checkpoint of round %d, for want of memory: %s", self._stage.round, error)
-            return
-        header = Header(
-            config=self._config, stage=self._number, round=snapshot.round, run_samples=snapshot.run_samples,
-            lineage=snapshot.lineage, highest_microbatch=self._averager.view().highest_microbatch,
-            state_digest=snapshot.digest,
-        )  # fmt: skip
-        await writer.write(header, snapshot.tensors)
+        self.checkpoints.committed()
 
     # -- what others are told ----------------------------------------------------------------------------------------
 

@@ -69,13 +69,15 @@ class LocalPeer:
         self.served: asyncio.Queue[int] = asyncio.Queue()
         """Every stage, when it is served."""
         self.server: StageServer | None = None
+        self.tasks: asyncio.TaskGroup | None = None
+        """Of the server that it has."""
         self.made: list[weakref.ref[StageServer]] = []
 
     @asynccontextmanager
     async def running(self, stage: int) -> AsyncIterator["LocalPeer"]:
         """Serve inside the block, from the first stage on."""
         mover = Mover(
-            make_server=self._make, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
+            make_server=self.make_server, rebalancer=self.rebalancer, clock=self.clock, event_log=self.log,
             stop=self.stop,
             listen=Listen(host="127.0.0.1", port=0, announced_host="127.0.0.1", dht_address=""),
             on_serving=lambda stage, _: self.served.put_nowait(stage),
@@ -116,12 +118,13 @@ class LocalPeer:
         snapshot = await self.server._member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
 
-    def _make(self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
+    def make_server(self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:
         options = ServerOptions(
             name="local", device=torch.device("cpu"), insecure=True, max_in_flight=4, graph_bytes=1 << 20,
             resume=ResumeOptions(folder=self._resume, joins=comes_from_another, moves=comes_from_another),
             checkpoints=self.writer, events=self.log, movable=True, moves=moves,
         )  # fmt: skip
         self.server = StageServer(self._membership, stage, tasks, options)
+        self.tasks = tasks
         self.made.append(weakref.ref(self.server))
         return self.server

@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from peers.shared import process
-from peers.stage_peer import mover, others, rebalancer
+from peers.stage_peer import checkpoints, mover, others, own_backend, rebalancer
 from peers.stage_peer import server as stage_server
 from swarm.averaging.averager import Averager
 from swarm.checkpoint import file
@@ -135,17 +136,17 @@ async def test_a_stage_that_does_not_fit_is_one_line(
 ) -> None:  # fmt: skip
     """Whoever moves there goes back."""
 
-    def no_memory(run: RunConfig, stage: int, *, device: torch.device) -> torch.nn.Module:
+    def no_memory(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
         if stage == 1:
             raise error
-        return build_stage(run, stage, device=device)
+        return build_stage(run, stage, **more)
 
     async with (
         LocalPeer(config, store, resume=trained).running(0),
         LocalPeer(config, store, resume=trained).running(1),
         LocalPeer(config, store, resume=trained).running(0) as peer,
     ):
-        monkeypatch.setattr(stage_server, "build_stage", no_memory)
+        monkeypatch.setattr(own_backend, "build_stage", no_memory)
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
     assert f"stage 1 does not fit on cpu (no room for {reason}): take more stages" in caplog.text
@@ -166,13 +167,13 @@ async def test_a_stage_that_runs_out_of_memory_while_it_serves_is_one_line(
 
     async def serve() -> None:
         async with LocalPeer(config, store, resume=trained).running(0) as peer:
-            assert peer.server is not None
-            peer.server._tasks.create_task(fail())
+            assert peer.tasks is not None
+            peer.tasks.create_task(fail())
             await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as raised:
         await serve()
-    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in process._leaves(raised.value))
+    assert all(isinstance(leaf, expected) and message in str(leaf) for leaf in process.leaves(raised.value))
 
 
 async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order_and_says_why(
@@ -195,7 +196,7 @@ async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order
     with pytest.raises(ExceptionGroup) as raised:
         async with asyncio.timeout(20.0):
             await serve()
-    (fault,) = set(process._leaves(raised.value))
+    (fault,) = set(process.leaves(raised.value))
     assert isinstance(fault, Fatal)
     assert str(fault).startswith("stage 0 ran out of memory at 3 microbatches in a row")
     assert Leave() in peer.log.events
@@ -207,14 +208,14 @@ async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order
 async def test_what_is_not_about_memory_is_not_said_to_be(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(run: RunConfig, stage: int, *, device: torch.device) -> torch.nn.Module:
+    def broken(run: RunConfig, stage: int, **more: Any) -> torch.nn.Module:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(stage_server, "build_stage", broken)
+    monkeypatch.setattr(own_backend, "build_stage", broken)
     peer = LocalPeer(config, store, resume=trained)
     async with asyncio.TaskGroup() as tasks:
         with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes cannot be multiplied$"):
-            peer._make(0, 0, False, tasks)
+            peer.make_server(0, 0, False, tasks)
 
 
 async def test_to_and_fro(config: RunConfig, store: MemoryStore, trained: Path) -> None:
@@ -377,7 +378,7 @@ async def test_it_stays_if_the_others_of_its_stage_hold_another_state(
         await eventually(lambda: "stays at stage 0: too few others serve it with its state" in caplog.text)
 
 
-async def test_a_peer_that_is_told_to_stop_while_it_drains_leaves(
+async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
     config: RunConfig, store: MemoryStore, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The round, which is not complete, is not waited for.
@@ -572,16 +573,15 @@ async def test_a_peer_whose_disk_hangs_ends_all_the_same(
     caplog: pytest.LogCaptureFixture, *, regular: bool,
 ) -> None:  # fmt: skip
     """Whether its last checkpoint is being written then, or one that was due."""
-    monkeypatch.setattr(stage_server, "LAST_CHECKPOINT_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoints, "LAST_CHECKPOINT_SECONDS", 1.0)
     disk, folder = threading.Event(), tmp_path / "written"
     monkeypatch.setattr(file, "write", lambda *_, **__: disk.wait())
     peer = LocalPeer(config, store, resume=trained, checkpoints=folder)
     try:
         async with asyncio.timeout(20.0), peer.running(0):
             assert peer.server is not None
-            assert peer.writer is not None
             if regular:
-                peer.server._begin_checkpoint(peer.writer)
+                peer.server.checkpoints.begin()
     finally:
         disk.set()
     assert Leave() in peer.log.events

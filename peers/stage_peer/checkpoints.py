@@ -1,0 +1,93 @@
+"""The checkpoints that a stage peer writes: when they are due, beside the training, and once more as it leaves.
+
+Used by server.py. How one gets to the disk is for swarm/checkpoint/writer.py to know.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from swarm.checkpoint.file import Header
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.config import RunConfig
+from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.stage.member import StageMember
+
+logger = logging.getLogger(__name__)
+
+LAST_CHECKPOINT_SECONDS = 120.0
+"""How long a peer that leaves waits for its checkpoint. Large ones take a while; a disk that hangs takes for ever."""
+
+
+class Checkpoints:
+    """One stage's, as long as the peer serves it; nothing is written where there is no writer."""
+
+    def __init__(
+        self, writer: CheckpointWriter | None, config: RunConfig, stage: int, member: StageMember,
+        tasks: asyncio.TaskGroup, highest_microbatch: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            highest_microbatch: the largest id that was granted so far, as averaging knows it.
+        """
+        self._writer = writer
+        self._config = config
+        self._stage = stage
+        self._member = member
+        self._tasks = tasks
+        self._highest_microbatch = highest_microbatch
+        self._writing: set[asyncio.Task[None]] = set()
+        """Those that are under way."""
+
+    def committed(self) -> None:
+        """A round was committed: begin a checkpoint if one is due."""
+        if self._writer is not None and self._writer.is_due(self._member.progress().round):
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to write one, and do not wait for it."""
+        if self._writer is not None:
+            writing = self._tasks.create_task(self._write(self._writer))
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
+
+    async def last(self) -> None:
+        """Write what the newest checkpoint lacks. A disk that hangs is given up after a while."""
+        writer = self._writer
+        if writer is None:
+            return
+        try:
+            async with asyncio.timeout(LAST_CHECKPOINT_SECONDS):
+                if self._writing:
+                    await asyncio.wait(self._writing)
+                if self._member.progress().round > writer.newest_round(self._stage):
+                    await self._write(writer)
+        except TimeoutError:
+            logger.error(
+                "no checkpoint of round %d in %s: not written within %.0f s; does the disk hang?",
+                self._member.progress().round,
+                writer.folder,
+                LAST_CHECKPOINT_SECONDS,
+            )
+        for writing in self._writing:
+            writing.cancel()
+
+    async def _write(self, writer: CheckpointWriter) -> None:
+        """Write the state at the beginning of the present round, which no inner step changes."""
+        try:
+            snapshot = await self._member.snapshot()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.error("no checkpoint of round %d, for want of memory: %s", self._member.progress().round, error)
+            return
+        header = Header(
+            config=self._config,
+            stage=self._stage,
+            round=snapshot.round,
+            run_samples=snapshot.run_samples,
+            lineage=snapshot.lineage,
+            highest_microbatch=self._highest_microbatch(),
+            state_digest=snapshot.digest,
+        )
+        await writer.write(header, snapshot.tensors)

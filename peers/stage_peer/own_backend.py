@@ -1,0 +1,62 @@
+"""A stage's model on this machine's device, with room for all that its first step makes.
+
+Used by server.py. Where the stage does not fit, it says so now, and not after an hour.
+"""
+
+import torch
+
+from peers.shared import devices, process
+from peers.stage_peer.resume import genesis
+from swarm.config import RunConfig
+from swarm.errors import Fatal
+from swarm.events.kinds import Events
+from swarm.interchange.weights import WeightsFolder
+from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.model.stages import build_stage, parameter_shapes
+from swarm.stage.backend import StageBackend
+from swarm.stage.graphs import GraphBudget
+from swarm.stage.settings import weights_of
+from swarm.stage.staging import Staging
+
+
+def own_backend(
+    config: RunConfig, stage: int, *, device: torch.device, staging: Staging, given: WeightsFolder | None,
+    graph_bytes: int | None, events: Events,
+) -> StageBackend:  # fmt: skip
+    """Make the model and its weights, at their initial values.
+
+    Args:
+        given: with which weights the run begins; None for those that its seed draws.
+        graph_bytes: what autograd graphs may take; None for a share of what is free then.
+
+    Raises:
+        Fatal: the stage does not fit on the device.
+    """
+    try:
+        tensors = None if given is None else given.load(parameter_shapes(config, stage))
+        module = build_stage(config, stage, device=device, weights=tensors)
+        del tensors
+        weights = weights_of(config, module, lineage=genesis(config, stage), events=events)
+        # What the first step makes: moments, a second sum, another copy; and the server's threads.
+        first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
+        first_step_bytes = sum(tensor.nbytes for tensor in first_step)
+        process.require_addresses(process.THREAD_BYTES)
+        del first_step
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = what_was_asked(error)
+        raise Fatal(
+            f"stage {stage} does not fit on {device} (no room for {asked}): take more stages, or another --device"
+        ) from None
+    if graph_bytes is None:
+        graph_bytes = devices.graph_bytes(devices.here(device), needed_bytes=first_step_bytes)
+    return StageBackend(
+        config=config,
+        stage=stage,
+        module=module,
+        staging=staging,
+        weights=weights,
+        budget=GraphBudget(limit_bytes=graph_bytes),
+        events=events,
+    )
