@@ -129,7 +129,8 @@ class Callers:
         """Count bytes no longer."""
         subtract(self._num_bytes[training], caller, num_bytes)
 
-    def __len__(self) -> int:
+    @property
+    def num_remembered(self) -> int:
         """Callers of which anything is remembered."""
         return len(self._due.keys() | self._num_calls.keys())
 
