@@ -30,9 +30,17 @@ class Advance:
     """One member's way from round to round."""
 
     def __init__(
-        self, context: Context, place: Place, member: RoundMember, own_round: OwnRound, *, shared: SharedBlocks,
-        donor: Donor, roster: Roster, changes: Changes,
-    ) -> None:  # fmt: skip
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        own_round: OwnRound,
+        *,
+        shared: SharedBlocks,
+        donor: Donor,
+        roster: Roster,
+        changes: Changes,
+    ) -> None:
         """
         Args:
             donor: is told of every commit.
@@ -188,7 +196,7 @@ class Advance:
                 # It took part, and lost sight of the others before the end.
                 self._exchanges.committed(kept.fragment, kept.residual)
             elif contributed:
-                # What it owed is in the result; what the encoding dropped then, nobody knows any more.
+                # What it owed is in the result; what the encoding dropped then is not known any more.
                 self._exchanges.forget(contribution.fragment)
             self._state_digest = await self._member.apply(
                 dataclasses.replace(committed.result, contributed=contributed)

@@ -1,7 +1,7 @@
 """All-reduce: the members' vectors become one weighted sum, the same bits at every member.
 
 There are two ways. Butterfly (averaging/butterfly): every member owns one part of the vector, sums it for all, and
-hands it back; the owner encodes the sum once, and everybody applies those bytes. Gather (averaging/gather), for sparse
+hands it back; the owner encodes the sum once, and all members apply those bytes. Gather (averaging/gather), for sparse
 codecs in small groups: every member gets all contributions as they are and sums them itself, in the same order and with
 the same roundings. This file holds what both have in common. Used by averaging/exchange. Knows nothing of rounds or of
 gRPC. Work on whole vectors runs in threads, never on the event loop.
@@ -25,8 +25,8 @@ from swarm.compression.codec import Buffer, Codec
 from swarm.errors import SwarmError
 
 OWNER_PATIENCE = 0.8
-"""Share of an exchange's time after which an owner names the member it still waits for; before the others,
-who wait for the owner, would name the owner. In a gather everybody does so."""
+"""Share of an exchange's time after which an owner names the member that it still waits for. The others wait for the
+owner, and would name the owner a little later. In a gather every member does as an owner does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,8 @@ async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]
             running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
     except BaseException as error:
         side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
-        # A cancellation does leave it. Of its two cycles one is through the group's frame, which keeps the error and is
-        # in its traceback, the other through the group, which keeps the task that the error ends.
+        # A cancellation does leave it, and makes two cycles. One goes through the group's frame, which keeps the error
+        # and is in its traceback; the other through the group, which keeps the task that the error ends.
         error.__traceback__ = None
         raise
     finally:

@@ -1,4 +1,4 @@
-"""One attempt, as its member lives it: closed, exchanging with the others, and at any time given up.
+"""One attempt, as its member lives it. The member is closed, then exchanges; the attempt may be given up at any time.
 
 Made by averaging/own_round when a leader says Begin. Knows nothing of rounds, promises and commits.
 """
@@ -42,9 +42,9 @@ class Attempt:
         """When a piece of each member's part came last."""
         self._shares = Shares(())
         self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
-        """This member's side of the exchange. Comes with Average; others may be quicker than the leader's call."""
+        """This member's side of the exchange. It comes with Average; other members may call before that."""
         self._scopes: set[asyncio.Timeout] = set()
-        """Of the exchange under way, and of what others are sending; expiring them ends them."""
+        """Of the exchange under way, and of what others are sending; expiring a scope ends what runs in it."""
         self._sending: set[str] = set()
         """Members whose part is on its way here, or is being taken in."""
         self._end = ""
@@ -89,7 +89,7 @@ class Attempt:
             looked_at = self._clock.monotonic()
             await self._clock.sleep(self._timing.heartbeat_seconds)
             if self._clock.monotonic() - looked_at > 2 * self._timing.heartbeat_seconds:
-                # It was this peer that stood still: what others have sent meanwhile is yet to be read.
+                # This peer itself stood still. What others have sent meanwhile is still to be read.
                 began_at = self._clock.monotonic()
             for peer_id in side.missing:
                 last_at = max(began_at, self._heard_at.get(peer_id, began_at))
@@ -115,7 +115,7 @@ class Attempt:
             raise Refused("the member lists differ")
         num_bytes = side.num_bytes_from(peer_id)
         if peer_id in self._sending:
-            # Memory for a part is taken once a member, however often it calls.
+            # Each member gets memory for one part, however often it calls.
             raise Refused(f"{peer_id} is sending its part already")
         self._sending.add(peer_id)
         try:
@@ -138,14 +138,14 @@ class Attempt:
         return received
 
     def end(self, reason: str) -> None:
-        """Give it up: whoever waits for it, here and elsewhere, is told."""
+        """Give it up: all that wait for it, here and elsewhere, are told."""
         self._end = reason
         for scope in self._scopes:
             if not scope.expired():
                 scope.reschedule(asyncio.get_running_loop().time())
         if not self._side.done():
             self._side.set_exception(Refused(reason))
-            self._side.exception()  # Retrieved: it may be that nobody waits.
+            self._side.exception()  # Retrieved, or asyncio would complain where no caller waits.
 
     @asynccontextmanager
     async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
 KEPT = 1024
-"""Lineages of its own that a peer remembers: who stands at one of them is behind, and on the same branch."""
+"""Lineages of its own that a peer remembers: a peer that stands at one of them is behind, and on the same branch."""
 MOST_DOUBTS = 256
 """Holders elsewhere that are remembered."""
 SHOWN_SECONDS = 60.0
@@ -45,9 +45,14 @@ class Branches:
     """One peer's view of where the holders of its stage stand."""
 
     def __init__(
-        self, own: Standing, *, clock: Clock, more_samples_win: bool, patience_seconds: float,
+        self,
+        own: Standing,
+        *,
+        clock: Clock,
+        more_samples_win: bool,
+        patience_seconds: float,
         run_round: Callable[[], int | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             run_round: gives the round that the stages have reached which commit every round together with this one;
@@ -65,11 +70,11 @@ class Branches:
         self._past: dict[str, Standing | None] = {own.lineage: own}
         """Where this peer was, oldest first, itself included; None where only the lineage is known."""
         self._has_voice = own.round > 0
-        """Whether it has committed what it stands at, or resumed from it, rather than had it from others."""
+        """Whether it has committed the place where it stands, or resumed from it; False if it had it from others."""
         self._pace = RunPace(own, clock)
         self._voices: dict[PeerId, Voice] = {}
         self._announced: Mapping[PeerId, Standing] = {}
-        """Where those were that did not answer, as far as this peer never was there."""
+        """Where peers were that did not answer, if this peer never was there."""
         self._doubts: dict[PeerId, _Doubt] = {}
 
     # -- this peer's moves ---------------------------------------------------------------------------------------------
@@ -121,7 +126,7 @@ class Branches:
             self._doubts.pop(peer_id, None)
 
     def behind(self, standing: Standing) -> set[PeerId]:
-        """Those that answered that they stand there, or did."""
+        """The holders that answered that they stand there, or did."""
         return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
 
     def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
@@ -163,7 +168,7 @@ class Branches:
             return False
         if num_theirs != num_ours:
             return num_theirs > num_ours
-        # What it had from others itself, it does not leave for as many others.
+        # A state that it had from others is not left for another one that as many peers hold.
         return self._has_voice and self._order(theirs) > self._order(self._own) and not self._has_stragglers
 
     def _is_credible(self, theirs: Standing, num_holders: int) -> bool:
@@ -174,10 +179,10 @@ class Branches:
         return *numbers, standing.lineage
 
     def _ours(self, theirs: Standing) -> list[str]:
-        """Those that stand behind this peer's place and not behind theirs, this peer included.
+        """The peers that stand behind this peer's place and not behind `theirs`, this peer included.
 
-        Who stands where both come from has not decided yet. Nobody can stay where the other stages have committed two
-        rounds without it: some holders of this stage must have been there.
+        A peer that stands where both come from has not decided yet. This peer cannot stay where the other stages have
+        committed two rounds without it: some holders of this stage must have been there.
         """
         if (run_round := self._run_round()) is not None and run_round > self._own.round + 1:
             return []
@@ -186,21 +191,21 @@ class Branches:
         for peer, voice in self._voices.items():
             place = voice.standing
             undecided = place.lineage in before and place != self._own
-            # At the very beginning nobody holds more than what the configuration tells.
+            # At the very beginning no peer holds more than what the configuration tells.
             if place.round > 0 and self.is_known(place) and not undecided and not _has_passed(voice, theirs):
                 ours.append(peer)
         return ours
 
     @property
     def _has_stragglers(self) -> bool:
-        """Whether somebody is behind on this peer's own branch, and about to come."""
+        """Whether a peer is behind on this peer's own branch, and about to come."""
         places = (voice.standing for voice in self._voices.values())
         return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
 
     # -- those that are not followed -----------------------------------------------------------------------------------
 
     def stay(self) -> list[str]:
-        """This peer stays where it is: gives a line for each holder elsewhere that has been there for long only now."""
+        """This peer stays where it is. Gives a line for each holder elsewhere that has now been there for long."""
         now, refused = self._clock.monotonic(), []
         for peer, voice in self._voices.items():
             if self.is_known(voice.standing):
@@ -259,7 +264,8 @@ def voice_of(message: pb.ReportReply | pb.SnapshotHeader) -> Voice:
 
 
 def most_held(offers: Mapping[bytes, Voice], num_holders: Mapping[bytes, int]) -> list[bytes]:
-    """Names of offers, the best first: the farthest behind which more than half of the holders stand, then by these.
+    """Names of offers, the best first: the farthest behind which more than half of the holders stand; the others follow
+    by the number of holders behind them.
 
     Args:
         num_holders: how many make each of them.

@@ -29,8 +29,8 @@ async def butterfly(vector_D: torch.Tensor, reduction: Reduction, terms: Terms, 
         memory: for the result.
 
     Raises:
-        MemberFailed: the exchange failed. Then, as on cancellation, those who wait for this member's part
-            are told.
+        MemberFailed: the exchange failed. Then, as on cancellation, the members that wait for this one's part are
+            told.
     """
     return await _Butterfly(vector_D, reduction, terms, memory).run()
 
@@ -61,9 +61,7 @@ class _Butterfly:
         terms = self._terms
         if owner_id == terms.own_id:
             own_P = self._vector_D[part]
-            payload = await _reduce_own(
-                own_P, terms.own_id, self._reduction, OWNER_PATIENCE * terms.timeout_seconds
-            )  # fmt: skip
+            payload = await _reduce_own(own_P, terms.own_id, self._reduction, OWNER_PATIENCE * terms.timeout_seconds)
             assert self._reduction.sum_P is not None
             if len(self._owners) == 1:
                 self._result_D = self._reduction.sum_P
@@ -129,6 +127,6 @@ async def _reduce_own(own_P: torch.Tensor, own_id: str, reduction: Reduction, ti
 
 
 def _upload_rate(payloads: dict[str, Payload], sent_bytes: dict[str, int]) -> float:
-    """The line's rate: what the median stream carried, times their number; one slow receiver does not count."""
+    """The line's rate: the median stream's, times the number of streams, so that one slow receiver does not count."""
     rates = [sent_bytes[peer] / p.upload_seconds for peer, p in payloads.items() if p.upload_seconds > 0]
     return len(rates) * statistics.median(rates) if rates else 0.0

@@ -1,7 +1,7 @@
 """How a peer that is behind gets to where its group stands: a snapshot, then the results committed meanwhile.
 
 Run by averaging/reporter when averaging/branches has decided to go elsewhere. While it runs, this peer promises no
-attempt and reports nothing, so nobody counts it as a member. Takes the state from those alone that stand behind what
+attempt and reports nothing, so no peer counts it as a member. It takes the state only from peers that stand behind what
 was decided.
 """
 
@@ -27,7 +27,7 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 SIZE_FACTOR = 4
-"""A snapshot may be so many times as large as the own one, which may lack the outer optimizer's state."""
+"""A snapshot may be so many times as large as this peer's own, which may lack the outer optimizer's state."""
 
 SAY_SECONDS = 10.0
 """Least time between two lines about how far behind this peer is."""
@@ -37,9 +37,17 @@ class CatchUp:
     """One peer's way forward."""
 
     def __init__(
-        self, context: Context, place: Place, *, own_round: OwnRound, advance: Advance, transfer: StateTransfer,
-        roster: Roster, survey: Survey, entry: Entry,
-    ) -> None:  # fmt: skip
+        self,
+        context: Context,
+        place: Place,
+        *,
+        own_round: OwnRound,
+        advance: Advance,
+        transfer: StateTransfer,
+        roster: Roster,
+        survey: Survey,
+        entry: Entry,
+    ) -> None:
         self._place = place
         self._own_round = own_round
         self._advance = advance
@@ -51,7 +59,7 @@ class CatchUp:
         self._retry_seconds = context.timing.max_retry_seconds
         """Between two tries where there is no going back."""
         self._sources: list[PeerRecord] = []
-        """Who sent the last snapshot and has not failed since: they keep the results."""
+        """The peers that sent the last snapshot and have not failed since: they keep the results."""
         self._max_bytes = 0
         self._snapshot_bytes = 0
         """Of the last snapshot that was installed."""
@@ -61,7 +69,7 @@ class CatchUp:
         self.num_downloads = 0
 
     async def run(self, target: Standing) -> None:
-        """Come to `target`, or beyond, or find that nobody has what it takes. Only one call at a time.
+        """Come to `target`, or beyond, or find that no peer has what it takes. Only one call at a time.
 
         Cancelled, it leaves this peer where it is; segments that have come are kept.
         """
@@ -74,14 +82,14 @@ class CatchUp:
                 target = await self._survey.choose() or target
 
     async def _try(self, target: Standing) -> bool:
-        """Whether this is over, if only because there is nothing to be had now."""
+        """Go on to `target`; says whether this is over, if only because no peer has anything to give now."""
         holders = list(self._roster.contacts.records(sorted(self._place.branches.behind(target))).values())
         is_there = False
         try:
             while True:
                 before = self._place.standing
                 if await self._replay():
-                    # The holders are elsewhere by now: where, has to be asked again.
+                    # The holders are elsewhere by now and have to be asked again where.
                     self._sources.clear()
                     return False
                 is_there = is_there or self._place.branches.is_known(target)
@@ -91,11 +99,11 @@ class CatchUp:
                     break
                 if self._place.standing == before:
                     await self._download(holders, target.round)
-                    # They may have gone on for so long that what they tell of the past does not reach back to it.
+                    # The holders may have gone on so far that the past that they tell does not reach back to `target`.
                     is_there = True
         except SwarmError as error:
             logger.warning("cannot catch up: %s", error)
-            # A state that is nobody's must not stay.
+            # A state that no other peer has must not stay.
             return self._place.is_sound
         self._transfer.forget()
         return True
@@ -138,7 +146,7 @@ class CatchUp:
         return is_losing
 
     def _say(self, pace: Pace, num_bytes: int, *, is_losing: bool) -> None:
-        """How far behind this peer is, now and then, and whether it will arrive.
+        """Say now and then how far behind this peer is, and whether it will arrive.
 
         Args:
             num_bytes: of a round's result.
@@ -150,13 +158,21 @@ class CatchUp:
                 "%d rounds behind, and falling back: this peer takes %.1f s to fetch and replay a round (%.3g MB, "
                 "%.3g MB/s), and the group commits one every %.1f s. It takes a new snapshot, but like this it will "
                 "never arrive: that needs a faster line or machine, or longer rounds (rounds.round_samples)",
-                behind, seconds, num_bytes / 1e6, num_bytes / 1e6 / seconds, pace.seconds / pace.num_committed,
-            )  # fmt: skip
+                behind,
+                seconds,
+                num_bytes / 1e6,
+                num_bytes / 1e6 / seconds,
+                pace.seconds / pace.num_committed,
+            )
         elif behind and now - self._said_at >= SAY_SECONDS and (left := pace.seconds_left) is not None:
             logger.info(
                 "%d rounds behind: %d were replayed in %.0f s, in which the group committed %d; there in about %.0f s",
-                behind, pace.num_replayed, pace.seconds, pace.num_committed, left,
-            )  # fmt: skip
+                behind,
+                pace.num_replayed,
+                pace.seconds,
+                pace.num_committed,
+                left,
+            )
             self._said_at = now
 
     async def _stays_out(self, holders: Sequence[PeerRecord]) -> bool:
@@ -174,8 +190,10 @@ class CatchUp:
                 "would take %.1f s, and a round takes %.1f s without this peer. It stays out, follows the group, and "
                 "measures its line again now and then; that needs a faster line, or longer rounds "
                 "(rounds.round_samples)",
-                slowness.bytes_per_second / 1e6, slowness.exchange_seconds, slowness.round_seconds,
-            )  # fmt: skip
+                slowness.bytes_per_second / 1e6,
+                slowness.exchange_seconds,
+                slowness.round_seconds,
+            )
             self._told_rate = slowness.bytes_per_second
         return True
 

@@ -28,8 +28,8 @@ from swarm.training.round_member import Contribution
 SMOOTHING = 0.3
 """Weight of the newest measurement of the own line."""
 LEAST_WEIGHT = 0.01
-"""Of the mean weight. A contribution that counts for less carries nothing of what is owed to sums: over its weight that
-would be nearly all that is sent of it, or out of range."""
+"""Share of the mean weight. A contribution that counts for less carries nothing of what is owed to sums: divided by its
+weight, that would be nearly all that is sent, or out of range."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,17 +57,18 @@ class Exchanges:
         tiled = self.codec.tile == layout.TILE
         self._flatten = layout.flatten if tiled else layout.concatenate
         self.unflatten = layout.unflatten if tiled else layout.cut
-        """Makes tensors of an averaged vector, given others of their names and shapes."""
+        """Makes tensors of an averaged vector, given tensors with the same names and shapes."""
         self._config = config
         self._own_id = own_id
-        self._feedback: dict[int, ErrorFeedback] = {}
+        self.feedback: dict[int, ErrorFeedback] = {}
+        """What encoding dropped, by fragment."""
         self._last: Closed | None = None
         self._memory = Recycler()
 
     @property
     def residual_bytes(self) -> int:
         """Memory that error feedback takes."""
-        return sum(feedback.num_bytes for feedback in self._feedback.values())
+        return sum(feedback.num_bytes for feedback in self.feedback.values())
 
     async def close(self, contribution: Contribution) -> Closed:
         """Make a contribution ready; the same one gives the same vector, attempt after attempt."""
@@ -78,19 +79,22 @@ class Exchanges:
     def _close(self, contribution: Contribution) -> Closed:
         num_elements = sum(tensor.numel() for tensor in contribution.tensors.values())
         vector_D = self._flatten(contribution.tensors, self._memory.vector(num_elements))
-        if contribution.num_samples and contribution.fragment in self._feedback:
-            vector_D = self._feedback[contribution.fragment].compensate(vector_D)
+        if contribution.num_samples and contribution.fragment in self.feedback:
+            vector_D = self.feedback[contribution.fragment].compensate(vector_D)
         return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
 
     def open(self, closed: Closed, shares: Shares) -> Side:
         """What the other members of an exchange will ask this one for."""
         if self._gathers(shares):
             return HandOut(shares)
-        own_part, feedback = self._own_part(shares), self._feedback.get(closed.contribution.fragment)
+        own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
         return Reduction(
-            shares, self._own_id, codec=self.codec, result_codec=self.result_codec,
+            shares,
+            self._own_id,
+            codec=self.codec,
+            result_codec=self.result_codec,
             owed=(lambda: feedback.owed(own_part)) if feedback else lambda: None,
-        )  # fmt: skip
+        )
 
     async def run(
         self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
@@ -98,16 +102,20 @@ class Exchanges:
         """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
         started_at = time.perf_counter()
         try:
-            # Only here is the weight known.
+            # The weight is not known before this.
             vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
         except BaseException:
-            # The others may be asking for it already.
+            # Other members may be asking for this member's part already.
             side.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
             raise
         terms = Terms(
-            own_id=self._own_id, shares=shares, codec=self.codec, result_codec=self.result_codec, transport=transport,
+            own_id=self._own_id,
+            shares=shares,
+            codec=self.codec,
+            result_codec=self.result_codec,
+            transport=transport,
             timeout_seconds=timeout_seconds,
-        )  # fmt: skip
+        )
         if isinstance(side, HandOut):
             average = await gather(vector_D, side, terms)
         else:
@@ -120,15 +128,15 @@ class Exchanges:
         return average, time.perf_counter() - started_at
 
     def _carry(self, closed: Closed, shares: Shares) -> tuple[torch.Tensor, list[Owed]]:
-        """The contribution, with what this member owes to sums that it does not make now; and that."""
-        feedback = self._feedback.get(closed.contribution.fragment)
+        """The contribution with what this member owes to sums that it does not make now, and what it owes to them."""
+        feedback = self.feedback.get(closed.contribution.fragment)
         elsewhere = feedback.elsewhere(self._own_part(shares)) if feedback else []
         if feedback is None or not elsewhere or not self._carries(shares):
             return closed.vector_D, elsewhere
         return feedback.carry(closed.vector_D, elsewhere, shares.of(self._own_id).weight), elsewhere
 
     def _settle(self, residual: Residual, shares: Shares, elsewhere: list[Owed]) -> Residual:
-        """The residual of such a contribution; if nothing came with it, all stays owed, as it is."""
+        """The residual of such a contribution; if the contribution carried nothing, all stays owed as it was."""
         if residual.contribution_D is not None and self._carries(shares):
             weight = shares.of(self._own_id).weight
             elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
@@ -142,21 +150,21 @@ class Exchanges:
         """The exchange that left this residual was committed."""
         self._last = None
         if self.codec.needs_feedback and self._config.feedback_decay > 0:
-            feedback = self._feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
+            feedback = self.feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
             feedback.commit(residual)
 
     def forget(self, fragment: int) -> None:
         """An exchange was committed, but what it left this member owing is lost."""
         self._last = None
-        self._feedback.pop(fragment, None)
+        self.feedback.pop(fragment, None)
 
     def reset(self) -> None:
         """Another state was installed: what this member owed was about weights that it no longer has."""
         self._last = None
-        self._feedback.clear()
+        self.feedback.clear()
 
     def _own_part(self, shares: Shares) -> slice:
-        """What this member sums for all; in a gather nobody does."""
+        """What this member sums for all: nothing in a gather."""
         if self._gathers(shares):
             return slice(0, 0)
         return shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]

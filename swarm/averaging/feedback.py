@@ -5,10 +5,10 @@ encoded to C(decay * e + c) is decay * e + c - C(decay * e + c). It is transacti
 residual, and the commit of that very exchange makes it real, so an attempt that comes to nothing loses nothing.
 
 The owner of a part encodes the sum again. What that drops is kept likewise, and added to the next sum over the same
-elements. Where this member does not make that sum (in a gather nobody does, and parts move), its contribution carries
-what is owed, divided by the weight with which it will be multiplied. What encoding drops there stays owed to sums, by
-that weight: as a residual of the contribution it would count by the weight of another round, and so many times over
-where members come and go.
+elements. Sometimes this member does not make that sum: parts move, and in a gather no member makes one. Then its
+contribution carries what is owed, divided by the weight with which it will be multiplied. What encoding drops of it
+there stays owed to sums, by that weight. As a residual of the contribution it would count by the weight of another
+round, and several times over where members come and go.
 
 Shapes: D elements of the vector, P of a part.
 """
@@ -27,18 +27,18 @@ class Owed:
     sum_P: torch.Tensor
 
     def within(self, start: int, stop: int) -> "Owed | None":
-        """Of these elements alone; shares memory."""
+        """What is owed to these elements alone; shares memory."""
         start, stop = max(start, self.part.start), min(stop, self.part.stop)
         if start >= stop:
             return None
         return Owed(slice(start, stop), self.sum_P[start - self.part.start : stop - self.part.start])
 
     def outside(self, part: slice) -> "list[Owed]":
-        """Of all but a part's elements."""
+        """What is owed to all elements but a part's."""
         if self.within(part.start, part.stop) is None:
             return [self]
         rests = (self.within(self.part.start, part.start), self.within(part.stop, self.part.stop))
-        # Copies: what was cut off would stay in memory.
+        # These are copies, or what was cut off would stay in memory.
         return [Owed(rest.part, rest.sum_P.clone()) for rest in rests if rest is not None]
 
 

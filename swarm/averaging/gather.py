@@ -38,7 +38,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
             payload = await asyncio.to_thread(encode)
             hand_out.offer(payload)
         else:
-            # Before the attempt is given up here, for then nobody would know because of whom.
+            # This ends before the attempt is given up, so that the member that is late can be named.
             seconds = OWNER_PATIENCE * terms.timeout_seconds
             try:
                 async with asyncio.timeout(seconds):
@@ -51,7 +51,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     def add_up() -> tuple[torch.Tensor, Residual, float]:
         sum_D = torch.zeros(num_elements)
         for share in shares.senders:
-            # Two roundings, not a fused one: only these are the same on every processor.
+            # It rounds twice, for only two roundings are the same on every processor; one fused operation is not.
             sum_D += decoded[share.peer_id] * share.weight
         residual_D = None
         if codec.needs_feedback and own.num_samples:
@@ -62,7 +62,7 @@ async def gather(vector_D: torch.Tensor, hand_out: HandOut, terms: Terms) -> Ave
     await with_all({share.peer_id: partial(fetch, share.peer_id) for share in shares.senders}, own_id, hand_out)
     sum_D, residual, norm = await asyncio.to_thread(add_up)
     if not math.isfinite(norm):
-        # What the others sent is bounded: it can only be its own.
+        # What the others sent is bounded, so this can only come from its own contribution.
         raise MemberFailed(own_id, "the average is not finite", noticed_by=own_id)
     size = codec.num_bytes(num_elements)
     sent = size * (len(shares.members) - 1) if own.num_samples else 0

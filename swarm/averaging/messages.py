@@ -16,7 +16,7 @@ from swarm.types import LARGEST_COUNT
 PAST = 16
 """Lineages of the last rounds before its own that a peer tells others."""
 LONGEST_ID = 64
-"""Characters of a lineage or a peer's id: they are kept, and those of strangers as well."""
+"""Characters of a lineage or a peer's id. They are kept in memory, strangers' as well, so they are bounded."""
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -29,12 +29,16 @@ class Standing:
 
 
 def lineage_after(previous: str, outcome: pb.Outcome) -> str:
-    """The lineage of who has applied a round's outcome."""
+    """The lineage of a peer that has applied a round's outcome."""
     prepared = outcome.prepared
     return next_lineage(
-        previous, outcome.round, prepared.digest, prepared.member_ids, total_squared_norm=outcome.total_squared_norm,
+        previous,
+        outcome.round,
+        prepared.digest,
+        prepared.member_ids,
+        total_squared_norm=outcome.total_squared_norm,
         partners=digests_of(outcome.partners),
-    )  # fmt: skip
+    )
 
 
 def digests_of(partners: Iterable[pb.Partner]) -> tuple[str, ...]:
@@ -59,7 +63,7 @@ def unpack_standing(message: pb.Standing) -> Standing:
 
 
 def unpack_past(lineages: Sequence[str]) -> tuple[str, ...]:
-    """What a peer tells of the rounds before its own, oldest first; no more of it than anybody asks.
+    """What a peer tells of the rounds before its own, oldest first; no more of it than is asked for.
 
     Raises MalformedMessage for a lineage that is none.
     """
@@ -95,7 +99,7 @@ def own_ballot(request: pb.BeginRequest | pb.AverageRequest | pb.AbortRequest) -
     """The attempt that a leader calls about. Raises MalformedMessage for a missing one, and one of another leader."""
     ballot = require_ballot(request.ballot)
     if ballot.leader_id != request.peer_id:
-        raise MalformedMessage(f"attempt {ballot.attempt} is not that of who calls")
+        raise MalformedMessage(f"attempt {ballot.attempt} is not that of the caller")
     return ballot
 
 
@@ -110,7 +114,7 @@ def pack_failure(failed: MemberFailed) -> pb.Failure:
 
 
 def pack_indices(indices: Collection[int]) -> list[int]:
-    """A set of microbatches as gaps: mostly ones, of a byte each."""
+    """A set of microbatches as the gaps between them: most gaps are 1 and take one byte."""
     gaps, previous = [], -1
     for index in sorted(indices):
         gaps.append(index - previous)
@@ -119,7 +123,7 @@ def pack_indices(indices: Collection[int]) -> list[int]:
 
 
 def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
-    """The inverse of `pack_indices`. Raises MalformedMessage for indices that nobody counts to."""
+    """The inverse of `pack_indices`. Raises MalformedMessage for indices beyond LARGEST_COUNT."""
     indices, previous = [], -1
     for gap in gaps:
         previous += gap
@@ -130,7 +134,7 @@ def unpack_indices(gaps: Iterable[int]) -> frozenset[int]:
 
 
 def unpack_indices_of(round_indices: range, gaps: Iterable[int]) -> frozenset[int]:
-    """Likewise, but only a round's: what else is named is left out."""
+    """The same, but only a round's indices: others that are named are left out."""
     return frozenset(index for index in itertools.accumulate(gaps, initial=-1) if index in round_indices)
 
 
@@ -139,9 +143,12 @@ def unpack_shares(shares: Iterable[pb.Share]) -> Shares:
     return Shares(
         tuple(
             Share(
-                peer_id=share.contact.peer_id, num_samples=share.num_samples, round_samples=share.round_samples,
-                weight=share.weight, num_elements=share.num_elements,
+                peer_id=share.contact.peer_id,
+                num_samples=share.num_samples,
+                round_samples=share.round_samples,
+                weight=share.weight,
+                num_elements=share.num_elements,
             )
             for share in shares
         )
-    )  # fmt: skip
+    )

@@ -43,9 +43,13 @@ class OtherMembers:
                 watching = asyncio.create_task(watch(scope))
                 try:
                     return await self.context.transport.exchange(
-                        peer, self.opening, part, reply_bytes=reply_bytes, timeout_seconds=self.timeout_seconds,
+                        peer,
+                        self.opening,
+                        part,
+                        reply_bytes=reply_bytes,
+                        timeout_seconds=self.timeout_seconds,
                         silence_seconds=None if waits else self.silence_seconds,
-                    )  # fmt: skip
+                    )
                 finally:
                     watching.cancel()
                     del watching, scope  # Likewise.

@@ -55,7 +55,7 @@ class OwnRound:
         self._member = member
         self.exchanges = Exchanges(context.config.averaging, context.own_id)
         self._closing: Closing | None = None
-        """Since it was begun, until the round is opened again; it may go on while nobody holds the lock."""
+        """Since it was begun, until the round is opened again; it may go on while the lock is free."""
         self.attempt: Attempt | None = None
         self.result: Result | None = None
 
@@ -103,7 +103,7 @@ class OwnRound:
         return True
 
     def end_exchange(self, reason: str) -> None:
-        """Nobody waits for this member's exchange any more."""
+        """Give this member's exchange up, if there is one under way."""
         if self.attempt is not None:
             self.attempt.end(reason)
 

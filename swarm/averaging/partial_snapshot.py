@@ -42,12 +42,16 @@ class PartialSnapshot:
         """What it is, or will be when nothing is missing."""
         standing = self.header.standing
         return Snapshot(
-            round=standing.round, run_samples=standing.run_samples, lineage=standing.lineage, tensors=self.tensors,
+            round=standing.round,
+            run_samples=standing.run_samples,
+            lineage=standing.lineage,
+            tensors=self.tensors,
             digest=self.header.state_digest,
-        )  # fmt: skip
+        )
 
     async def take(self) -> int | None:
-        """A segment to fetch, the caller's alone; None when all are here. Others may fail: then theirs come back."""
+        """A segment that this caller alone fetches; None when all are here. A segment that others fail to fetch comes
+        back."""
         while not self._queue and self._flying:
             self._changed.clear()
             await self._changed.wait()
@@ -64,7 +68,7 @@ class PartialSnapshot:
         self._changed.set()
 
     def give_back(self, index: int) -> None:
-        """Whoever took a segment is done with it: somebody else's turn, unless it is here."""
+        """The worker that took a segment is done with it. If it is not here, another one may take it."""
         if index in self._flying:
             self._flying.discard(index)
             self._queue.appendleft(index)

@@ -55,7 +55,7 @@ class Participant:
         try:
             async with asyncio.timeout(gives_up_at - clock.monotonic()):
                 await self._lock.acquire()
-        except TimeoutError:  # As while a commit waits for the compute thread.
+        except TimeoutError:  # A commit may be waiting for the compute thread.
             return pb.BeginReply(closing=self._own_round.closing_report())
         try:
             try:
@@ -82,12 +82,15 @@ class Participant:
                 Begin(round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id)
             )
             return pb.BeginReply(
-                num_samples=contribution.num_samples, round_samples=contribution.round_samples,
+                num_samples=contribution.num_samples,
+                round_samples=contribution.round_samples,
                 committed_gaps=messages.pack_indices(contribution.committed),
                 prepared=result.prepared if result and self._group.prepared else None,
-                since=messages.pack_ballot(self._group.since), norm=closed.norm,
-                num_elements=closed.vector_D.numel(), bytes_per_second=self._exchanges.bytes_per_second,
-            )  # fmt: skip
+                since=messages.pack_ballot(self._group.since),
+                norm=closed.norm,
+                num_elements=closed.vector_D.numel(),
+                bytes_per_second=self._exchanges.bytes_per_second,
+            )
 
     async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
         """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt.
@@ -101,18 +104,22 @@ class Participant:
                 attempt = self._join(request, ballot, shares)
             average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
             result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
-            # Before it is prepared: should this call end here with its leader, there may be nobody else who has it.
+            # This comes before it is prepared: if the leader ends here, no other peer may have the average.
             await self._shared.offer(request.round, average.digest, result.round_result.tensors)
             async with self._lock:
                 self._group.prepare(request.round, ballot, average.digest)
                 self._own_round.keep(result)
                 self._events.write(
                     Prepare(
-                        round=request.round, lineage=self._place.standing.lineage, attempt=ballot.attempt,
-                        leader=ballot.leader_id, digest=average.digest, samples=average.num_samples,
+                        round=request.round,
+                        lineage=self._place.standing.lineage,
+                        attempt=ballot.attempt,
+                        leader=ballot.leader_id,
+                        digest=average.digest,
+                        samples=average.num_samples,
                         members=result.round_result.members,
                     )
-                )  # fmt: skip
+                )
         except Refused as refused:
             return pb.AverageReply(refusal=self._refusal(refused))
         except MemberFailed as failed:
@@ -132,15 +139,21 @@ class Participant:
 
     def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
         opening = pb.ExchangeOpen(
-            address=self._context.address, peer_id=self._own_id, round=request.round, ballot=request.ballot,
+            address=self._context.address,
+            peer_id=self._own_id,
+            round=request.round,
+            ballot=request.ballot,
             shares_digest=self._group.shares_digest,
-        )  # fmt: skip
+        )
         stage = self._context.own.stage
         records = {share.contact.peer_id: record_of(share.contact, stage) for share in request.shares}
         return OtherMembers(
-            context=self._context, records=records, opening=opening, timeout_seconds=request.timeout_seconds,
+            context=self._context,
+            records=records,
+            opening=opening,
+            timeout_seconds=request.timeout_seconds,
             silence_seconds=attempt.silence_seconds(),
-        )  # fmt: skip
+        )
 
     def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> Result:
         standing, closed = self._place.standing, attempt.closed
@@ -150,9 +163,12 @@ class Participant:
         if self._shared.is_due(standing.round):
             squared_norm = self._shared.squared_norm_of_rest(tensors)
         prepared = pb.Prepared(
-            ballot=messages.pack_ballot(attempt.ballot), digest=average.digest, squared_norm=squared_norm,
-            member_ids=member_ids, num_samples=average.num_samples,
-        )  # fmt: skip
+            ballot=messages.pack_ballot(attempt.ballot),
+            digest=average.digest,
+            squared_norm=squared_norm,
+            member_ids=member_ids,
+            num_samples=average.num_samples,
+        )
         cost = RoundCost(
             bytes_sent=average.bytes_sent,
             bytes_received=average.bytes_received,
@@ -174,9 +190,12 @@ class Participant:
             cost=cost,
         )
         return Result(
-            prepared=prepared, round_result=result, residual=average.residual,
-            fragment=closed.contribution.fragment, began_at=attempt.began_at,
-        )  # fmt: skip
+            prepared=prepared,
+            round_result=result,
+            residual=average.residual,
+            fragment=closed.contribution.fragment,
+            began_at=attempt.began_at,
+        )
 
     async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
         """Take another member's part and answer with the sum, or hand out this member's contribution.
@@ -197,9 +216,12 @@ class Participant:
     async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
         """Apply the prepared result. Runs to its end even if the leader hangs up."""
         outcome = pb.Outcome(
-            round=request.round, prepared=pb.Prepared(digest=request.digest), partners=request.partners,
-            total_squared_norm=request.total_squared_norm, stage_squared_norm=request.stage_squared_norm,
-        )  # fmt: skip
+            round=request.round,
+            prepared=pb.Prepared(digest=request.digest),
+            partners=request.partners,
+            total_squared_norm=request.total_squared_norm,
+            stage_squared_norm=request.stage_squared_norm,
+        )
         try:
             await self._advance.apply(outcome)
         except Refused as refused:

@@ -28,7 +28,7 @@ class MemberFailed(TryLater):
     """The exchange cannot be completed, and one member seems to be the cause.
 
     Attributes:
-        noticed_by: who says so; others pass it on.
+        noticed_by: the member that says so; others pass it on.
     """
 
     def __init__(self, peer_id: str, reason: str, *, noticed_by: str) -> None:
@@ -37,8 +37,8 @@ class MemberFailed(TryLater):
         self.noticed_by = noticed_by
 
     def anew(self) -> "MemberFailed":
-        """The same, to be raised where this one is kept: one that was raised holds the frames it came through, and so
-        the vectors of a whole exchange, until Python looks for cycles."""
+        """The same error, to be raised where this one is kept. An error that was raised holds the frames that it came
+        through, and so the vectors of a whole exchange, until Python looks for cycles."""
         return MemberFailed(self.peer_id, str(self), noticed_by=self.noticed_by)
 
 
@@ -61,7 +61,7 @@ class HandOut:
     """The side of a member whose contribution goes to all others as it is (sparse codecs, small groups)."""
 
     missing: Sequence[str] = ()
-    """Nobody sends anything to it."""
+    """No member sends anything to it."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -89,14 +89,19 @@ class HandOut:
 class Reduction:
     """The owner's side: collects one part from every member with samples, sums them with their weights, once.
 
-    The owner encodes the sum and everybody, the owner included, applies the decoded bytes. Its own contribution goes
-    into the sum as it is, for it need not travel.
+    The owner encodes the sum, and all members apply the decoded bytes, the owner too. Its own contribution goes into
+    the sum as it is, because it does not travel.
     """
 
     def __init__(
-        self, shares: Shares, own_id: str, *, codec: Codec, result_codec: Codec,
+        self,
+        shares: Shares,
+        own_id: str,
+        *,
+        codec: Codec,
+        result_codec: Codec,
         owed: Callable[[], torch.Tensor | None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             codec: of the contributions.
@@ -130,7 +135,7 @@ class Reduction:
     async def add(self, peer_id: str, encoded: Buffer) -> None:
         """Take a member's part; the last one starts the sum.
 
-        A part that is malformed or out of range ends the exchange for everybody, and names its sender.
+        A part that is malformed or out of range ends the exchange for all members, and names its sender.
 
         Raises MalformedMessage for a part that is there already.
         """

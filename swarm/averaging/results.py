@@ -27,7 +27,7 @@ class Committed:
     Attributes:
         before: where a member must stand for it.
         after: where it stands then.
-        result: the averaged tensors, which nobody writes to any more, and what belongs to them.
+        result: the averaged tensors, which are not written to any more, and what belongs to them.
         state_digest: what `apply` gave: it may take a while until it is known.
     """
 
@@ -46,10 +46,13 @@ async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], in
     """
     state_digest = await asyncio.shield(committed.state_digest)
     return pb.ResultHeader(
-        outcome=committed.outcome, standing=messages.pack_standing(committed.after),
-        state_digest=state_digest, tensors=describe(committed.result.tensors), sha256=sha256,
+        outcome=committed.outcome,
+        standing=messages.pack_standing(committed.after),
+        state_digest=state_digest,
+        tensors=describe(committed.result.tensors),
+        sha256=sha256,
         donor_round=donor_round(),
-    )  # fmt: skip
+    )
 
 
 def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
@@ -83,7 +86,7 @@ def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, tor
 
 def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
     """Raise MalformedMessage unless what a round is clipped by can be the norm of a model with this stage in it."""
-    # In a gather it may differ in the last bits between kinds of processors.
+    # In a gather the norm may differ in the last bits between kinds of processors.
     if not 0.0 <= squared_norm * 0.999 <= outcome.total_squared_norm < math.inf:
         raise MalformedMessage(
             f"the model's squared norm is said to be {outcome.total_squared_norm:g} in round {outcome.round}, where "
@@ -134,5 +137,5 @@ class IncomingResult:
         self._num_filled += len(data)
 
     def sha256(self) -> bytes:
-        """Of all its bytes."""
+        """SHA-256 of all its bytes."""
         return self._content.sha256(0, self._content.num_bytes)

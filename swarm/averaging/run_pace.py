@@ -37,7 +37,7 @@ class RunPace:
         self._own, self._since = own, self._now()
 
     def allows(self, theirs: Standing) -> bool:
-        """Whether anybody can have got that far since; true as long as nothing was measured."""
+        """Whether a peer can have got that far since; true as long as nothing was measured."""
         if not self._largest:
             return True
         seconds = PACE_FACTOR * self._elapsed()

@@ -63,7 +63,7 @@ class SharedBlocks:
         return sum(squared_norm(tensor) for name, tensor in tensors.items() if name not in self._shapes)
 
     async def offer(self, round_number: int, digest: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep this stage's average for those who will ask for it."""
+        """Keep this stage's average for the peers that will ask for it."""
         if self.is_due(round_number):
             encoded = await asyncio.to_thread(self._encode, tensors)
             self._keep((round_number, self._stage, digest), encoded)
@@ -115,7 +115,7 @@ class SharedBlocks:
                 logger.debug("stage %d: %s", holder.stage, error)
                 if clock.monotonic() > deadline:
                     raise PeerUnavailable(
-                        f"nobody at stage {holder.stage} has its average of round {round_number}: {error}"
+                        f"no peer at stage {holder.stage} has its average of round {round_number}: {error}"
                     ) from None
                 turn += 1
                 await clock.sleep(timing.retry_seconds)

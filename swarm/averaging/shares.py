@@ -1,4 +1,4 @@
-"""Who takes part in an exchange: with which weight, and owning which part of the vector. Pure.
+"""The members of an exchange: the weight with which each takes part, and the part of the vector that it owns. Pure.
 
 The leader works it out with `divide`; every member, the leader included, gets it with the Average call and checks
 that it is sound.
@@ -15,11 +15,11 @@ from functools import cached_property
 from swarm.errors import MalformedMessage
 
 BANDWIDTH_NOISE = 1.5
-"""Lines whose bandwidths differ by less than this factor are taken for equal: so much is noise on a fast network."""
+"""Lines whose bandwidths differ by less than this factor count as equal: on a fast network so much is noise."""
 PLAUSIBLE_BANDWIDTHS = 1.0, 1e12
 """Bytes a second; a line that is said to have more or less counts as not measured."""
 BANDWIDTH_RANGE = 8.0
-"""A line counts for at most so many times the median, and at least for the inverse: bandwidths are hearsay."""
+"""A line counts for at most so many times the median, and at least for the inverse: members may tell anything."""
 ROUNDING = 1e-6
 """Of the sum of all weights."""
 
@@ -44,7 +44,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """All members, in the order that is the same everywhere: of summation, and of the parts."""
+    """All members, in an order that is the same everywhere: they are summed in it, and their parts follow it."""
 
     members: tuple[Share, ...]
 
@@ -79,11 +79,11 @@ class Shares:
 
     @property
     def senders(self) -> list[Share]:
-        """Those who contribute."""
+        """The members that contribute."""
         return [share for share in self.members if share.num_samples]
 
     def of(self, peer_id: str) -> Share:
-        """A member's share. Raises MalformedMessage for anybody else."""
+        """A member's share. Raises MalformedMessage for a peer that is no member."""
         for share in self.members:
             if share.peer_id == peer_id:
                 return share
@@ -154,7 +154,7 @@ def _weights(offers: Sequence[Offer], clip_to_median: float) -> list[float]:
 
 
 def part_sizes(num_elements: int, bandwidths: Sequence[float], *, tile: int) -> list[int]:
-    """Lengths of the parts, such that the members are done at the same time.
+    """Lengths of the parts with which all members are done at the same time.
 
     Of a vector of D elements among M members, the owner of P elements sends D - P of its own and its part's result
     M - 1 times: D + (M - 2) P. The parts that make D + (M - 2) P over the bandwidth equal for all, or as nearly as a

@@ -1,7 +1,7 @@
 """Fetches from donors what a peer that is behind needs: a snapshot, from several at once, and later results.
 
 Used by averaging/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is
-checked before anybody sees it. Decides nothing: installing and applying is for others.
+checked before another part sees it. Decides nothing, and leaves it to others to install and to apply.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fetched:
-    """A snapshot, how the last rounds before it were committed, the lineages of some more, and who held it."""
+    """A snapshot, how the last rounds before it were committed, the lineages of some more, and its holders."""
 
     snapshot: Snapshot
     outcomes: list[pb.Outcome]
@@ -51,7 +51,7 @@ class Fetched:
 
 
 class StateTransfer:
-    """One peer's downloads: what is here already, and who sent wrong bytes."""
+    """One peer's downloads: what is here already, and which peers sent wrong bytes."""
 
     def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
         """`silence_seconds` is the longest wait for a donor's next piece."""
@@ -63,7 +63,7 @@ class StateTransfer:
         self._distrusted: set[str] = set()
 
     def distrust(self, donor: PeerRecord) -> None:
-        """It sent what cannot be right: ask it again only when there is nobody else."""
+        """It sent what cannot be right: it is asked again only when no other peer is left."""
         self._distrusted.add(donor.peer_id)
 
     def forget(self) -> None:
@@ -78,7 +78,7 @@ class StateTransfer:
         """Fetch the farthest snapshot that most of the donors stand behind, from all of these that hold the same bits.
 
         A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
-        somebody still keeps it.
+        some peer still keeps it.
 
         Args:
             donors: the best first; the first few that answer are used.
@@ -86,7 +86,7 @@ class StateTransfer:
             wanted: whether a snapshot of that standing is of any use.
 
         Raises:
-            PeerUnavailable: nobody offers what is wanted, or no source is left before all of it is here.
+            PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
         """
         partial = await self._begin(donors, max_bytes, wanted)
         async with asyncio.TaskGroup() as workers:
@@ -98,9 +98,11 @@ class StateTransfer:
             )
         self._partial = None
         return Fetched(
-            snapshot=partial.snapshot, outcomes=list(partial.header.outcomes), past=voice_of(partial.header).past,
+            snapshot=partial.snapshot,
+            outcomes=list(partial.header.outcomes),
+            past=voice_of(partial.header).past,
             sources=partial.sources,
-        )  # fmt: skip
+        )
 
     async def _begin(
         self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
@@ -116,7 +118,7 @@ class StateTransfer:
                 offers = await self._offers(group[start : start + MAX_SOURCES], max_bytes, wanted)
                 if (partial := self._choose(offers, max_bytes)) is not None:
                     return partial
-        raise PeerUnavailable("nobody offers a snapshot that would be of use")
+        raise PeerUnavailable("no peer offers a snapshot that would be of use")
 
     async def _offers(
         self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
@@ -156,7 +158,8 @@ class StateTransfer:
         raise PeerUnavailable("it ended before the header came")
 
     def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot | None:
-        """What was begun, else the farthest place behind which most offers stand, as most of its donors hold it."""
+        """The snapshot that was begun; else that of the farthest place behind which most offers stand, as most of the
+        place's donors hold it."""
         begun = self._partial.snapshot_id if self._partial else b""
         donors: dict[bytes, list[PeerRecord]] = {}
         headers = {offer.snapshot_id: offer.header for offer in offers}
@@ -214,7 +217,7 @@ class StateTransfer:
 
     async def results(
         self, donor: PeerRecord, standing: Standing, *, max_bytes: int
-    ) -> AsyncGenerator[tuple[Committed, int], None]:  # fmt: skip
+    ) -> AsyncGenerator[tuple[Committed, int], None]:
         """The rounds committed after `standing`, in order, each with the round that the donor was in when it sent it.
 
         Ends where the donor stands.

@@ -1034,6 +1034,6 @@ async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any])
         if method is not BEGIN:
             await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
         fields = {"standing": standing} if method is BEGIN else {}
-        with pytest.raises(MalformedMessage, match="attempt 1 is not that of who calls"):
+        with pytest.raises(MalformedMessage, match="attempt 1 is not that of the caller"):
             await peer.averager.handlers.handle(method, call_of(peer, method, 9, peer_id=peer_id(2), **fields))
         assert peer.stage.closed == (method is not BEGIN)

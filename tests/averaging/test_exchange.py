@@ -33,13 +33,13 @@ class Members:
 
     def own_debt(self, name: str, fragment: int = 0) -> torch.Tensor:
         """What encoding dropped of its contributions."""
-        feedback = self.all[name]._feedback.get(fragment)
+        feedback = self.all[name].feedback.get(fragment)
         zeros = torch.zeros(NUM_ELEMENTS)
         return (feedback.compensate(zeros) if feedback else zeros).double()
 
     def sum_debt(self, name: str, fragment: int = 0) -> torch.Tensor:
         """What encoding dropped of the sums that it made."""
-        feedback = self.all[name]._feedback.get(fragment)
+        feedback = self.all[name].feedback.get(fragment)
         owed = feedback.owed(slice(0, NUM_ELEMENTS)) if feedback else None
         return (torch.zeros(NUM_ELEMENTS) if owed is None else owed).double()
 

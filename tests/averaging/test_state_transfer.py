@@ -165,9 +165,9 @@ async def test_a_donor_that_sends_wrong_bytes_is_found_out_and_not_asked_again()
 @in_virtual_time
 async def test_nobody_who_is_ahead() -> None:
     line = line_to(2, rounds=0)
-    with pytest.raises(PeerUnavailable, match="nobody offers"):
+    with pytest.raises(PeerUnavailable, match="no peer offers"):
         await fetch(transfer_over(line), 1, 2)
-    with pytest.raises(PeerUnavailable, match="nobody offers"):
+    with pytest.raises(PeerUnavailable, match="no peer offers"):
         await fetch(transfer_over(line))
 
 
@@ -606,7 +606,7 @@ async def test_a_snapshot_of_a_standing_that_nobody_means_is_refused(number: str
         setattr(reply.header.standing, number, 2**63)
 
     line.tamper = tamper
-    with pytest.raises(PeerUnavailable, match="nobody offers"):
+    with pytest.raises(PeerUnavailable, match="no peer offers"):
         await fetch(transfer_over(line), 1)
     assert not sum(line.num_segments.values())
 
