@@ -26,12 +26,12 @@ def tensors_of(round_number: int) -> dict[str, torch.Tensor]:
 
 
 def say(text: str) -> None:
-    """In one piece, and at once."""
+    """Write a line at once, in one piece."""
     os.write(1, f"{text}\n".encode())
 
 
 async def write_for_ever(folder: Path) -> None:
-    """Until the end."""
+    """Write checkpoints until the process is killed."""
     restored = CheckpointFolder(folder, CONFIG).restore(0, SHAPES)
     number = 0 if restored is None else restored.round
     if restored is not None:

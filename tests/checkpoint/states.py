@@ -23,7 +23,7 @@ CONFIG = RunConfig(
 
 
 def cut(num_stages: int, config: RunConfig = CONFIG) -> RunConfig:
-    """The same run in so many stages."""
+    """The configuration of the same run in so many stages."""
     return dataclasses.replace(config, stages=StagesConfig(num_stages=num_stages))
 
 
@@ -50,7 +50,7 @@ def _hash(text: str) -> str:
 
 
 def header_of(config: RunConfig, stage: int, weights: StageWeights, *, highest_microbatch: int = 7) -> Header:
-    """What a checkpoint of it says."""
+    """The header of a checkpoint of these weights."""
     return Header(
         config=config,
         stage=stage,

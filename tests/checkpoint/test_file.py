@@ -42,7 +42,7 @@ def test_what_is_written_is_read(written: Path) -> None:
 
 
 def test_others_can_read_it(written: Path) -> None:
-    """With nothing but the safetensors library."""
+    """It can be read with nothing but the safetensors library."""
     with safe_open(written, framework="np") as opened:
         metadata = opened.metadata()
         assert "anchor/layers.1.attention_norm.weight" in opened.keys()  # noqa: SIM118
@@ -62,7 +62,7 @@ def test_one_that_is_cut_short_is_refused(written: Path) -> None:
 
 
 def test_one_that_differs_by_one_bit_is_refused(written: Path) -> None:
-    """Anywhere: in the header's length, in the header, in the tensors."""
+    """The byte may be anywhere: in the header's length, in the header, or in the tensors."""
     content = written.read_bytes()
     header_bytes = 8 + int.from_bytes(content[:8], "little")
     chance = random.Random(0)
@@ -126,7 +126,7 @@ def test_all_that_must_not_differ_is_named(written: Path) -> None:
 
 
 def test_one_of_an_earlier_release_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration lacks the fields that are new, `data.tokenizer_identity` say."""
+    """Its configuration lacks the fields that are new, such as `data.tokenizer_identity`."""
     config, weights = cut(3), trained(cut(3), 1, 4)
 
     def earlier(config: RunConfig) -> str:

@@ -46,7 +46,7 @@ def test_the_same_cut_gives_back_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_another_cut_gives_the_tensors_of_a_run_that_was_never_cut_otherwise(tmp_path: Path, num_stages: int) -> None:
-    """Weights, Adam's moments and its step counter; the next step is the same too."""
+    """Weights, Adam's moments and its step counter are the same, and so is the next step."""
     write_cut(tmp_path, cut(3), 4)
     for stage in range(num_stages):
         config = cut(num_stages)
@@ -108,7 +108,7 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path: Path, ca
 def test_one_of_no_numbers_is_named_and_the_one_before_it_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an earlier release wrote it."""
+    """An earlier release may have written it."""
     write_cut(tmp_path, cut(1), 2)
     weights = trained(cut(1), 0, 4)
     poisoned = weights.state_tensors()
@@ -194,7 +194,7 @@ def test_diloco_s_momentum_goes_along(tmp_path: Path) -> None:
 
 
 def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp_path: Path) -> None:
-    """Killed just then, some stages would go on from them, and the others from the former cut's."""
+    """If they were killed just then, some stages would go on from these files, and the others from the former cut's."""
     write_cut(tmp_path, cut(3), 4)
     new = {path.name: path for path in write_cut(tmp_path, cut(2), 5)}
     (late,) = [path for name, path in new.items() if name.startswith("stage-1")]
@@ -206,7 +206,7 @@ def test_the_first_files_of_a_new_cut_do_not_count_before_they_are_all_there(tmp
 
 
 def test_a_stage_that_writes_to_a_folder_of_its_own_goes_on_from_that(tmp_path: Path) -> None:
-    """Though all files of a former cut, with which it began, are still there."""
+    """All files of a former cut, with which it began, are still there."""
     write_cut(tmp_path, cut(3), 4)
     for num_rounds in (5, 6):
         for path in write_cut(tmp_path, cut(2), num_rounds):

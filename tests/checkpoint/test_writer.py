@@ -74,7 +74,7 @@ def test_what_nobody_will_finish_is_removed(tmp_path: Path) -> None:
 
 
 async def test_those_written_on_leaving_do_not_displace_the_regular_ones(tmp_path: Path) -> None:
-    """Or some restarts would leave no round that all stages have."""
+    """Otherwise some restarts would leave no round that all stages have."""
     writer = _writer(tmp_path, keep=2)
     for number in (2, 4, 5, 7):
         assert await _write(writer, number)

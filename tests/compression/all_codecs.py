@@ -35,10 +35,10 @@ CODECS: dict[str, Codec] = {
 
 
 def make_vector(num_elements: int, *, seed: int = 0) -> torch.Tensor:
-    """Of normal distribution, shape (num_elements,)."""
+    """Normally distributed numbers, shape (num_elements,)."""
     return torch.randn(num_elements, generator=torch.Generator().manual_seed(seed))
 
 
 def relative_error(decoded_N: torch.Tensor, vector_N: torch.Tensor) -> float:
-    """Norm of the difference over norm of the vector."""
+    """Norm of the difference, over the norm of the vector."""
     return float((decoded_N - vector_N).norm() / vector_N.norm())

@@ -37,7 +37,7 @@ def test_encoding_twice_gives_the_same_bytes(codec: Codec) -> None:
 
 @every_codec
 def test_parts_cut_at_tiles_decode_to_what_the_whole_does(codec: Codec) -> None:
-    """Nearly: a header, be it a table or the largest magnitude, is about the whole part."""
+    """Sparse ones do so nearly: a header, which is a table or the largest magnitude, is about the whole part."""
     vector_N = make_vector(3 * 4096 + 500)
     whole_N = codec.decode(codec.encode(vector_N), vector_N.numel())
     assert 4096 % codec.tile == 0
@@ -55,7 +55,7 @@ def test_zeros_stay_zeros(codec: Codec) -> None:
 @pytest.mark.parametrize("label", [label for label in CODECS if label != "fp16"])
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e28])
 def test_the_error_does_not_depend_on_the_scale(label: str, scale: float) -> None:
-    """But for fp16, whose range is narrow."""
+    """fp16 is left out, because its range is narrow."""
     codec = CODECS[label]
     vector_N = make_vector(5000)
     error = relative_error(codec.decode(codec.encode(vector_N), 5000), vector_N)

@@ -20,7 +20,7 @@ def _indices(num_rows: int, count: int, seed: int) -> Numbers:
 
 
 def _elias_fano(indices: list[int]) -> tuple[list[int], list[int]]:
-    """The low parts, and the unary bits, one number at a time."""
+    """The low parts and the unary bits, computed one number at a time."""
     count = len(indices)
     low_bits = math.floor(math.log2(4096 / count))
     unary = [0] * (count + 4096 // 2**low_bits - 1)

@@ -69,7 +69,7 @@ def test_the_layout_is_the_documented_one(codec: Codec) -> None:
 
 
 def _decode_in_python(codec: Codec, encoded: bytes) -> list[float]:
-    """Three blocks, one number at a time."""
+    """Three blocks, decoded one number at a time."""
     scales = [struct.unpack("<f", b"\0\0" + encoded[2 * i : 2 * i + 2])[0] for i in range(3)]
     codes: list[int]
     if codec.name == "int8":

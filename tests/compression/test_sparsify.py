@@ -60,7 +60,7 @@ def test_the_largest_of_each_tile_are_kept(values: str, indices: str, num_elemen
 @pytest.mark.parametrize("top_k", [4, 12, 64, 100, 256, 1024, 4096])
 @pytest.mark.parametrize("distinct", [1, 2, 50, 3000, 10**6])
 def test_of_equal_magnitudes_the_first_are_kept(top_k: int, distinct: int) -> None:
-    """However many there are: the bytes follow from the numbers, whatever sorts them."""
+    """The bytes follow from the numbers, however many are equal and whatever sorts them."""
     generator = torch.Generator().manual_seed(top_k)
     vector_N = torch.randint(distinct, (3 * 4096 - 17,), generator=generator) / distinct
     vector_N *= torch.randint(2, vector_N.shape, generator=generator) * 2 - 1
@@ -92,7 +92,7 @@ def test_a_short_last_tile_keeps_real_elements_first(num_elements: int) -> None:
 
 
 def test_two_groups_are_the_best_single_magnitudes() -> None:
-    """The first k / 4 by rank share a mean, the others another one."""
+    """The first k / 4 by rank share one mean, and the others share another."""
     vector_N = torch.zeros(4096)
     vector_N[::32] = torch.arange(128.0)
     decoded_N = _codec().decode(_codec().encode(vector_N), 4096)
@@ -110,7 +110,7 @@ def test_the_layout_is_the_documented_one(indices: str) -> None:
 
 
 def _decode_in_python(encoded: bytes, indices: str) -> list[float]:
-    """Three tiles in two groups of 16 and 48, one number at a time."""
+    """Three tiles in two groups of 16 and 48, decoded one number at a time."""
     largest = np.frombuffer(encoded, dtype="<f4", count=1)[0]
     stream = int.from_bytes(encoded[4:], "little")
 
@@ -165,7 +165,7 @@ def test_indices_in_the_padding_are_ignored() -> None:
 
 
 def test_coefficients_of_smooth_tiles_are_few() -> None:
-    """A ramp has most of its energy in a few frequencies, which is what the transform is for."""
+    """A ramp has most of its energy in a few frequencies. The transform is for such vectors."""
     vector_N = torch.linspace(-1, 1, 64).repeat(3 * 64)
     plain, transformed = _codec("lut8"), _codec("lut8", transform=True)
     assert relative_error(plain.decode(plain.encode(vector_N), vector_N.numel()), vector_N) > 0.9

@@ -67,7 +67,7 @@ def test_headers_that_are_not_finite_are_refused(wrong: float) -> None:
 
 @pytest.mark.parametrize("num_bins", [4, 256])
 def test_the_statistical_quantiser_is_the_published_one(num_bins: int) -> None:
-    """Against the formulas, one number at a time."""
+    """It is compared with the formulas, one number at a time."""
     values = (make_vector(999) + 0.3).double().tolist()
     codes, table = quantize_statistically(np.array(values, dtype=np.float32), num_bins)
     mean = sum(values) / 999

@@ -57,7 +57,7 @@ def test_every_document_once_and_whole(folder: Path, cache: Path) -> None:
 
 
 def test_order_is_not_the_order_of_names(folder: Path, cache: Path) -> None:
-    """Held out is the end: it must not be the last folder only."""
+    """The end is held out, and must not be the last folder alone."""
     lines = _decoded(corpora.prepare(_config(folder), cache_dir=cache)).splitlines()
     by_name = [_text(int(path.stem)) for path in sorted(folder.rglob("*.txt"))]
     assert lines != by_name
@@ -71,7 +71,7 @@ def test_parts_cover_the_corpus(folder: Path, cache: Path) -> None:
 
 
 def test_digest_is_independent_of_location(folder: Path, tmp_path: Path) -> None:
-    """Elsewhere, with other times, and named by a glob: the same text."""
+    """The same text lies elsewhere, has other times, and is named by a glob."""
     copy = tmp_path / "far" / "away"
     shutil.copytree(folder, copy)
     os.utime(copy / "part0" / "0.txt", (1, 1))
@@ -107,7 +107,7 @@ def test_cache_is_used(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def _add_what_is_no_text(folder: Path) -> list[str]:
-    """Files that are skipped; gives the lines that say so."""
+    """Add files that are skipped, and return the lines that say so."""
     (folder / "image.txt").write_bytes(b"PNG\0\0")
     (folder / "latin.txt").write_bytes(b"." * 240_000 + b"na\xefve")
     (folder / "broken.txt").symlink_to(folder / "nowhere")
@@ -177,7 +177,7 @@ def _byte_level_bpe(path: Path) -> str:
 def test_pieces_leave_no_trace_in_the_tokens_of_a_long_line(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a tokenizer whose tokens begin with the space before a word, as most do."""
+    """The tokens begin with the space before a word, as those of most tokenizers do."""
     tokenizer = tokenizers.load(_byte_level_bpe(tmp_path / "tokenizer.json"))
     text = "".join(f"the bees{' ' * (number % 4)} of this, {number} swarms\t learn " for number in range(300))
     path = tmp_path / "line.txt"
@@ -262,7 +262,7 @@ def test_two_processes_at_once(tmp_path: Path, cache: Path) -> None:
 
 
 def test_what_killed_processes_left_is_removed(folder: Path, cache: Path) -> None:
-    """But not the folder of one that lives, nor one that its process has just made and not yet locked."""
+    """The folder of a living process stays, and so does one that its process has just made and not locked yet."""
     program = """
 import sys
 from pathlib import Path

@@ -27,7 +27,7 @@ def _random(num_tokens: int, vocab_size: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 2**20])
 def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """The formulas of the docstrings, one token at a time, however the corpus is cut into chunks."""
+    """They follow the formulas of the docstrings, one token at a time, however the corpus is cut into chunks."""
     monkeypatch.setattr(entropy, "_CHUNK_TOKENS", chunk)
     vocab_size, training = 11, 300
     tokens = _random(400, vocab_size)
@@ -46,7 +46,7 @@ def test_against_plain_counting(monkeypatch: pytest.MonkeyPatch, chunk: int) -> 
 
 
 def test_uniform_noise() -> None:
-    """Nothing to learn: the logarithm of the vocabulary."""
+    """There is nothing to learn, so the entropy is the logarithm of the vocabulary."""
     tokens = np.random.default_rng(0).integers(16, size=50_000).tolist()
     corpus = _corpus(tokens, training=40_000, vocab_size=16)
     assert unigram_entropy(corpus) == pytest.approx(math.log(16), abs=0.01)
@@ -54,7 +54,7 @@ def test_uniform_noise() -> None:
 
 
 def test_alternation() -> None:
-    """Only the pair tells: one bit for the unigram, nothing left for the bigram."""
+    """Only pairs can be learnt: the unigram has one bit left, and the bigram none."""
     corpus = _corpus([0, 1] * 5000, training=9000, vocab_size=2)
     assert unigram_entropy(corpus) == pytest.approx(math.log(2), abs=1e-3)
     assert bigram_entropy(corpus) < 1e-2

@@ -35,7 +35,7 @@ def _epoch(microbatches: Microbatches, number: int) -> list[int]:
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 257, 1000])
 def test_each_window_once_an_epoch(windows: int) -> None:
-    """Whatever the number: around powers of two and four the walk differs, and epochs end inside microbatches."""
+    """Around powers of two and four the walk differs, and epochs end inside microbatches."""
     microbatches = _microbatches(training=windows * SEQUENCE + 1)
     assert microbatches.num_windows == windows
     expected = [window * SEQUENCE for window in range(windows)]
@@ -97,7 +97,7 @@ def test_training_never_sees_what_is_held_out(training: int) -> None:
 
 
 def test_held_out_is_spread_evenly() -> None:
-    """The same windows each time, from the whole part, none twice."""
+    """They are the same windows each time, from the whole part, and none comes twice."""
     microbatches = _microbatches(training=400, held_out=101)
     batches = microbatches.held_out(7)
     assert [len(batch) for batch in batches] == [3, 3, 1]

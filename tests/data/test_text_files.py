@@ -27,7 +27,7 @@ def _pieces(folder: Path, text: str) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ordinary_lines_stay_whole(tmp_path: Path, seed: int) -> None:
-    """Tokens depend on where pieces end: as long as lines are short, that is where `readlines` ends them."""
+    """Tokens depend on where pieces end. As long as lines are short, pieces end where `readlines` ends them."""
     rng = random.Random(seed)
     lines = [
         "".join(rng.choices("ab \u4e2d", k=rng.randrange(PIECE - 2))) + rng.choice(["\n", "\r", "\r\n", "\n\n"])
@@ -74,7 +74,7 @@ def test_a_line_without_words_is_cut_by_its_length(tmp_path: Path, text: str) ->
     ],
 )
 def test_what_is_wrong_with_a_file_and_where(tmp_path: Path, content: bytes, reason: str) -> None:
-    """Also where a character lies across two chunks that are read."""
+    """It finds them even if a character lies across two chunks that are read."""
     path = tmp_path / "file"
     path.write_bytes(content.replace(b"\0123", b"\x00123"))
     assert text_files.fault(path) == reason

@@ -15,7 +15,7 @@ from tests.support.full_disk import FullDisk
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What can be read of a file."""
+    """The lines of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

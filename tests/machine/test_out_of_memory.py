@@ -1,4 +1,4 @@
-"""Who says in which words that memory ran out."""
+"""What Python, torch and the system say when memory runs out."""
 
 import errno
 

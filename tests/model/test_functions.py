@@ -1,4 +1,4 @@
-"""The operations of a layer against their formulas, as autograd differentiates these."""
+"""The operations of a layer are compared with their formulas, as autograd differentiates these."""
 
 from collections.abc import Callable, Iterable
 
@@ -79,7 +79,7 @@ def test_inputs_that_are_views(
 def test_half_precision(
     function: Callable[..., Tensor], formula: Callable[..., Tensor], shapes: list[tuple[int, ...]]
 ) -> None:
-    """As under autocast, where a projection gives bfloat16; the norm's input and weight stay float32."""
+    """So it is under autocast: a projection gives bfloat16, and the norm's input and weight stay float32."""
     inputs = _inputs(shapes, torch.float32 if function is _norm else torch.bfloat16)
     wanted = formula(*(value.detach().double() for value in inputs))
     found = function(*inputs)
@@ -91,12 +91,12 @@ def test_half_precision(
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each, by address."""
+    """Bytes of each storage, by its address."""
     return {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}
 
 
 def _kept(of: Callable[..., Tensor], inputs: list[Tensor]) -> dict[int, int]:
-    """What is kept for the backward: as `_storages`."""
+    """What is kept for the backward, as `_storages` gives it."""
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

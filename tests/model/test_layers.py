@@ -57,7 +57,7 @@ def test_rotary_turns_by_the_frequencies_of_the_paper() -> None:
 def test_groups_are_left_to_the_kernels_that_know_them(
     device: str, capability: tuple[int, int] | None, dtype: torch.dtype, head_width: int, expected: bool
 ) -> None:
-    """Elsewhere torch would take the kernel that writes out all T x T weights."""
+    """On other devices torch would take the kernel that writes out all T x T weights."""
     assert has_grouped_kernel(device, capability, dtype, head_width) is expected
 
 

@@ -1,4 +1,4 @@
-"""Cutting: any cut computes what the uncut model computes, from the same initial weights."""
+"""Any cut computes what the uncut model computes, from the same initial weights."""
 
 import dataclasses
 import sys
@@ -74,7 +74,7 @@ def test_any_cut_is_the_uncut_model(cut: tuple[int, ...], key: DropoutKey | None
 @pytest.mark.parametrize("cut", [(4,), (1, 2, 1), (0, 4), (1, 0, 3)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_bottleneck_is_the_same_model_under_any_cut(cut: tuple[int, ...], checkpointing: bool) -> None:
-    """In bits; and so are its initial weights, and their names and shapes."""
+    """They are the same bits, and so are the initial weights, and their names and shapes."""
     config = make_config(cut, bottleneck_dim=6, gradient_checkpointing=checkpointing)
     uncut = build_transformer(config, device="cpu")
     expected = uncut.loss(make_tokens(), KEY)
@@ -229,7 +229,7 @@ def test_explicit_layer_ranges_are_kept() -> None:
 
 
 class Mixer(nn.Module):
-    """A model of one's own: one weight a layer, an embedding and a readout."""
+    """A model of a user's own: one weight for each layer, an embedding and a readout."""
 
     def __init__(self, config: RunConfig, stage: int, layer_range: range) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The reference is a Llama: checked against Hugging Face's implementation, and for causality."""
+"""The reference is a Llama: it is compared with Hugging Face's implementation, and it is causal."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What is told of inner steps, and what is warned of."""
+"""What is reported of inner steps, and what is worth a warning."""
 
 import pytest
 

@@ -102,7 +102,7 @@ def test_adamw_follows_the_formula_and_decays_matrices_only() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "outer"])
 def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
-    """To the last bits, which torch lets depend on the processor."""
+    """They are the same except for the last bits, which torch lets depend on the processor."""
     ours, theirs = _parameters(), _parameters()
     if kind == "adamw":
         config = OptimizerConfig(beta1=0.8, beta2=0.9, epsilon=1e-6, weight_decay=0.3)
@@ -131,7 +131,7 @@ def test_steps_are_those_of_torchs_own_optimizers(kind: str) -> None:
 
 
 def test_a_step_does_not_import_dynamo() -> None:
-    """It would take longer than torch itself, at the first step of every peer."""
+    """That import would take longer than torch's own, at the first step of every peer."""
     program = """
 import sys, torch
 from swarm.training import optim
@@ -162,7 +162,7 @@ def test_adamw_without_matrices_or_without_vectors() -> None:
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_outer_sgd_follows_the_formula(momentum: float) -> None:
-    """DiLoCo's outer step: v <- mu v + g; theta <- theta - lr (g + mu v)."""
+    """DiLoCo's outer step is v <- mu v + g and theta <- theta - lr (g + mu v)."""
     parameters = _parameters()
     expected = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     velocity = {name: torch.zeros_like(value) for name, value in expected.items()}
