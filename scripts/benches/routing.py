@@ -25,6 +25,7 @@ from swarm.dht.directory import NUM_OFTEN
 from swarm.dht.records import seal
 from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 NUM_SAMPLES = 4
@@ -119,9 +120,11 @@ class _Table:
             assert record is not None, "a peer serves"
             clock.advance(1e-4)
             router.succeeded(
-                PeerId(record.peer_id), num_samples=NUM_SAMPLES, busy_seconds=all_seconds[record.peer_id],
-                link_seconds=0.05, queue_length=1,
-            )  # fmt: skip
+                PeerId(record.peer_id),
+                Observation(
+                    num_samples=NUM_SAMPLES, busy_seconds=all_seconds[record.peer_id], link_seconds=0.05, queue_length=1
+                ),
+            )
         return time.process_time() - began
 
     def update(self) -> float:

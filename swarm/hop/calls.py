@@ -15,6 +15,7 @@ from swarm.hop.retries import HopLimits, Retries
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.rpc.bounds import require_bounds
 from swarm.rpc.stream import Stream
 from swarm.rpc.v1 import stage_pb2 as pb
@@ -175,12 +176,14 @@ class TrainCalls:
             self._credits.add(peer_id)
         else:
             self._credits.discard(peer_id)
-        self._router.succeeded(
-            peer_id, num_samples=microbatch.num_samples,
+        reply = Observation(
+            num_samples=microbatch.num_samples,
             # A replay takes less of a peer than what it will mostly be asked for.
             busy_seconds=None if microbatch.is_replay else done.busy_seconds,
-            link_seconds=link_seconds, queue_length=done.queue_length,
-        )  # fmt: skip
+            link_seconds=link_seconds,
+            queue_length=done.queue_length,
+        )
+        self._router.succeeded(peer_id, reply)
 
 
 class EvaluateCalls:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from swarm.routing.bans import LONGEST_BAN_SECONDS, Bans
 from swarm.routing.peer_statistics import PeerStatistics
-from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, SecondsPerSample
+from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, Observation, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
 
 MAX_SLOWNESS = 50.0
@@ -191,18 +191,10 @@ class PeerQueue:
 
     # -- what came of it ---------------------------------------------------------------------------------------------
 
-    def succeeded(
-        self, peer_id: PeerId, now: float, *, num_samples: int, busy_seconds: float | None,
-        link_seconds: float | None, queue_length: int,
-    ) -> None:  # fmt: skip
+    def succeeded(self, peer_id: PeerId, now: float, reply: Observation) -> None:
         """Learn from a reply. It also proves that the peer lives: its ban and its back-off are over."""
         member = self._members[peer_id]
-        if busy_seconds is not None:
-            observed = member.seconds_per_sample.observe(
-                num_samples=num_samples, busy_seconds=busy_seconds, link_seconds=link_seconds,
-                queue_length=queue_length, at_most=self._longest,
-            )  # fmt: skip
-            self._learn_typical(observed)
+        self._learn_typical(member.seconds_per_sample.observe(reply, at_most=self._longest))
         if self._bans.succeeded(peer_id, now):
             self._set_aside(member, now)
 

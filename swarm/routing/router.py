@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from swarm.machine.clock import Clock
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.peer_statistics import PeerStatistics
+from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 
@@ -88,25 +89,11 @@ class Router:
         queue = self._queues.get(stage)
         return [] if queue is None else queue.records()
 
-    def succeeded(
-        self, peer_id: PeerId, *, num_samples: int, busy_seconds: float | None, link_seconds: float | None,
-        queue_length: int,
-    ) -> None:  # fmt: skip
-        """Learn from a peer's reply; for this and the other outcomes, an unknown peer is ignored.
-
-        Args:
-            busy_seconds: the peer's own computing for these samples, as it reports it: the time of the whole call
-                contains everything downstream. None if it says nothing about others.
-            link_seconds: what the link added, as the caller measured it: its tensors' way, and a word's way back. None
-                if nothing was sent.
-            queue_length: tasks that wait at the peer.
-        """
+    def succeeded(self, peer_id: PeerId, reply: Observation) -> None:
+        """Learn from a peer's reply; for this and the other outcomes, an unknown peer is ignored."""
         queue = self._queue_of(peer_id)
         if queue is not None:
-            queue.succeeded(
-                peer_id, self._clock.monotonic(), num_samples=num_samples, busy_seconds=busy_seconds,
-                link_seconds=link_seconds, queue_length=queue_length,
-            )  # fmt: skip
+            queue.succeeded(peer_id, self._clock.monotonic(), reply)
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
         """Leave a peer alone for a while. No failure: as a preferred peer it can still be chosen."""

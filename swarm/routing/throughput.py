@@ -4,6 +4,8 @@ Kept for every peer by the stage's queue (swarm.routing.peer_queue). What peers 
 bounded, never trusted: nonsense counts as slow. Never reads a clock.
 """
 
+from dataclasses import dataclass
+
 from swarm.types import PeerRecord
 
 PEER_SMOOTHING = 0.2
@@ -14,6 +16,21 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 1e-6, 1e6
 
 _LONGEST_QUEUE = 1000
 """Peers may announce integers of any size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What a reply tells of its peer."""
+
+    num_samples: int
+    busy_seconds: float | None
+    """The peer's own computing for these samples, forward and backward, as it reports it: the time of the whole call
+    has everything downstream in it. None if it says nothing about others."""
+    link_seconds: float | None
+    """What the link added, from the first byte sent to the word that all have arrived; None if nothing was sent."""
+    queue_length: int
+    """Tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's work, and a microbatch
+    waits for both: so each waiting task costs one `busy_seconds`."""
 
 
 class MovingAverage:
@@ -70,25 +87,19 @@ class SecondsPerSample:
             self._at_peer.observe(min(at_most, _bounded((1 + queue_length) / record.samples_per_second)))
         self._observed_lately = False
 
-    def observe(
-        self, *, num_samples: int, busy_seconds: float, link_seconds: float | None, queue_length: int, at_most: float
-    ) -> float:
-        """Count a reply.
+    def observe(self, reply: Observation, *, at_most: float) -> float | None:
+        """Count a reply; gives the seconds per sample that were counted, None if it says nothing about others.
 
         Args:
-            busy_seconds: the peer's own computing, forward and backward, for these samples.
-            link_seconds: what the link added, from the first byte sent to the word that all have arrived; None if
-                nothing was sent.
-            queue_length: tasks that wait at the peer. A forward or a backward is a task, half of a microbatch's
-                work, and a microbatch waits for both: so each waiting task costs one `busy_seconds`.
             at_most: as in `announced`.
-
-        Returns the seconds per sample that were counted.
         """
-        at_peer = min(at_most, _bounded((1 + min(queue_length, _LONGEST_QUEUE)) * busy_seconds / num_samples))
+        if reply.busy_seconds is None:
+            return None
+        queue_length = min(reply.queue_length, _LONGEST_QUEUE)
+        at_peer = min(at_most, _bounded((1 + queue_length) * reply.busy_seconds / reply.num_samples))
         self._at_peer.observe(at_peer)
-        if link_seconds is not None:
-            self._link.observe(min(at_most, _bounded(link_seconds / num_samples)))
+        if reply.link_seconds is not None:
+            self._link.observe(min(at_most, _bounded(reply.link_seconds / reply.num_samples)))
         self.observed = self._observed_lately = True
         return at_peer + (self._link.value or 0.0)
 

@@ -20,6 +20,7 @@ from swarm.errors import DeadlineExceeded
 from swarm.machine.clock import ManualClock
 from swarm.routing.peer_queue import PeerQueue
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
 
@@ -115,7 +116,9 @@ def _choose(router: Router, times: int) -> list[int]:
         record = router.choose(0, 8)
         assert record is not None
         chosen.append(int(record.peer_id, 16))
-        router.succeeded(PeerId(record.peer_id), num_samples=8, busy_seconds=1.0, link_seconds=None, queue_length=0)
+        router.succeeded(
+            PeerId(record.peer_id), Observation(num_samples=8, busy_seconds=1.0, link_seconds=None, queue_length=0)
+        )
     return chosen
 
 

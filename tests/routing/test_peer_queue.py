@@ -12,6 +12,7 @@ import pytest
 from swarm.routing import peer_queue
 from swarm.routing.bans import BASE_BAN_SECONDS, LEAST_BAN_SHARE, LONGEST_BAN_SECONDS
 from swarm.routing.peer_queue import MAX_SLOWNESS, PeerQueue
+from swarm.routing.throughput import Observation
 from tests.routing.records import id_of, record_of
 
 
@@ -23,7 +24,9 @@ def _choose(queue: PeerQueue, now: float = 0.0, num_samples: int = 1) -> int:
 
 def _succeed(queue: PeerQueue, number: int, seconds: float, now: float = 0.0, queue_length: int = 0) -> None:
     queue.succeeded(
-        id_of(number), now, num_samples=1, busy_seconds=seconds, link_seconds=0.0, queue_length=queue_length
+        id_of(number),
+        now,
+        Observation(num_samples=1, busy_seconds=seconds, link_seconds=0.0, queue_length=queue_length),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord
 from tests.routing.records import id_of, record_of
 
@@ -29,9 +30,14 @@ def _path(router: Router, num_choices: int, *, links: dict[int, float] | None = 
         assert record is not None
         number = int(record.peer_id, 16)
         router.succeeded(
-            PeerId(record.peer_id), num_samples=4, busy_seconds=4 / record.samples_per_second,
-            link_seconds=(links or {}).get(number, 0.0), queue_length=0,
-        )  # fmt: skip
+            PeerId(record.peer_id),
+            Observation(
+                num_samples=4,
+                busy_seconds=4 / record.samples_per_second,
+                link_seconds=(links or {}).get(number, 0.0),
+                queue_length=0,
+            ),
+        )
         path.append(number)
     return path
 
@@ -85,9 +91,9 @@ def _keep_in_flight(in_flight: int, links: list[float], num_replies: int = 4000)
         else:
             waiting[number] -= 1
             router.succeeded(
-                id_of(number), num_samples=1, busy_seconds=0.02, link_seconds=links[number],
-                queue_length=waiting[number],
-            )  # fmt: skip
+                id_of(number),
+                Observation(num_samples=1, busy_seconds=0.02, link_seconds=links[number], queue_length=waiting[number]),
+            )
             send()
     return [reading.share for reading in router.statistics()]
 
@@ -159,7 +165,7 @@ def test_outcomes_of_peers_that_have_vanished_are_ignored() -> None:
     router.update(0, [])
     router.failed(id_of(1))
     router.busy(id_of(1), 1.0)
-    router.succeeded(id_of(1), num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0)
+    router.succeeded(id_of(1), Observation(num_samples=1, busy_seconds=1.0, link_seconds=None, queue_length=0))
     assert router.statistics() == ()
     router.update(0, [record_of(1)])
     assert router.next_available_seconds(0) == 0.0
@@ -169,7 +175,7 @@ def test_what_a_peer_is_expected_to_take_counts_its_queue() -> None:
     router, _ = _router(record_of(1), record_of(2, samples_per_second=2.0))
     assert router.expected_seconds(id_of(2), 4) == pytest.approx(2.0)
     for _ in range(50):
-        router.succeeded(id_of(1), num_samples=4, busy_seconds=4.0, link_seconds=0.0, queue_length=9)
+        router.succeeded(id_of(1), Observation(num_samples=4, busy_seconds=4.0, link_seconds=0.0, queue_length=9))
     assert router.expected_seconds(id_of(1), 4) == pytest.approx(40.0, rel=0.01)
     assert router.expected_seconds(id_of(3), 4) is None
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.types import PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
 
@@ -78,7 +79,7 @@ class _Model(RuleBasedStateMachine):
     @rule(number=peers, busy=st.floats(0.2, 4.0), link=st.none() | st.floats(0.0, 1.0), queue_length=st.integers(0, 3))
     def succeed(self, number: int, busy: float, link: float | None, queue_length: int) -> None:
         self.router.succeeded(
-            id_of(number), num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length
+            id_of(number), Observation(num_samples=2, busy_seconds=busy, link_seconds=link, queue_length=queue_length)
         )
         if number in self.serving():
             self.ban_ends.pop(number, None)

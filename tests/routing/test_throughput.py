@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swarm.routing.throughput import MovingAverage, SecondsPerSample
+from swarm.routing.throughput import MovingAverage, Observation, SecondsPerSample
 from tests.routing.records import record_of
 
 
@@ -16,9 +16,10 @@ def _announced(samples_per_second: float, queue_length: int = 0) -> SecondsPerSa
 
 def _observe(
     seconds: SecondsPerSample, *, busy: float, link: float | None = None, num_samples: int = 1, queue_length: int = 0
-) -> float:
+) -> float | None:
     return seconds.observe(
-        num_samples=num_samples, busy_seconds=busy, link_seconds=link, queue_length=queue_length, at_most=math.inf
+        Observation(num_samples=num_samples, busy_seconds=busy, link_seconds=link, queue_length=queue_length),
+        at_most=math.inf,
     )
 
 
@@ -85,6 +86,8 @@ def test_nonsense_stays_finite_and_positive(nonsense: float) -> None:
 
 def test_one_hiccup_counts_only_so_much() -> None:
     seconds = _announced(1.0)
-    observed = seconds.observe(num_samples=1, busy_seconds=1e4, link_seconds=None, queue_length=0, at_most=10.0)
+    observed = seconds.observe(
+        Observation(num_samples=1, busy_seconds=1e4, link_seconds=None, queue_length=0), at_most=10.0
+    )
     assert observed == 10.0
     assert seconds.expected == pytest.approx((0.8 + 10.0) / 1.8)

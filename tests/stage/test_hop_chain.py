@@ -20,6 +20,7 @@ from swarm.hop.retries import HopLimits
 from swarm.machine.clock import ManualClock
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.rpc.v1.stage_pb2 import DescribeRequest
 from swarm.stage import servicer
 from swarm.stage.boundary import HIDDEN, TOKENS, logits_spec
@@ -504,9 +505,9 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
         router = chain.peers[0].router
         succeeded, read = router.succeeded, Incoming.read
 
-        def note(peer_id: PeerId, **learnt: Any) -> None:
-            links.append(learnt["link_seconds"])
-            succeeded(peer_id, **learnt)
+        def note(peer_id: PeerId, reply: Observation) -> None:
+            links.append(reply.link_seconds)
+            succeeded(peer_id, reply)
 
         async def slowly(incoming: Incoming, *args: float) -> Any:
             message = await read(incoming, *args)
@@ -527,9 +528,9 @@ async def test_nothing_sent_says_nothing_of_the_link(monkeypatch: pytest.MonkeyP
     async with running_chain(SYNCHRONOUS) as chain:
         succeeded = chain.router.succeeded
 
-        def note(peer_id: PeerId, **learnt: Any) -> None:
-            links.append(learnt["link_seconds"])
-            succeeded(peer_id, **learnt)
+        def note(peer_id: PeerId, reply: Observation) -> None:
+            links.append(reply.link_seconds)
+            succeeded(peer_id, reply)
 
         monkeypatch.setattr(chain.router, "succeeded", note)
         first = await chain.train(0)
@@ -653,7 +654,9 @@ async def test_a_slow_peer_with_a_full_queue_is_not_taken_for_stalled() -> None:
     clock = ManualClock()
     async with running_chain(DILOCO, hop_clock=clock) as chain:
         first = chain.peers[0]
-        chain.router.succeeded(first.peer_id, num_samples=2, busy_seconds=10.0, link_seconds=None, queue_length=17)
+        chain.router.succeeded(
+            first.peer_id, Observation(num_samples=2, busy_seconds=10.0, link_seconds=None, queue_length=17)
+        )
         async with first.held():
             training = asyncio.create_task(chain.train(0))
             await eventually(lambda: len(first.stage.ledger) == 1)

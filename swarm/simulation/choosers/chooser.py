@@ -7,20 +7,14 @@ from typing import Protocol
 
 from swarm.machine.clock import Clock
 from swarm.routing.router import Router
+from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(Observation):
     """What a sender learns from a reply."""
 
-    num_samples: int
-    busy_seconds: float
-    """The peer's own computing, forward and backward."""
-    link_seconds: float
-    """There and back, without the question whether the peer takes it."""
-    queue_length: int
-    """Tasks that wait or run at the peer."""
     call_seconds: float
     """From the request to the reply, without what happened further downstream: waiting, computing and the link."""
 
@@ -86,7 +80,4 @@ class Ours:
 
     def succeeded(self, peer_id: PeerId, answer: Answer) -> None:
         """See Router."""
-        self._router.succeeded(
-            peer_id, num_samples=answer.num_samples, busy_seconds=answer.busy_seconds,
-            link_seconds=answer.link_seconds, queue_length=answer.queue_length,
-        )  # fmt: skip
+        self._router.succeeded(peer_id, answer)
