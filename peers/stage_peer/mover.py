@@ -178,7 +178,7 @@ class Mover:
         """
         while True:
             target = await self._first_of(
-                self._rebalancer.next_move(stage, lambda: server.samples_per_second),
+                self._rebalancer.next_move(stage, lambda: server.stage.samples_per_second),
                 self._first_of(server.gives_up(), self._stop.wait()),
             )
             if target is None:
@@ -187,7 +187,7 @@ class Mover:
                 logger.info(
                     "leaving after this round, in %.0f s at most; another Ctrl-C ends it now", LAST_ROUND_SECONDS
                 )
-                server.will_leave()
+                server.presence.will_leave()
                 deadline = self._clock.monotonic() + LAST_ROUND_SECONDS
                 await self._hand_over(server, stage, deadline)
                 await server.end_of_round(deadline - self._clock.monotonic(), quiet_seconds=LAST_QUIET_SECONDS)

@@ -9,11 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from peers.shared.membership import Membership
 from peers.shared.network import LOOK_SECONDS, KnownPeers
 from swarm.config import RunConfig
-from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable, SwarmError
-from swarm.machine.clock import Clock
 from swarm.model.stages import shared_parameters
 from swarm.rpc.channels import ChannelPool
 from swarm.rpc.describe import describe
@@ -73,10 +72,7 @@ class _Awaited:
     fault: str
 
 
-async def find_others(
-    config: RunConfig, stage: int, *, known: KnownPeers, directory: Directory, channels: ChannelPool, clock: Clock,
-    patient: bool, gives_up: bool = False,
-) -> Others:  # fmt: skip
+async def find_others(membership: Membership, stage: int, *, patient: bool, gives_up: bool = False) -> Others:
     """Ask the announced peers where they are.
 
     While the stage has holders that are announced and do not answer, this waits, however long it takes: they may be
@@ -92,11 +88,12 @@ async def find_others(
     Raises:
         PeerUnavailable: they stayed silent, or did not leave, and this gave up.
     """
+    config, known, clock = membership.config, membership.known, membership.clock
     began_at = clock.monotonic()
     deadline = began_at + (SETTLE_SECONDS if patient else 0.0)
-    stages, warned = range(config.stages.num_stages), set[str]()
+    warned = set[str]()
     while True:
-        found = await _ask_all(config, stage, known, channels)
+        found = await _ask_all(config, stage, known, membership.channels)
         if isinstance(found, Others):
             together = {found.rounds[number] for number in partners(config, stage) if number in found.rounds}
             is_settled = found.held_at is not None or (bool(found.rounds) and len(together) <= 1)
@@ -111,7 +108,7 @@ async def find_others(
                 raise PeerUnavailable(found.fault)
         await clock.sleep(LOOK_SECONDS)
         with suppress(PeerUnavailable):
-            await known.look(directory, stages)
+            await known.look(membership.directory, membership.stages)
 
 
 async def answers(

@@ -43,7 +43,8 @@ from peers.stage_peer.own_addresses import own_hosts
 from peers.stage_peer.own_config import own_config, require_allowed_class, require_stage
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import ServerOptions, StageServer
+from peers.stage_peer.server import StageServer
+from peers.stage_peer.server_options import ServerOptions
 from swarm import config as configs
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig

@@ -6,6 +6,7 @@ and ends the program. What may differ between a checkpoint's configuration and t
 decides; it is told here.
 """
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Mapping
@@ -17,9 +18,13 @@ import torch
 from peers.stage_peer.others import Others, partners
 from swarm.checkpoint import changes
 from swarm.checkpoint.folder import CheckpointFolder, Restored
+from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.errors import Fatal, PeerUnavailable
+from swarm.stage.member import StageMember
+from swarm.stage.state import digest_of
 from swarm.training.optim import learning_rate
+from swarm.training.round_member import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +69,45 @@ class Beginning:
 def genesis(config: RunConfig, stage: int) -> str:
     """Lineage of a stage that has committed nothing."""
     return hashlib.sha256(f"{config.run_id} stage {stage}".encode()).hexdigest()
+
+
+async def begin(
+    config: RunConfig, stage: int, member: StageMember, shapes: Mapping[str, torch.Size], others: Others,
+    options: ResumeOptions, *, checkpoints: CheckpointWriter | None,
+) -> None:  # fmt: skip
+    """Have a stage begin: with a checkpoint's state, if there is one and nobody holds the stage, or with its own.
+
+    Args:
+        shapes: of the stage's parameters.
+        checkpoints: what writes them from now on; it is told if the run went back.
+
+    Raises:
+        What choose raises.
+    """
+    # Not before the others were found: a peer that was waited for may have written its last state here.
+    folder = CheckpointFolder(options.folder, config) if options.folder is not None else None
+    beginning = await asyncio.to_thread(choose, config, stage, shapes, others, folder, options)
+    if beginning is None:
+        # Its stage may have had ids granted, in this very round, that nobody is left to tell of.
+        await member.begin(highest_microbatch=0 if others.has_begun else -1)
+        return
+    restored = beginning.restored
+    tensors = restored.tensors if restored is not None else (await member.snapshot()).tensors
+    snapshot = Snapshot(
+        round=beginning.round,
+        run_samples=beginning.run_samples,
+        lineage=beginning.lineage,
+        tensors=tensors,
+        digest=await asyncio.to_thread(digest_of, tensors),
+    )
+    source = "initial" if restored is None else "checkpoint"
+    await member.begin_with(snapshot, beginning.highest_microbatch, source=source, parent=beginning.parent)
+    if restored is None:
+        return
+    logger.info("resumes at round %d, from %s", beginning.round, ", ".join(map(str, restored.files)))
+    say_changes(restored.config, config, round_number=beginning.round, run_samples=beginning.run_samples)
+    if checkpoints is not None:
+        checkpoints.went_back(config, beginning.round, stage=stage if others.rounds else None)
 
 
 def choose(

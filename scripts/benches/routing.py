@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from peers.shared import cli
-from peers.stage_peer.server import ANNOUNCE_SECONDS
+from peers.stage_peer.presence import ANNOUNCE_SECONDS
 from scripts.benches.shared.common import OutputOptions, say
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import routing_dht

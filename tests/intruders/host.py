@@ -14,7 +14,8 @@ import torch
 
 from peers.shared.membership import Membership
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import ServerOptions, StageServer
+from peers.stage_peer.server import StageServer
+from peers.stage_peer.server_options import ServerOptions
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import Identity
 from swarm.events.kinds import NoEvents
@@ -85,8 +86,8 @@ class Host:
     @property
     def num_idle(self) -> tuple[int, int, int]:
         """What must be (0, 0, 0) when nothing is under way: slots, calls, bytes kept for calls."""
-        callers = self.server._callers
-        return self.server._stage.admission.num_admitted, callers.num_calls, callers.num_bytes
+        callers = self.server.callers
+        return self.server.stage.admission.num_admitted, callers.num_calls, callers.num_bytes
 
 
 @asynccontextmanager
@@ -111,7 +112,7 @@ async def running(
     async with cancelled_tasks() as tasks:
         server = StageServer(member, STAGE, tasks, options)
         async with server.serving("127.0.0.1", 0, "127.0.0.1", "") as endpoint:
-            record = server._record()
+            record = server.presence.record()
             assert record.endpoint == endpoint
             router.update(STAGE, [record])
             yield Host(config, record, server, hop)

@@ -57,7 +57,7 @@ async def _refusal(host: Host, tensors: dict[str, torch.Tensor]) -> tuple[grpc.S
 async def test_what_comes_forward(tensors: dict[str, torch.Tensor], reason: str) -> None:
     async with running() as host:
         await host.train()
-        bucket = host.server._stage.context.backend.weights.buckets.open()
+        bucket = host.server.stage.context.backend.weights.buckets.open()
         before = {name: value.clone() for name, value in bucket.sums.items()}
         code, details = await _refusal(host, {**RIGHT, **tensors})
         assert code is grpc.StatusCode.INVALID_ARGUMENT

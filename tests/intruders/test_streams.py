@@ -66,7 +66,7 @@ async def _idle_streams(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> No
         async with asyncio.TaskGroup() as tasks:
             ending = [tasks.create_task(_ended(call)) for call in calls]
             while not all(task.done() for task in ending):
-                most_calls = max(most_calls, host.server._callers.num_calls)
+                most_calls = max(most_calls, host.server.callers.num_calls)
                 most_bytes = max(most_bytes, resident_bytes() - before)
                 assert await host.train() > 0
                 num_honest += 1
@@ -94,14 +94,14 @@ async def test_10_000_idle_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_more_calls_than_one_caller_may_have_are_refused() -> None:
     async with running() as host, host.connected(INTRUDER) as first, host.connected(INTRUDER) as second:
-        host.server._callers._max_calls = 20
+        host.server.callers._max_calls = 20
         calls = [_call(channel, TRAIN) for channel in (first, second) for _ in range(20)]
         for call in calls:
             # One that has been refused by then says so here as well.
             with suppress(grpc.aio.AioRpcError):
                 await call.wait_for_connection()
         await eventually(lambda: sum(call.done() for call in calls) == 20)
-        assert host.server._callers.num_calls == 20
+        assert host.server.callers.num_calls == 20
         codes = {await call.code() for call in calls if call.done()}
         assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert await host.train() > 0
@@ -132,7 +132,7 @@ async def test_slow_chunks_take_no_slot_for_long(monkeypatch: pytest.MonkeyPatch
 
         async with asyncio.TaskGroup() as tasks:
             dripping = [tasks.create_task(drip(number)) for number in range(3)]
-            stage = host.server._stage
+            stage = host.server.stage
             await eventually(lambda: stage.admission.grants(has_others=False) == 0)
             # Every slot is taken: honest work waits for one, and gets the first that is given up.
             assert await host.train() > 0
@@ -150,7 +150,7 @@ async def test_evaluations_take_no_place_from_training_nor_from_those_of_others(
     waiting: list[str] = []
     ended: list[str] = []
     async with running() as host, host.connected(INTRUDER) as channel, host.connected(locked.OTHER_PEER) as honest:
-        runtime = host.server._stage.context.runtime
+        runtime = host.server.stage.context.runtime
         opening = pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
         tensors = {TOKENS: torch.zeros(2, 17, dtype=torch.int32), HIDDEN: torch.zeros(2, 16, 32)}
 
@@ -235,7 +235,7 @@ async def test_messages_are_bounded() -> None:
 async def test_what_is_kept_for_one_caller_is_bounded() -> None:
     """Evaluations wait for the compute thread with their tensors."""
     async with running() as host, host.connected(INTRUDER) as channel:
-        host.server._callers._max_bytes[False] = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
+        host.server.callers._max_bytes[False] = 10 * (2 * 17 * 4 + 2 * 16 * 32 * 4)
         opening = pb.EvaluateRequest(
             open=pb.EvaluateOpen(address=host.address, num_samples=2, sequence_length=16)
         )  # fmt: skip
@@ -257,7 +257,7 @@ async def test_what_is_kept_for_one_caller_follows_from_how_much_is_admitted(
     """However large microbatches are: those that have a slot, and those that were answered and wait for the Ack."""
     monkeypatch.setattr(incoming, "MAX_KEPT_BYTES", 1)
     async with running(max_in_flight=max_in_flight) as host:
-        callers = host.server._callers
+        callers = host.server.callers
         num_bytes = 2 * 17 * 4 + 2 * 16 * 32 * 4
         for _ in range(max_in_flight + LARGEST_NUM_SLOTS):
             callers.keep(Caller("neighbour"), num_bytes, training=True)

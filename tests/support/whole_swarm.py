@@ -18,7 +18,8 @@ from peers.shared.event_file import start_of
 from peers.shared.membership import Membership
 from peers.shared.network import KnownPeers
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import ServerOptions, StageServer
+from peers.stage_peer.server import StageServer
+from peers.stage_peer.server_options import ServerOptions
 from swarm.config import RunConfig
 from swarm.credentials import identity as identities
 from swarm.data.microbatches import Microbatches

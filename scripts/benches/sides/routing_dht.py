@@ -21,8 +21,8 @@ from typing import Any
 
 import swarm
 from peers.shared.network import REFRESH_SECONDS, KnownPeers
+from peers.stage_peer.presence import ANNOUNCE_SECONDS, RECORD_SECONDS
 from peers.stage_peer.program import republish
-from peers.stage_peer.server import ANNOUNCE_SECONDS, RECORD_SECONDS
 from scripts.benches.shared import proc
 from scripts.benches.shared.common import say
 from swarm.config import RunConfig, StagesConfig

@@ -15,7 +15,8 @@ from peers.stage_peer.claim import Claim
 from peers.stage_peer.mover import Listen, Mover
 from peers.stage_peer.rebalancer import Rebalancer
 from peers.stage_peer.resume import ResumeOptions
-from peers.stage_peer.server import ServerOptions, StageServer
+from peers.stage_peer.server import StageServer
+from peers.stage_peer.server_options import ServerOptions
 from swarm.checkpoint.writer import CheckpointWriter
 from swarm.config import RunConfig
 from swarm.credentials.identity import generate
@@ -115,7 +116,7 @@ class LocalPeer:
     async def state(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Round, and anchor and outer state, of what it serves now."""
         assert self.server is not None
-        snapshot = await self.server._member.snapshot()
+        snapshot = await self.server.member.snapshot()
         return snapshot.round, dict(snapshot.tensors)
 
     def make_server(self, stage: int, moves: int, comes_from_another: bool, tasks: asyncio.TaskGroup) -> StageServer:

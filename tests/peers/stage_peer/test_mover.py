@@ -184,7 +184,7 @@ async def test_a_peer_that_has_no_memory_for_one_microbatch_leaves_in_good_order
     async def serve() -> None:
         async with peer.running(0):
             assert peer.server is not None
-            stage = peer.server._stage
+            stage = peer.server.stage
             size, first = config.data.microbatch_size, ROUND * config.microbatches_per_round
             microbatch = Microbatch(index=first, round=ROUND, num_samples=size)
             for _ in range(1 + TRIES):
@@ -286,7 +286,7 @@ async def test_it_serves_nothing_that_it_could_not_download(
         LocalPeer(config, store, resume=trained).running(0) as peer,
     ):
         assert holder.server is not None
-        monkeypatch.setattr(holder.server._averager.handlers, "download", refuse)
+        monkeypatch.setattr(holder.server.averager.handlers, "download", refuse)
         peer.rebalancer.orders.put_nowait(1)
         assert await peer.next_served() == 0
         number, _ = await peer.state()
@@ -321,7 +321,7 @@ async def test_a_peer_that_is_told_to_stop_while_it_enters_a_stage_ends(
         LocalPeer(config, store, resume=trained).running(1) as holder,
     ):
         assert holder.server is not None
-        monkeypatch.setattr(holder.server._averager.handlers, "download", hang)
+        monkeypatch.setattr(holder.server.averager.handlers, "download", hang)
         peer = LocalPeer(config, store, resume=nothing if first else trained)
         async with asyncio.timeout(60.0) as patience:
             if first:
@@ -395,9 +395,9 @@ async def test_a_peer_that_is_told_to_stop_while_it_drainsleaves(
             reply = await train(ROUND * config.microbatches_per_round)
             peer.rebalancer.orders.put_nowait(1)
             # It drains until that is acknowledged.
-            await eventually(lambda: server._state is PeerState.LEAVING)
+            await eventually(lambda: server.presence.state is PeerState.LEAVING)
             peer.stop.set()
-            await eventually(lambda: server._leaves)
+            await eventually(lambda: server.presence.describe(server.averager).state == PeerState.LEAVING)
             await reply.ack()
         await peer.has_left()
         assert Move(stage=1) not in peer.log.events
@@ -462,10 +462,12 @@ async def test_a_peer_that_is_told_to_stop_serves_until_what_it_has_is_committed
     record = await peer.record(0)
     assert record is not None
     assert record.state is PeerState.SERVING
-    assert server._describe().state == PeerState.LEAVING, "nobody moves away because this one serves"
+    assert server.presence.describe(server.averager).state == PeerState.LEAVING, (
+        "nobody moves away because this one serves"
+    )
     await _train(config, mates, range(first + 4, first + config.microbatches_per_round))
     await peer.has_left()
-    assert server._stage.round == ROUND + 1
+    assert server.stage.round == ROUND + 1
 
 
 async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_serves_until_that_is_committed(
@@ -475,15 +477,15 @@ async def test_a_peer_that_is_told_to_stop_with_its_first_microbatch_under_way_s
     _, peer = mates
     server = peer.server
     assert server is not None
-    async with held(server._stage.context.runtime):
+    async with held(server.stage.context.runtime):
         training = asyncio.create_task(_train(config, [peer], [first]))
-        await eventually(lambda: server._stage.admission.num_admitted == 1)
+        await eventually(lambda: server.stage.admission.num_admitted == 1)
         peer.stop.set()
         await asyncio.sleep(0.3)
     await training
     await _train(config, mates, range(first + 1, first + config.microbatches_per_round))
     await peer.has_left()
-    assert server._stage.round == ROUND + 1
+    assert server.stage.round == ROUND + 1
 
 
 @pytest.fixture
@@ -502,13 +504,13 @@ async def test_a_peer_that_drains_waits_for_the_acknowledgement_of_what_it_has_a
         assert last is not None
         async with _trainer(config, [peer]) as train:
             reply = await train(ROUND * config.microbatches_per_round)
-            await eventually(lambda: server._stage.admission.num_admitted == last._stage.admission.num_admitted == 0)
+            await eventually(lambda: server.stage.admission.num_admitted == last.stage.admission.num_admitted == 0)
             draining = [asyncio.create_task(one.drain(10.0)) for one in (server, last)]
             await asyncio.sleep(0.3)
             assert not any(drain.done() for drain in draining)
             await reply.ack()
             assert await asyncio.gather(*draining) == [True, True]
-        assert server._stage.counters["committed"] == last._stage.counters["committed"] == 1
+        assert server.stage.counters["committed"] == last.stage.counters["committed"] == 1
 
 
 async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_state(
@@ -516,7 +518,7 @@ async def test_a_stage_s_last_holder_stays_until_whoever_is_on_its_way_has_the_s
 ) -> None:
     """Or what the stage has learnt would be gone with it."""
     assert last_peer.server is not None
-    handlers, asked, goes_on = last_peer.server._averager.handlers, asyncio.Event(), asyncio.Event()
+    handlers, asked, goes_on = last_peer.server.averager.handlers, asyncio.Event(), asyncio.Event()
     download = handlers.download
 
     async def slowly(request: averaging_pb2.DownloadRequest) -> AsyncIterator[averaging_pb2.DownloadReply]:
@@ -561,10 +563,10 @@ async def test_a_peer_that_ends_passes_on_what_was_acknowledged_to_it(
 
             monkeypatch.setattr(HopReply, "ack", late)
             await passing_on(reply)
-            await eventually(lambda: server._stage.answers.num_settling > 0)
+            await eventually(lambda: server.stage.answers.num_settling > 0)
             peer.stop.set()
-            await eventually(lambda: last._stage.answers.num_unacknowledged == 0)
-    assert last._stage.counters["committed"] == 1
+            await eventually(lambda: last.stage.answers.num_unacknowledged == 0)
+    assert last.stage.counters["committed"] == 1
 
 
 @pytest.mark.parametrize("regular", [False, True], ids=["on leaving", "before"])
@@ -601,7 +603,7 @@ async def test_a_peer_that_ends_waits_for_no_retry(
             first = ROUND * config.microbatches_per_round
             gone, _ = await train(first), await train(first + 1)
             gone.close()
-            await eventually(lambda: server._stage.answers.num_unacknowledged == 1)
+            await eventually(lambda: server.stage.answers.num_unacknowledged == 1)
             peer.stop.set()
             await peer.has_left()
     assert not patience.expired()
@@ -630,7 +632,7 @@ async def test_a_peer_that_is_told_to_stop_while_its_round_waits_for_a_silent_ma
 ) -> None:
     """What it has would have to be done again."""
     assert idle_peer.server is not None
-    monkeypatch.setattr(idle_peer.server._averager, "misses_member", lambda: True)
+    monkeypatch.setattr(idle_peer.server.averager, "misses_member", lambda: True)
     idle_peer.stop.set()
     await asyncio.sleep(1.5)
     assert Leave() not in idle_peer.log.events

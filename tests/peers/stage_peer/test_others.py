@@ -9,10 +9,12 @@ from typing import cast
 
 import pytest
 
+from peers.shared.membership import Membership
 from peers.shared.network import KnownPeers
 from peers.stage_peer import others as others_module
 from peers.stage_peer.others import Others, answers, find_others
 from swarm.config import ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.credentials.identity import generate
 from swarm.dht.directory import Directory
 from swarm.errors import PeerUnavailable
 from swarm.machine.clock import SystemClock
@@ -94,10 +96,11 @@ async def _find(
         for number in {stage, *rounds, *(silent_looks or {})}:
             known.update(number, await directory.peers(number))
         directory.num_looks = 0
-        found = await find_others(
-            config, stage, known=known, directory=cast(Directory, directory), channels=channels, clock=SystemClock(),
-            patient=patient, gives_up=gives_up,
+        membership = Membership(
+            config=config, identity=generate(), directory=cast(Directory, directory), known=known, channels=channels,
+            clock=SystemClock(),
         )  # fmt: skip
+        found = await find_others(membership, stage, patient=patient, gives_up=gives_up)
         return found, directory.num_looks
 
 

@@ -1,0 +1,169 @@
+"""What a stage peer says of itself: its record in the DHT, which it keeps there, and its answer to those who ask.
+
+Used by server.py, which says when the peer serves and when it leaves.
+"""
+
+import logging
+import resource
+import sys
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+
+import swarm
+from peers.shared.membership import Membership
+from peers.stage_peer.news import StageNews
+from peers.stage_peer.server_options import ServerOptions
+from swarm.averaging.averager import Averager
+from swarm.errors import PeerUnavailable
+from swarm.machine.loop_lag import LoopLag
+from swarm.rpc.v1 import stage_pb2 as pb
+from swarm.stage.member import StageMember
+from swarm.stage.stage import Stage
+from swarm.types import PROTOCOL_VERSION, PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_SECONDS = 5.0
+RECORD_SECONDS = 20.0
+"""Lifetime of an announcement: a peer that died is listed for at most this long."""
+MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
+"""Unit of getrusage's ru_maxrss."""
+
+
+class Health(HealthServicer):
+    """What gRPC's own tools ask. Watch is left out: a caller that takes none of its news would hold up all others."""
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not offered here; use Check")
+
+
+class Presence:
+    """One peer's, as long as it stays at its stage."""
+
+    def __init__(self, membership: Membership, stage: Stage, member: StageMember, options: ServerOptions) -> None:
+        self.state = PeerState.JOINING
+        self.health = Health()
+        self.endpoint = ""
+        self.loop_lag = LoopLag(membership.clock)
+        self._membership = membership
+        self._stage = stage
+        self._member = member
+        self._options = options
+        self._dht_address = ""
+        self._will_leave = False
+
+    def listens(self, endpoint: str, dht_address: str) -> None:
+        """Others reach this peer there from now on."""
+        self.endpoint, self._dht_address = endpoint, dht_address
+
+    async def serves(self) -> None:
+        """The peer takes microbatches from now on."""
+        self.state = PeerState.SERVING
+        await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def leaves(self) -> None:
+        """The peer takes no more of them."""
+        self.state = PeerState.LEAVING
+        await self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def will_leave(self) -> None:
+        """Say to those who ask that this peer leaves, though it serves on: others are not to leave because of it."""
+        self._will_leave = True
+
+    # -- in the DHT --------------------------------------------------------------------------------------------------
+
+    def record(self) -> PeerRecord:
+        """What is announced."""
+        identity, options, stage = self._membership.identity, self._options, self._stage
+        return PeerRecord(
+            peer_id=identity.peer_id,
+            name=options.name,
+            software_version=swarm.__version__,
+            announced_at=self._membership.clock.time(),
+            stage=stage.number,
+            endpoint=self.endpoint,
+            certificate_pem="" if options.insecure else identity.certificate_pem,
+            state=self.state,
+            samples_per_second=stage.samples_per_second,
+            queue_length=stage.context.runtime.queue_length,
+            round=stage.round,
+            samples=self._member.run_samples,
+            lineage=self._member.progress().lineage,
+            dht_address=self._dht_address,
+            device=str(options.device),
+            movable=options.movable,
+            moves=options.moves,
+            nonce=options.incarnation.nonce,
+            started_at=options.incarnation.started_at,
+        )
+
+    async def announce(self) -> None:
+        """Announce it once; where that fails, it is one line in the log."""
+        try:
+            await self._membership.directory.announce_peer(self.record(), RECORD_SECONDS)
+        except PeerUnavailable as error:
+            logger.warning("not announced: %s", error)
+
+    async def keep_announced(self, news: StageNews) -> None:
+        """Announce it again and again, at once where a round was committed, until cancelled."""
+        announced_round = self._stage.round
+        while True:
+            await self.announce()
+            news.look(self._stage.counters["forwards"] + self._stage.counters["backwards"])
+            for _ in range(int(ANNOUNCE_SECONDS / 0.5)):
+                await self._membership.clock.sleep(0.5)
+                if self._stage.round != announced_round:
+                    announced_round = self._stage.round
+                    break
+
+    async def withdraw(self) -> None:
+        """Be gone for the others."""
+        try:
+            await self._membership.directory.withdraw()
+        except PeerUnavailable as error:
+            logger.debug("not withdrawn: %s", error)
+
+    # -- to those who ask --------------------------------------------------------------------------------------------
+
+    def describe(self, averager: Averager) -> pb.DescribeReply:
+        """What this peer answers."""
+        stage, progress, averaging = self._stage, self._member.progress(), averager.statistics()
+        return pb.DescribeReply(
+            peer_id=self._membership.peer_id,
+            name=self._options.name,
+            protocol_version=PROTOCOL_VERSION,
+            software_version=swarm.__version__,
+            run_id=self._membership.config.run_id,
+            stage=stage.number,
+            state=PeerState.LEAVING if self._will_leave else self.state,
+            round=progress.round,
+            run_samples=progress.run_samples,
+            round_samples=progress.num_samples,
+            lineage=progress.lineage,
+            samples_per_second=stage.samples_per_second,
+            queue_length=stage.context.runtime.queue_length,
+            counters=pb.StageCounters(
+                **stage.counters.by_name(), recomputed_forwards=stage.context.backend.budget.num_recomputed
+            ),
+            averaging=pb.AveragingCounters(
+                attempts=averaging.num_attempts,
+                aborted=averaging.aborted,
+                downloads=averaging.num_downloads,
+                refusals=averaging.refusals,
+            ),
+            rounds=list(self._member.reports),
+            loop_lag_seconds=self.loop_lag.seconds,
+            resident_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES,
+            device_bytes=_most_device_bytes(self._options.device),
+        )
+
+
+def _most_device_bytes(device: torch.device) -> int:
+    """The most that has been in use of a GPU; of MPS, which does not note it, what is in use."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(torch.mps.driver_allocated_memory()) if device.type == "mps" else 0

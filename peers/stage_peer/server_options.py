@@ -1,0 +1,34 @@
+"""What a stage's server is told that concerns this machine alone."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from peers.stage_peer.incarnation import Incarnation
+from peers.stage_peer.resume import ResumeOptions
+from swarm.checkpoint.writer import CheckpointWriter
+from swarm.events.kinds import Events
+from swarm.interchange.weights import WeightsFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What concerns this machine alone."""
+
+    name: str
+    device: torch.device
+    insecure: bool
+    max_in_flight: int
+    graph_bytes: int | None
+    """What autograd graphs may take; None for a share of what is free."""
+    resume: ResumeOptions
+    checkpoints: CheckpointWriter | None
+    events: Events
+    weights: WeightsFolder | None = None
+    """What the run begins with, if it is here."""
+    movable: bool = False
+    """Whether the peer may be needed elsewhere and go there."""
+    moves: int = 0
+    """How often it has done so."""
+    incarnation: Incarnation = field(default_factory=Incarnation)
+    """This start of the process."""
