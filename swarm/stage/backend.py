@@ -1,7 +1,7 @@
 """One stage's computation of one microbatch: forward, backward, loss, and taking a gradient out again.
 
 Runs on the compute thread only; called by stage/computation. Knows nothing of the network, of queues or of
-who asked. Backward uses the weights that forward used, whatever steps came between.
+which call asked. Backward uses the weights that forward used, whatever steps came between.
 
 A GPU goes on while this thread prepares what comes next. For each microbatch the thread waits for it once, before a
 gradient is added to the sum; at the last stage a second time, to see the loss; and in stage/staging so that it is not
@@ -12,7 +12,6 @@ Shapes: B samples of a microbatch, T tokens, T1 = T + 1, D numbers a token that 
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from swarm.model.stages import token_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version
-from swarm.stage.graphs import GraphBudget
+from swarm.stage.graphs import GraphBudget, with_gradient
 from swarm.stage.staging import Download, Staging
 from swarm.stage.weights import StageWeights
 
@@ -117,7 +116,7 @@ class StageBackend:
 
     def backward(
         self, forward: Forward, wire_gradient: torch.Tensor, *, accumulate: bool, only_at: int | None = None
-    ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
+    ) -> tuple[Download | None, Accumulated | None]:
         """The gradient of the stage's input (None at stage 0); if wanted, that of the weights into the open bucket.
 
         The forward is released, whatever happens.
@@ -134,7 +133,7 @@ class StageBackend:
                 self.budget.keep(recomputed=True)
             assert forward._inputs is not None
             gradient_BTD = self._decode(wire_gradient, forward.wire_inputs)
-            root = _scalar(forward._outputs, gradient_BTD)
+            root = with_gradient(forward._outputs, gradient_BTD)
             return self._collect(forward, root, wire_gradient, accumulate=accumulate, only_at=only_at)
         finally:
             self.release(forward)
@@ -202,9 +201,7 @@ class StageBackend:
         for accumulated in all_accumulated:
             source, bucket = accumulated.source, accumulated.bucket
             bucket.withdrawn(source)
-            self.events.write(
-                RollBack(microbatch=source.microbatch, samples=source.num_samples, bucket=bucket.number)
-            )  # fmt: skip
+            self.events.write(RollBack(microbatch=source.microbatch, samples=source.num_samples, bucket=bucket.number))
             self.settle(accumulated)
 
     def _take_out(self, bucket: GradientBucket, leaving: Set[Source]) -> None:
@@ -226,7 +223,7 @@ class StageBackend:
         if source.wire_gradient is None:
             root = token_loss(outputs, self._targets(source.wire_inputs))
         else:
-            root = _scalar(outputs, self._decode(source.wire_gradient, source.wire_inputs))
+            root = with_gradient(outputs, self._decode(source.wire_gradient, source.wire_inputs))
         parameters = list(source.version.parameters.values())
         return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
 
@@ -246,9 +243,11 @@ class StageBackend:
         parameters = self.weights.on_device(parameters)
         with torch.no_grad():
             outputs: torch.Tensor = torch.func.functional_call(
-                self.module, parameters, (self._hidden_or_tokens(wire_inputs),),
+                self.module,
+                parameters,
+                (self._hidden_or_tokens(wire_inputs),),
                 {"dropout_key": None, **self._tokens_too(wire_inputs)},
-            )  # fmt: skip
+            )
             if not self._is_last:
                 return self._boundary.encode(outputs, self.staging).wait()
             if want_logits:
@@ -269,15 +268,22 @@ class StageBackend:
         key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
         version = forward.version
         outputs: torch.Tensor = torch.func.functional_call(
-            self.module, with_shared_casts(self.module, version.parameters, version.casts), (inputs,),
+            self.module,
+            with_shared_casts(self.module, version.parameters, version.casts),
+            (inputs,),
             {"dropout_key": key, **self._tokens_too(forward.wire_inputs)},
-        )  # fmt: skip
+        )
         return outputs
 
     def _collect(
-        self, forward: Forward, root: torch.Tensor, wire_gradient: torch.Tensor | None, *, accumulate: bool,
+        self,
+        forward: Forward,
+        root: torch.Tensor,
+        wire_gradient: torch.Tensor | None,
+        *,
+        accumulate: bool,
         only_at: int | None,
-    ) -> tuple[Download | None, Accumulated | None]:  # fmt: skip
+    ) -> tuple[Download | None, Accumulated | None]:
         parameters = list(forward.version.parameters.values()) if accumulate else []
         inputs = [] if self._is_first or forward._inputs is None else [forward._inputs]
         if not inputs and not parameters:
@@ -336,25 +342,3 @@ class StageBackend:
         """A hidden state of the microbatch, or a gradient of one."""
         num_samples, num_tokens = wire_inputs[TOKENS].shape
         return self._boundary.decode(wire, num_samples, num_tokens - 1, self.staging)
-
-
-class _Scalar(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gradient)
-        return outputs.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient, None
-
-
-def _scalar(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """A number whose gradient by `outputs` is `gradient`.
-
-    For torch.autograd.grad, which imports sympy, hundreds of modules, when it is given a gradient to begin with: for a
-    second or more a new peer's compute thread would stand still at its first backward.
-    """
-    scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
-    return scalar

@@ -64,7 +64,7 @@ class Versions:
         return sum(version.users > 0 for version in self._old)
 
     def publish(self, copies: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Make a version of the masters as they are; the one before stays for those who use it.
+        """Make a version of the masters as they are; the one before stays for the microbatches that use it.
 
         Args:
             copies: of some masters, to which nobody writes: those on the same device are taken.

@@ -70,7 +70,7 @@ class Order:
 
     @property
     def has_backward(self) -> bool:
-        """Whether anybody needs a gradient from here; of a replay for a later stage nobody does."""
+        """Whether a gradient is needed from here; of a replay for a later stage it is not."""
         return self.accumulate or self.answers_gradient
 
 
@@ -119,7 +119,7 @@ class Computation(Watched):
         return self.order.adopts
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin; an error is kept for whoever asks for the result and ends nothing else."""
+        """Begin; an error is kept for the call that asks for the result, and ends nothing else."""
         self._task = tasks.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -225,9 +225,12 @@ class Computation(Watched):
     async def _run_last(self) -> Result:
         def work() -> tuple[float, Download | None]:
             loss, gradient, self._accumulated = self._backend.forward_loss(
-                self.microbatch.index, self.microbatch.round, self.order.wire_inputs, accumulate=self.order.accumulate,
+                self.microbatch.index,
+                self.microbatch.round,
+                self.order.wire_inputs,
+                accumulate=self.order.accumulate,
                 only_at=self.microbatch.accumulate_only_at,
-            )  # fmt: skip
+            )
             return loss, gradient
 
         (loss, download), seconds = await self._compute(work, Priority.FORWARD)
@@ -236,9 +239,13 @@ class Computation(Watched):
             self._on_accumulated()
         tokens = self.order.wire_inputs[TOKENS]
         return Result(
-            loss=loss, num_tokens=tokens.shape[0] * (tokens.shape[1] - 1), gradient=gradient, route={},
-            num_reroutes=0, busy_seconds=seconds,
-        )  # fmt: skip
+            loss=loss,
+            num_tokens=tokens.shape[0] * (tokens.shape[1] - 1),
+            gradient=gradient,
+            route={},
+            num_reroutes=0,
+            busy_seconds=seconds,
+        )
 
     async def _run_through(self) -> Result:
         def forward() -> Download:
@@ -283,13 +290,17 @@ class Computation(Watched):
                     lambda: backward(reply.tensors[GRADIENT]), Priority.BACKWARD
                 )
             except MalformedMessage as error:
-                raise PeerUnavailable(f"of no use is what the next stage answered: {error}") from None
+                raise PeerUnavailable(f"what the next stage answered is of no use: {error}") from None
             gradient = None if answer is None else await answer.arrived()
             self._on_accumulated()
         return Result(
-            loss=reply.loss, num_tokens=reply.num_tokens, gradient=gradient, route=reply.route,
-            num_reroutes=reply.num_reroutes, busy_seconds=forward_seconds + backward_seconds,
-        )  # fmt: skip
+            loss=reply.loss,
+            num_tokens=reply.num_tokens,
+            gradient=gradient,
+            route=reply.route,
+            num_reroutes=reply.num_reroutes,
+            busy_seconds=forward_seconds + backward_seconds,
+        )
 
     async def _compute(self, work: Callable[[], _Result], priority: Priority) -> tuple[_Result, float]:
         """Have the compute thread do `work`, unless its turn comes while nobody wants it; gives the seconds as well.

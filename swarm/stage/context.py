@@ -28,7 +28,7 @@ class StageLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """One stage peer's surroundings.
+    """What all parts of one stage peer are given.
 
     Attributes:
         hop: to the next stage; None at the last one.

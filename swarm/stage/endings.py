@@ -19,7 +19,7 @@ from swarm.stage.records import Records
 from swarm.stage.setting import Setting
 
 _ACKNOWLEDGED = object()
-"""Subscriber of a computation that nobody will ask for again."""
+"""The subscriber of a computation that no call will ask for again."""
 
 
 class Endings:

@@ -18,7 +18,6 @@ from swarm.rpc.channels import send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.stage.boundary import HIDDEN, LOGITS, TOKENS, logits_spec, request_specs
 from swarm.stage.incoming import Context, Incoming
-from swarm.stage.replies import send_tensors
 from swarm.stage.stage import Stage
 from swarm.stage.task_queue import Priority
 
@@ -39,10 +38,10 @@ class Evaluation:
         self._evaluating = asyncio.Lock()
         """One evaluation is at the compute thread, so that they take no place there from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
-        """One of each caller waits for that, so that nobody's many keep others waiting."""
+        """One of each caller waits for that, so that the many of one keep no other waiting."""
 
-    async def answer(self, context: Context, incoming: Incoming) -> None:
-        """Read a request, compute, and answer it.
+    async def answer(self, context: Context, incoming: Incoming) -> tuple[dict[str, torch.Tensor], pb.Evaluated]:
+        """Read a request and compute, here and at the next stages; gives the answer. Cancellation stops all of them.
 
         Raises:
             MalformedMessage, RoundMismatch, DeadlineExceeded; what the next stages raise.
@@ -68,9 +67,7 @@ class Evaluation:
             output = await _with_progress(context, downstream, awaited)
         loss = 0.0 if opening.want_logits else float(output)
         evaluated = pb.Evaluated(loss=loss, num_tokens=opening.num_samples * opening.sequence_length)
-        reply = await send_tensors(context, {LOGITS: output} if opening.want_logits else {}, pb.EvaluateReply())
-        reply.evaluated.CopyFrom(evaluated)
-        await send(context, reply)
+        return {LOGITS: output} if opening.want_logits else {}, evaluated
 
     def _check_size(self, opening: pb.EvaluateOpen) -> None:
         data = self._config.data
@@ -106,7 +103,7 @@ class Evaluation:
 
 
 class _Awaited(HopListener):
-    """The deepest stage that an evaluation waits for, and whether nobody serves it."""
+    """The deepest stage that an evaluation waits for, and whether that has no peer."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage

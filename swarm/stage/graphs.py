@@ -1,4 +1,4 @@
-"""The autograd graphs that a stage keeps between forward and backward: how large one is, and how many may be kept.
+"""Autograd graphs between forward and backward: how large one is, how many may be kept, and where a backward begins.
 
 Used by stage/backend on the compute thread, and by stage/shortage, which halves what may be kept. Never keeps a graph
 itself.
@@ -6,6 +6,7 @@ itself.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -62,3 +63,25 @@ class GraphBudget:
             storages.pop(tensor.untyped_storage().data_ptr(), None)
         self.graph_bytes = max(1, sum(storages.values()))
         return outputs
+
+
+class _Scalar(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return outputs.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient, None
+
+
+def with_gradient(outputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A number whose gradient by `outputs` is `gradient`.
+
+    For torch.autograd.grad, which imports sympy, hundreds of modules, when it is given a gradient to begin with: for a
+    second or more a new peer's compute thread would stand still at its first backward.
+    """
+    scalar: torch.Tensor = _Scalar.apply(outputs, gradient)  # type: ignore[no-untyped-call]  # torch's
+    return scalar

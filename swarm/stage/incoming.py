@@ -19,7 +19,7 @@ from swarm.stage.slots import LARGEST_NUM_SLOTS
 FIRST_SECONDS = 10.0
 """Longest wait for the first message: a stream that says nothing is not kept."""
 SLOWEST_BYTES_PER_SECOND = 32 << 10
-"""Whoever sends tensors more slowly than this, beyond the wait for one message, is cut off: he may hold a slot."""
+"""A caller that sends tensors more slowly than this, beyond the wait for a message, is cut off: it may hold a slot."""
 DRAIN_SECONDS = 5.0
 """Longest wait for a refused caller to finish sending, beyond what all of it takes at the slowest rate."""
 
@@ -89,7 +89,7 @@ class Incoming:
         return opening
 
     def expect(self, specs: Mapping[str, TensorSpec], *, training: bool) -> None:
-        """The caller has begun to send these tensors. Raises Overloaded if too much is kept for him already.
+        """The caller has begun to send these tensors. Raises Overloaded if too much is kept for it already.
 
         Args:
             training: whether they are a microbatch's, of which slots hold back the rest.

@@ -1,7 +1,7 @@
 """The ledger: what a stage peer did with each microbatch id.
 
     running     its computation is under way
-    tentative   its gradient is accumulated, its answer remembered, nobody has acknowledged it
+    tentative   its gradient is accumulated, its answer remembered, and no acknowledgement has come
     committed   acknowledged: it counts
 
 An id that is in the ledger is never accumulated again. Pure bookkeeping; the stage acts on it.

@@ -31,9 +31,13 @@ class StageMember:
     """Adapts a stage to what averaging needs of it."""
 
     def __init__(
-        self, stage: Stage, *, num_alive: Callable[[], int], on_commit: Callable[[], None] = lambda: None,
+        self,
+        stage: Stage,
+        *,
+        num_alive: Callable[[], int],
+        on_commit: Callable[[], None] = lambda: None,
         events: Events | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             on_commit: called whenever a round has been committed; what it starts may copy the state, for the next
@@ -66,17 +70,21 @@ class StageMember:
     def progress(self) -> Progress:
         """What counts towards the current round here."""
         return Progress(
-            round=self._stage.round, lineage=self._weights.round.lineage, run_samples=self.run_samples,
-            num_samples=self._weights.round_samples, committed=self._setting.committed(),
+            round=self._stage.round,
+            lineage=self._weights.round.lineage,
+            run_samples=self.run_samples,
+            num_samples=self._weights.round_samples,
+            committed=self._setting.committed(),
             highest_microbatch=self._ledger.highest_microbatch,
-        )  # fmt: skip
+        )
 
     def activity(self) -> Activity:
         """How the compute thread gets on, for which closing and committing wait."""
         return Activity(
-            quiet_seconds=self._runtime.quiet_seconds, longest_seconds=self._runtime.longest_seconds,
+            quiet_seconds=self._runtime.quiet_seconds,
+            longest_seconds=self._runtime.longest_seconds,
             num_bytes=4 * self._weights.num_elements,
-        )  # fmt: skip
+        )
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze what this member contributes to the round; the same again if asked again."""
@@ -88,9 +96,12 @@ class StageMember:
         committed = self._setting.committed()
         closing = await self._runtime.control(lambda: self._close(committed))
         contribution = Contribution(
-            tensors=closing.tensors, num_samples=closing.num_samples, round_samples=closing.round_samples,
-            committed=committed, fragment=closing.fragment,
-        )  # fmt: skip
+            tensors=closing.tensors,
+            num_samples=closing.num_samples,
+            round_samples=closing.round_samples,
+            committed=committed,
+            fragment=closing.fragment,
+        )
         self._closed = (dropped, contribution)
         return contribution
 
@@ -99,10 +110,13 @@ class StageMember:
         closing = self._weights.close()
         self._events.write(
             Close(
-                round=self._stage.round, samples=closing.num_samples, round_samples=closing.round_samples,
-                fragment=closing.fragment, microbatches=ranges(committed),
+                round=self._stage.round,
+                samples=closing.num_samples,
+                round_samples=closing.round_samples,
+                fragment=closing.fragment,
+                microbatches=ranges(committed),
             )
-        )  # fmt: skip
+        )
         return closing
 
     async def reopen(self, round_number: int) -> None:
@@ -138,17 +152,27 @@ class StageMember:
         def commit() -> tuple[float, InnerSteps, Tensors, HostReader]:
             parent, inner_steps = self._weights.round.lineage, self._weights.inner_steps
             rate = self._weights.commit(
-                result.tensors, total_squared_norm=result.total_squared_norm, num_samples=result.num_samples,
-                num_members=len(result.members), lineage=result.lineage, contributed=result.contributed,
-            )  # fmt: skip
+                result.tensors,
+                total_squared_norm=result.total_squared_norm,
+                num_samples=result.num_samples,
+                num_members=len(result.members),
+                lineage=result.lineage,
+                contributed=result.contributed,
+            )
             self._events.write(
                 Commit(
-                    round=result.round, parent=parent, lineage=result.lineage, digest=result.digest,
-                    attempt=result.attempts, samples=result.num_samples, members=result.members,
-                    carried=self._weights.round.stepped_samples, partners=result.partners,
+                    round=result.round,
+                    parent=parent,
+                    lineage=result.lineage,
+                    digest=result.digest,
+                    attempt=result.attempts,
+                    samples=result.num_samples,
+                    members=result.members,
+                    carried=self._weights.round.stepped_samples,
+                    partners=result.partners,
                     total_squared_norm=result.total_squared_norm,
                 )
-            )  # fmt: skip
+            )
             read = self._weights.state(), self._staging.reader()
             # Only now: what it steps with belongs to the round that has begun.
             self._weights.step_if_due()
@@ -214,9 +238,12 @@ class StageMember:
                 self._digest = self._read(lambda: digest_of(state, reader))
             digest = self._digest
         return Snapshot(
-            round=current.number, run_samples=current.run_samples, lineage=current.lineage,
-            tensors=await asyncio.shield(copying), digest=await asyncio.shield(digest),
-        )  # fmt: skip
+            round=current.number,
+            run_samples=current.run_samples,
+            lineage=current.lineage,
+            tensors=await asyncio.shield(copying),
+            digest=await asyncio.shield(digest),
+        )
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         """Become the state of a snapshot; what was in flight here is undone.
@@ -231,10 +258,8 @@ class StageMember:
 
     async def _install(
         self, snapshot: Snapshot, *, source: str, parent: str | None = None, carry: bool = False
-    ) -> None:  # fmt: skip
-        await asyncio.to_thread(
-            self._weights.check, snapshot.tensors, snapshot.digest, round_number=snapshot.round
-        )  # fmt: skip
+    ) -> None:
+        await asyncio.to_thread(self._weights.check, snapshot.tensors, snapshot.digest, round_number=snapshot.round)
         self._closed = None
 
         def install() -> None:
@@ -242,10 +267,14 @@ class StageMember:
             self._weights.install(snapshot.tensors, new_round, carry=carry)
             self._events.write(
                 Install(
-                    round=snapshot.round, lineage=snapshot.lineage, state=snapshot.digest, source=source, parent=parent,
+                    round=snapshot.round,
+                    lineage=snapshot.lineage,
+                    state=snapshot.digest,
+                    source=source,
+                    parent=parent,
                     carried=self._weights.round.stepped_samples,
                 )
-            )  # fmt: skip
+            )
 
         async with self._stage.changing_state(), self._may_commit:
             await self._runtime.control(install)
@@ -253,7 +282,7 @@ class StageMember:
         self._stage.round_began()
 
     async def begin(self, *, highest_microbatch: int = -1) -> None:
-        """Enter a run with the initial state, as everybody does whom nobody can give a better one.
+        """Enter a run with the initial state, as every peer does that no other one can give a better one.
 
         Args:
             highest_microbatch: new microbatches are to have higher ids.

@@ -47,9 +47,7 @@ class OwnRound:
                 self._new.clear()
                 await self._new.wait()
 
-    async def wait_for(
-        self, number: int, seconds: float, still_waiting: Callable[[], Awaitable[None]] | None
-    ) -> None:  # fmt: skip
+    async def wait_for(self, number: int, seconds: float, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
         """Wait for a round, unless it would take long.
 
         Args:

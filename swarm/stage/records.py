@@ -14,9 +14,7 @@ from swarm.routing.throughput import MovingAverage
 from swarm.stage.computation import Computation
 from swarm.stage.ledger import Ledger
 
-Counted = Literal[
-    "forwards", "backwards", "rerouted_backwards", "committed", "rolled_back", "repeated", "busy_replies"
-]  # fmt: skip
+Counted = Literal["forwards", "backwards", "rerouted_backwards", "committed", "rolled_back", "repeated", "busy_replies"]
 
 
 class Counters:

@@ -109,7 +109,7 @@ class Runtime:
             result: Any = None
             try:
                 result = self._measured(task.work)
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller, who gets it whole
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller, which gets it whole
                 _let_go(error)
                 task.future.set_exception(error)
             else:
@@ -142,8 +142,9 @@ class Runtime:
 def _let_go(error: BaseException) -> None:
     """Empty the frames in which a task failed: they hold a microbatch's graph or gradients.
 
-    Whoever asked keeps the error, and is himself in its traceback: only the search for cycles would find them, and that
-    does not know how large tensors are. After one failure for want of memory the next microbatch would fail as well.
+    The caller keeps the error, whose traceback leads back to the caller: only the search for cycles would find them.
+    That does not know how large tensors are, and after one failure for want of memory the next microbatch would fail
+    as well.
     """
     failed: BaseException | None = error
     while failed is not None:

@@ -1,35 +1,39 @@
 """The gRPC face of a stage: StageService.
 
-Reads a request, checks it, hands it to the stage, and streams the answer. A call only subscribes to a
-computation, it never owns one: when the upstream dies and gRPC cancels the call, the work goes on for the
-retry that will join it. Never touches weights.
+Reads a request, checks it, hands it to the stage, and streams the answer. A call only subscribes to a computation, it
+never owns one: when the upstream dies and gRPC cancels the call, the work goes on for the retry that will join it.
+Never touches weights.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
 
 from swarm.errors import (
     DeadlineExceeded,
     MalformedMessage,
     NotReady,
     Overloaded,
+    PeerUnavailable,
     StaleMicrobatch,
+    SwarmError,
 )
 from swarm.hop.route import pack_route, unpack_route
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
 from swarm.rpc.address import check_address
 from swarm.rpc.callers import Callers, caller_of
-from swarm.rpc.channels import send
+from swarm.rpc.channels import abort, send
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import StageServiceServicer
+from swarm.rpc.wire import filled
 from swarm.stage.boundary import GRADIENT, request_specs
 from swarm.stage.computation import Computation
 from swarm.stage.evaluation import Evaluation
 from swarm.stage.incoming import Context, Incoming
-from swarm.stage.replies import refuse, send_tensors
 from swarm.stage.stage import Stage
 from swarm.training.microbatch import Microbatch
 
@@ -53,6 +57,7 @@ WAY_BACK = 6.0
 two forwards' work, or three with the forward computed again, and what is begun at each of them is finished first."""
 LONGEST_ACK_SECONDS = 3600.0
 """However long the way was: it may have been waiting for a stage without peers."""
+_Reply = TypeVar("_Reply", pb.TrainReply, pb.EvaluateReply)
 
 
 class StageServicer(StageServiceServicer):
@@ -111,7 +116,7 @@ class StageServicer(StageServiceServicer):
             await incoming.drain()
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
-            await refuse(context, error)
+            await _refuse(context, error)
         finally:
             incoming.close()
 
@@ -221,7 +226,7 @@ class StageServicer(StageServiceServicer):
         if result.gradient is not None and microbatch.answers_gradient(self._stage.number):
             tensors = {GRADIENT: result.gradient}
         with self._answers.written(len(tensors)):
-            reply = await send_tensors(context, tensors, pb.TrainReply())
+            reply = await _send_tensors(context, tensors, pb.TrainReply())
             done = pb.Done(
                 loss=result.loss,
                 num_tokens=result.num_tokens,
@@ -253,12 +258,36 @@ class StageServicer(StageServiceServicer):
     async def Evaluate(self, request_iterator: Any, context: Context) -> None:  # type: ignore[override]
         incoming = Incoming(context, caller_of(context), self._callers)
         try:
-            await self._evaluation.answer(context, incoming)
+            tensors, evaluated = await self._evaluation.answer(context, incoming)
+            reply = await _send_tensors(context, tensors, pb.EvaluateReply())
+            reply.evaluated.CopyFrom(evaluated)
+            await send(context, reply)
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends this call and nothing else
             await incoming.drain()
-            await refuse(context, error)
+            await _refuse(context, error)
         finally:
             incoming.close()
+
+
+async def _send_tensors(context: Context, tensors: Mapping[str, torch.Tensor], first: _Reply) -> _Reply:
+    """Send all messages of the tensors but the last, which is given: with room for what else is to be said."""
+    messages = filled(first, tensors)
+    last = next(messages)
+    for following in messages:
+        await send(context, last)
+        last = following
+    return last
+
+
+async def _refuse(context: Context, error: Exception) -> None:
+    """End a call with an error; one that is not ours is a bug, and this peer's fault."""
+    if is_out_of_memory(error):
+        logger.warning("a call failed for want of memory: no room for %s", what_was_asked(error))
+        error = PeerUnavailable("this peer is out of memory")
+    if not isinstance(error, SwarmError):
+        logger.exception("a call failed", exc_info=error)
+        error = PeerUnavailable(f"internal error: {type(error).__name__}")
+    await abort(context, error)
 
 
 def ack_seconds(stage: int, way_seconds: float) -> float:

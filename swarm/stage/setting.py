@@ -41,7 +41,7 @@ class Setting(ABC):
 
     @abstractmethod
     def check(self, microbatch: Microbatch) -> None:
-        """Raise what a call is to be told whose microbatch has no place here now, however few there are.
+        """Raise the answer to a call whose microbatch is not wanted here now, however few there are.
 
         Raises:
             MalformedMessage, Overloaded, NotReady, StaleMicrobatch.
@@ -105,7 +105,7 @@ class Setting(ABC):
 
     @abstractmethod
     def may_be_joined(self, computation: Computation) -> bool:
-        """Whether a retry that comes later can use a computation that nobody waits for now."""
+        """Whether a retry that comes later can use a computation that no call waits for now."""
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class Shortage:
 
     Attributes:
         most_in_flight: microbatches that may be in flight.
-        num_reductions: how often that has been made less; who began before the last one fails for what was there then.
+        num_reductions: how often that has been made less; a microbatch that began before the last time fails
+            for what was there then.
         fault: why the peer gives up, once it does.
     """
 
@@ -58,8 +59,10 @@ class Shortage:
             self._budget.halve()
             logger.warning(
                 "out of memory (no room for %s, %d in flight): this peer takes %d microbatches at most from now on",
-                asked, in_flight, self.most_in_flight,
-            )  # fmt: skip
+                asked,
+                in_flight,
+                self.most_in_flight,
+            )
             return
         self._num_failures += 1
         if self._num_failures >= TRIES:

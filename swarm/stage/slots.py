@@ -115,7 +115,7 @@ class Slots:
 
         Args:
             busy_seconds: how long a microbatch keeps the peer busy; 0 if that is not known yet.
-            idle: whether the peer has nothing to do, in spite of those who have slots.
+            idle: whether the peer has nothing to do, in spite of all that have slots.
             has_others: whether the caller knows peers that it has not asked.
 
         Raises:

@@ -140,7 +140,7 @@ class Stage:
         microbatch, context = start.microbatch, self.context
         accumulate = start.accumulate and self.setting.takes_gradients
         if start.earlier is not None:
-            # Who asks may know of a replay since; who asks knowing nothing is helped all the same.
+            # The caller may know of a replay since; one that knows nothing is helped all the same.
             hints = microbatch.known_by({**start.earlier.result().route, **hints})
         order = Order(
             microbatch=microbatch,

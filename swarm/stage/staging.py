@@ -4,11 +4,11 @@ Made once for a stage. The compute thread uses it (stage/backend, stage/boundary
 to the CPU is waited for on another thread (stage/computation). A round's whole state is read on another thread as well,
 beside training (stage/member). Never looks at the numbers.
 
-A GPU works through queues of its own ("streams"): calls return before their work is done, and whoever reads a result
+A GPU works through queues of its own ("streams"): calls return before their work is done, and what reads a result
 waits for all that was queued before it. So copies have queues of their own, and go from and to pinned memory, without
 which there is no copying beside other work: while a microbatch is computed, the one before is on its way down and the
-next one on its way up. Pinned memory is used in passing alone. torch hands it out, and gives it to nobody else until
-the copy is made, even if nobody waits for that.
+next one on its way up. Pinned memory is used in passing alone. torch hands it out, and does not use it again until
+the copy is made, even if nothing waits for that.
 """
 
 import asyncio
@@ -41,9 +41,7 @@ class Download:
         convert: makes of what has arrived what is wanted, in memory of its own.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor, arrival: Arrival | None = None, convert: Convert = torch.clone
-    ) -> None:  # fmt: skip
+    def __init__(self, tensor: torch.Tensor, arrival: Arrival | None = None, convert: Convert = torch.clone) -> None:
         self._tensor = tensor
         self._arrival = arrival
         self._convert = convert
@@ -56,7 +54,7 @@ class Download:
         return self._tensor
 
     async def arrived(self) -> torch.Tensor:
-        """The same, without blocking the event loop; when cancelled, the copy is made all the same, for nobody."""
+        """The same, without blocking the event loop; when cancelled, the copy is made all the same."""
         return self.wait() if self._arrival is None else await asyncio.to_thread(self.wait)
 
 
@@ -166,7 +164,7 @@ class CudaReader(HostReader):
         for piece in torch.split(flat, PIECE_ELEMENTS):
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 pinned[: piece.numel()].copy_(piece, non_blocking=True)
-            # The caller holds the tensor at least until then, so its memory is given to nobody else.
+            # The caller holds the tensor at least until then, so its memory is not used again.
             _mark(self._stream).synchronize()
             yield pinned[: piece.numel()]
 
@@ -186,7 +184,7 @@ class CudaStaging(Staging):
             arrived = pinned.to(self._device, non_blocking=True)
         compute = torch.cuda.current_stream(self._device)
         compute.wait_stream(self._uploads)
-        # Its memory belongs to the stream of uploads, which would use it again as soon as nobody refers to it.
+        # Its memory belongs to the stream of uploads, which would use it again as soon as nothing refers to it.
         arrived.record_stream(compute)
         return arrived
 
@@ -222,7 +220,7 @@ class CudaStaging(Staging):
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """The end of what is in the queue now."""
-    # Whoever waits for a blocking event sleeps; else he would take a core for as long.
+    # A thread that waits for a blocking event sleeps; for another one it would take a core.
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # torch's
     event.record(stream)
     return event

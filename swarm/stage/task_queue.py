@@ -63,7 +63,7 @@ class TaskQueue:
         return task
 
     def drop(self, task: Task) -> None:
-        """Nobody wants this task any more: whatever it keeps is let go now, not when its turn comes."""
+        """This task is not wanted any more: what it keeps is let go now, not when its turn comes."""
         if task in self._heap:
             self._heap.remove(task)
             heapq.heapify(self._heap)

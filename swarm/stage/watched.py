@@ -15,7 +15,7 @@ class Watched(HopListener):
 
     Attributes:
         waiting_stage: the deepest stage that is waited for.
-        no_peer: whether nobody serves that.
+        no_peer: whether that has no peer.
         route: the peers of later stages that work on the microbatch.
         subscriber: the call that gets the answer; a newer one takes its place.
     """
@@ -53,7 +53,7 @@ class Watched(HopListener):
         self._news.set()
 
     def orphan(self) -> object:
-        """Nobody waits for the answer any more, and nothing is computed for it before somebody subscribes again.
+        """No call waits for the answer any more, and nothing is computed for it before one subscribes again.
 
         Gives what takes the subscriber's place.
         """

@@ -230,9 +230,7 @@ class StageWeights(ABC):
 
     def check(self, tensors: Mapping[str, torch.Tensor], digest: str, *, round_number: int) -> None:
         """Raise IntegrityError unless `tensors` are a whole and possible state of this stage; see state.check."""
-        state.check(
-            tensors, digest, masters=self.masters, optimizer=self._ends_rounds, round_number=round_number
-        )  # fmt: skip
+        state.check(tensors, digest, masters=self.masters, optimizer=self._ends_rounds, round_number=round_number)
 
     def install(self, tensors: Mapping[str, torch.Tensor], new_round: Round, *, carry: bool = False) -> None:
         """Become a state that `state_tensors` gave; drops every gradient and version of the past.

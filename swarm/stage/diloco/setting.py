@@ -75,7 +75,7 @@ class DilocoSetting(Setting):
     # -- what a call gets --------------------------------------------------------------------------------------------
 
     def known(self, microbatch: Microbatch) -> Computation | None:
-        return None  # Whoever asks again may bring other activations.
+        return None  # A call that asks again may bring other activations.
 
     def counts(self, microbatch: Microbatch) -> bool:
         return microbatch.counts_at(self._stage)
@@ -105,7 +105,7 @@ class DilocoSetting(Setting):
     # -- rounds ------------------------------------------------------------------------------------------------------
 
     def committed(self) -> frozenset[int]:
-        return frozenset()  # Nobody asks which, and a round may have any number of them.
+        return frozenset()  # They are not asked for, and a round may have any number of them.
 
     def seal(self, drop: Collection[int]) -> list[Entry[Computation]] | None:
         return None

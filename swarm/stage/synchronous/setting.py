@@ -132,7 +132,7 @@ class SynchronousSetting(Setting):
         """What of a microbatch is still to be done, though it counts here.
 
         Later stages were told that it counts, and whatever they have lost they have replayed: elsewhere, it would only
-        have to be taken out again. Stage 0 lacks its gradient for nobody.
+        have to be taken out again. No stage before stage 0 needs its gradient.
         """
         if self._stage == 0 and microbatch.accumulate_only_at is None:
             raise StaleMicrobatch(f"microbatch {microbatch.index} counts already")

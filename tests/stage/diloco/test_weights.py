@@ -1,0 +1,421 @@
+"""Inner and outer steps with DiLoCo, against the same steps written out."""
+
+import pytest
+import torch
+
+from swarm.stage.settings import weights_of
+from swarm.stage.weights import Round, StageWeights
+from swarm.training import optim
+from tests.stage.linear import (
+    accumulate,
+    assert_same,
+    commit_without_steps,
+    config_of,
+    gradients,
+    linear,
+    overlapping,
+    recorded,
+    values_of,
+    weights_in,
+)
+
+# -- inner steps -------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_leaves_weights_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(optim, "step", fail)
+    weights = weights_in("diloco")
+    accumulate(weights, 0)
+    weights.require_sound()  # Nothing is due yet.
+    with pytest.raises(MemoryError):
+        accumulate(weights, 1)
+    for ask in (weights.require_sound, weights.step_if_due):
+        with pytest.raises(MemoryError):
+            ask()
+
+
+def test_inner_steps_are_adamw_on_the_mean_of_every_inner_batch() -> None:
+    options = {"weight_decay": 0.1, "clip_norm": 0.5}
+    weights = weights_in("diloco", **options)
+    reference = dict(linear().named_parameters())
+    adamw = optim.AdamW(config_of("diloco", **options).optimizer)
+    for number in range(6):
+        accumulate(weights, number)
+    for number in (0, 2, 4):
+        mean = {name: (gradients(number)[name] + gradients(number + 1)[name]) / 2 for name in reference}
+        norm = sum(float(value.square().sum()) for value in mean.values()) ** 0.5
+        clipped = {name: value * min(1.0, 0.5 / norm) for name, value in mean.items()}
+        optim.step(adamw, reference, clipped, config_of("diloco", **options).optimizer.learning_rate)
+    assert_same(weights.masters, reference)
+    assert_same(weights.version.parameters, reference)
+    assert (weights.round_samples, weights.num_unstepped_samples) == (12, 0)
+
+
+def test_no_step_before_an_inner_batch_is_full() -> None:
+    weights = weights_in("diloco")
+    version = weights.version
+    accumulate(weights, 0)
+    assert weights.version is version
+    assert weights.num_unstepped_samples == 2
+
+
+def test_a_full_bucket_waits_for_the_tentative_while_others_take_their_steps() -> None:
+    """Every step takes one inner batch, whatever had to wait, and in whatever order batches become ready."""
+    weights, events = recorded()
+    late = weights.buckets.open()
+    late.num_tentative = 1
+    for number in range(5):
+        accumulate(weights, number)
+    assert events.taken == [(1, 4)], "the second batch was ready before the first"
+    assert (weights.round_samples, weights.num_unstepped_samples) == (4, 6)
+    late.num_tentative = 0
+    weights.step_if_due()
+    assert events.taken == [(1, 4), (0, 4)]
+    assert (weights.round_samples, weights.num_unstepped_samples) == (8, 2)
+
+
+def test_what_is_taken_out_of_a_full_bucket_is_made_up_for_before_its_step() -> None:
+    weights, events = recorded()
+    first = weights.buckets.open()
+    first.num_tentative = 2
+    for number in range(3):
+        accumulate(weights, number)
+    first.add(gradients(0).values(), -2)
+    first.num_tentative = 0
+    weights.step_if_due()
+    assert events.taken == [], "half a batch is left of it"
+    assert weights.buckets.open() is first
+    accumulate(weights, 0)
+    assert events.taken == [(0, 4)]
+    assert weights.num_unstepped_samples == 2
+
+
+def test_a_bucket_that_was_rolled_back_whole_takes_no_step() -> None:
+    weights = weights_in("diloco")
+    version, closing = weights.version, weights.buckets.open()
+    closing.num_tentative = 2
+    for number in range(2):
+        accumulate(weights, number)
+    for number in range(2):
+        closing.add(gradients(number).values(), -2)
+    closing.num_tentative = 0
+    weights.step_if_due()
+    assert weights.version is version
+    assert (weights.round_samples, weights.num_unstepped_samples) == (0, 0)
+
+
+def test_versions_in_use_are_bounded_and_no_batch_grows_meanwhile() -> None:
+    """With a staleness of one: the newest, two older ones for microbatches in their order, and no fourth."""
+    weights, events = recorded()
+    late = weights.version
+    late.users = 1
+    accumulate(weights, 0)
+    accumulate(weights, 1)
+    second = weights.version
+    second.users = 1
+    for number in range(2, 6):
+        accumulate(weights, number)
+    assert events.taken == [(0, 4), (1, 4)], "the third step waits"
+    assert weights.num_unstepped_samples == 4
+    late.users = 0
+    weights.step_if_due()
+    assert events.taken == [(0, 4), (1, 4), (2, 4)]
+
+
+def test_staleness_counts_the_versions_between_a_forward_and_its_step() -> None:
+    weights = weights_in("diloco")
+    first = weights.version.number
+    for number in range(4):
+        # The second batch was computed before the first one's step.
+        weights.buckets.open().versions[first] += 1
+        accumulate(weights, number)
+    steps = weights.inner_steps
+    assert (steps.count, steps.samples, steps.microbatches) == (2, 8, 4)
+    assert (steps.staleness, steps.largest_staleness) == (2, 1)
+    weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
+    assert weights.inner_steps.count == 0, "each round is counted by itself"
+
+
+def test_a_version_never_changes() -> None:
+    weights = weights_in("diloco")
+    version, before = weights.version, values_of(weights.version.parameters)
+    for number in range(4):
+        accumulate(weights, number)
+    assert all(torch.equal(version.parameters[name], before[name]) for name in before)
+    assert any(not torch.equal(weights.version.parameters[name], before[name]) for name in before)
+
+
+def test_the_inner_rate_counts_what_the_other_members_do_meanwhile() -> None:
+    weights = weights_in("diloco", learning_rate=1.0, warmup_samples=99)
+    weights.round.num_members, weights.round.run_samples = 3, 10
+    assert weights.learning_rate == pytest.approx(0.11)
+    for number in range(2):
+        accumulate(weights, number)
+    assert weights.learning_rate == pytest.approx(0.11 + 0.12)
+
+
+# -- DiLoCo rounds -----------------------------------------------------------------------------------------------------
+
+
+def test_diloco_commits_are_nesterov_on_the_anchor() -> None:
+    """DiLoCo: v <- mu v + g; theta <- theta - lr (g + mu v), from the anchor and not from the inner weights."""
+    weights = weights_in("diloco")
+    anchor = values_of(weights.version.parameters)
+    velocity = {name: torch.zeros_like(value) for name, value in anchor.items()}
+    for number in range(3):
+        for inner in range(4):
+            accumulate(weights, 10 * number + inner)
+        contribution = weights.close().tensors
+        assert weights.round_samples == 8
+        assert not any(value.requires_grad for value in contribution.values())
+        assert_same(contribution, {name: anchor[name] - weights.masters[name] for name in anchor})
+        average = {name: value + 0.01 * gradients(number)[name] for name, value in contribution.items()}
+        weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=2, lineage="")
+        for name in anchor:
+            velocity[name] = 0.9 * velocity[name] + average[name]
+            anchor[name] = anchor[name] - 0.7 * (average[name] + 0.9 * velocity[name])
+        assert_same(weights.masters, anchor)
+        assert_same(weights.version.parameters, anchor)
+
+
+def test_without_overlap_a_closed_round_takes_no_inner_step_until_it_commits_or_reopens() -> None:
+    weights = overlapping(0)
+    for number in range(2):
+        accumulate(weights, number)
+    contribution, version = weights.close().tensors, weights.version
+    for number in range(2, 4):
+        accumulate(weights, number)
+    assert weights.version is version
+    assert weights.num_unstepped_samples == 4
+    assert_same(weights.close().tensors, contribution)
+    weights.reopen()
+    assert weights.version is not version
+    assert weights.round_samples == 8
+
+
+def test_what_was_learnt_during_an_exchange_is_carried_over_to_the_new_anchor() -> None:
+    weights = overlapping(1)
+    anchor = values_of(weights.masters)
+    for number in range(2):
+        accumulate(weights, number)
+    closing = weights.close()
+    at_closing = values_of(weights.masters)
+    for number in range(2, 6):
+        accumulate(weights, number)
+    assert weights.num_unstepped_samples == 4, "one step at most while the round is exchanged"
+    change = {name: weights.masters[name].detach() - at_closing[name] for name in anchor}
+    assert any(bool(value.any()) for value in change.values())
+    # A closing again gives what was learnt meanwhile as well; its own result is what is committed here.
+    average = {name: 0.5 * value for name, value in closing.tensors.items()}
+    weights.commit(average, total_squared_norm=0.0, num_samples=8, num_members=2, lineage="")
+    weights.step_if_due()
+    moved = {name: anchor[name] - 0.7 * 1.9 * average[name] for name in anchor}
+    new_anchor = weights.anchor(1)
+    assert new_anchor is not None
+    assert_same(new_anchor, moved)
+    # The backlog was stepped at once, on top of what was carried over.
+    assert weights.round_samples == 8
+    assert weights.num_unstepped_samples == 0
+
+
+def test_the_carried_change_is_the_next_contribution() -> None:
+    weights = overlapping(1)
+    for number in range(2):
+        accumulate(weights, number)
+    closing = weights.close()
+    at_closing = values_of(weights.masters)
+    for number in range(2, 4):
+        accumulate(weights, number)
+    change = {name: weights.masters[name].detach() - at_closing[name] for name in at_closing}
+    weights.commit(closing.tensors, total_squared_norm=0.0, num_samples=8, num_members=1, lineage="")
+    later = weights.close()
+    assert (later.num_samples, later.round_samples) == (4, 4)
+    assert_same(later.tensors, {name: -value for name, value in change.items()})
+
+
+def test_an_aborted_exchange_keeps_the_steps_taken_meanwhile() -> None:
+    weights = overlapping(1)
+    anchor = values_of(weights.masters)
+    for number in range(2):
+        accumulate(weights, number)
+    weights.close()
+    for number in range(2, 4):
+        accumulate(weights, number)
+    weights.reopen()
+    closing = weights.close()
+    assert closing.num_samples == 8
+    assert_same(closing.tensors, {name: anchor[name] - weights.masters[name] for name in anchor})
+
+
+def test_fragments_are_averaged_in_turn_and_weighed_by_what_is_new_to_them() -> None:
+    weights = overlapping(0, num_fragments=2)
+    start = values_of(weights.masters)
+    samples = []
+    for round_number in range(4):
+        for number in range(2 * round_number, 2 * round_number + 2):
+            accumulate(weights, number)
+        before = values_of(weights.masters)
+        closing = weights.close()
+        name, other = ("weight", "bias") if round_number % 2 == 0 else ("bias", "weight")
+        assert list(closing.tensors) == [name]
+        assert closing.round_samples == 4
+        samples.append(closing.num_samples)
+        zero = {name: torch.zeros_like(closing.tensors[name])}
+        weights.commit(zero, total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
+        # Back to its anchor, which an average of zero does not move; the other one goes on undisturbed.
+        torch.testing.assert_close(weights.masters[name].detach(), start[name])
+        assert torch.equal(weights.masters[other].detach(), before[other])
+    assert samples == [4, 8, 8, 8]
+
+
+def test_what_came_while_a_round_was_closed_counts_towards_the_next() -> None:
+    weights = weights_in("diloco")
+    for number in range(2):
+        accumulate(weights, number)
+    average = weights.close().tensors
+    for number in range(2, 4):
+        accumulate(weights, number)
+    weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    weights.step_if_due()
+    assert (weights.round.number, weights.round_samples, weights.num_unstepped_samples) == (1, 4, 0)
+
+
+def test_the_average_that_is_applied_stays_as_it_is() -> None:
+    for setting in ("synchronous", "diloco"):
+        weights = weights_in(setting, clip_norm=0.1)
+        average = gradients(5)
+        for _ in range(2):
+            weights.commit(average, total_squared_norm=100.0, num_samples=16, num_members=1, lineage="")
+        assert all(torch.equal(average[name], value) for name, value in gradients(5).items())
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_diloco_keeps_anchors_and_momentum_on_the_cpu_wherever_it_trains(device: str) -> None:
+    """The outer step is taken there as well: from equal averages follows the same state, bit by bit."""
+    elsewhere, here = weights_of(config_of("diloco"), linear().to(device), lineage=""), weights_in("diloco")
+    for number in range(3):
+        for weights in (elsewhere, here):
+            for inner in range(2):
+                weights.buckets.open().add([g.to(weights.masters["bias"].device) for g in gradients(inner).values()], 2)
+                weights.step_if_due()
+            assert all(value.device.type == "cpu" for value in weights.close().tensors.values())
+            weights.commit(gradients(10 + number), total_squared_norm=0.0, num_samples=4, num_members=1, lineage="")
+        assert elsewhere.state_digest() == here.state_digest()
+    newcomer = weights_of(config_of("diloco"), linear(seed=1).to(device), lineage="")
+    newcomer.install(here.state_tensors(), Round(number=3))
+    assert newcomer.state_digest() == here.state_digest()
+    for weights in (elsewhere, newcomer):
+        trained = [
+            *weights.masters.values(),
+            *weights.version.parameters.values(),
+            *weights.buckets.open().sums.values(),
+        ]
+        assert {tensor.device.type for tensor in trained} == {device}
+        anchor = weights.anchor(3)
+        assert anchor is not None
+        state = weights.state()
+        assert {tensor.device.type for tensor in [*anchor.values(), *state.values()]} == {"cpu"}
+        assert sum(name.startswith("outer/") for name in state) == 2
+        assert_same(dict(weights.masters), {name: value.to(device) for name, value in anchor.items()})
+
+
+def _away(num_fragments: int = 1) -> tuple[StageWeights, dict[str, torch.Tensor]]:
+    """A peer that takes two inner steps of 4 samples each in round 1, and what it learns by them."""
+    weights = overlapping(0, num_fragments)
+    commit_without_steps(weights)
+    anchor = values_of(weights.masters)
+    for number in range(4):
+        accumulate(weights, number)
+    learnt = {name: value - anchor[name] for name, value in values_of(weights.masters).items()}
+    assert all(bool(value.any()) for value in learnt.values())
+    return weights, learnt
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_who_was_left_out_of_a_round_keeps_what_it_has_learnt(num_fragments: int) -> None:
+    weights, learnt = _away(num_fragments)
+    others = overlapping(0, num_fragments)
+    for _ in range(2):
+        commit_without_steps(others)
+    commit_without_steps(weights, contributed=False)
+    assert weights.state_digest() == others.state_digest()
+    assert_same(
+        dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
+    )
+    assert weights.round.stepped_samples == 8
+    closing = weights.close()
+    assert (closing.num_samples, closing.round_samples) == (8, 8)
+    for name, value in closing.tensors.items():
+        torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_who_was_away_keeps_what_it_has_learnt_on_top_of_the_state_that_it_takes_over(num_fragments: int) -> None:
+    weights, learnt = _away(num_fragments)
+    accumulate(weights, 9)
+    others = overlapping(0, num_fragments)
+    for _ in range(4):
+        commit_without_steps(others)
+    weights.install(others.state_tensors(), Round(number=4), carry=True)
+    assert weights.state_digest() == others.state_digest()
+    assert_same(
+        dict(weights.masters), {name: value + learnt[name] for name, value in values_of(others.masters).items()}
+    )
+    assert_same(weights.version.parameters, dict(weights.masters))
+    assert (weights.round.stepped_samples, weights.num_unstepped_samples) == (8, 0)
+    for _ in range(num_fragments):
+        closing = weights.close()
+        assert closing.num_samples == 8
+        for name, value in closing.tensors.items():
+            torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
+        commit_without_steps(weights)
+    assert weights.close().num_samples == 0, "it counts once"
+
+
+@pytest.mark.parametrize("moment", ["commit", "install"])
+def test_who_has_not_stepped_yet_in_this_round_keeps_what_no_round_of_its_fragment_has_averaged(moment: str) -> None:
+    weights, learnt = _away(num_fragments=2)
+    others = overlapping(0, num_fragments=2)
+    for _ in range(3):
+        commit_without_steps(others)
+    # Round 1 averages the bias with what this peer has learnt; the weight's turn is round 2.
+    commit_without_steps(weights)
+    assert weights.round.stepped_samples == 0
+    if moment == "commit":
+        commit_without_steps(weights, contributed=False)
+    else:
+        weights.install(others.state_tensors(), Round(number=3), carry=True)
+    assert weights.state_digest() == others.state_digest()
+    expected = values_of(others.masters)
+    expected["weight"] += learnt["weight"]
+    assert_same(dict(weights.masters), expected)
+    assert_same(weights.version.parameters, expected)
+    assert weights.round.stepped_samples == 0, "they have counted towards round 1"
+    assert weights.close().num_samples == 0
+    commit_without_steps(weights)
+    closing = weights.close()
+    assert (closing.num_samples, closing.round_samples) == (8, 0)
+    for name, value in closing.tensors.items():
+        torch.testing.assert_close(value, -learnt[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("moment", ["commit", "install"])
+def test_who_went_astray_keeps_nothing(moment: str) -> None:
+    weights, _ = _away()
+    others = overlapping(0)
+    for _ in range(2):
+        commit_without_steps(others)
+    weights.masters["bias"].data[0] = float("nan")
+    if moment == "commit":
+        commit_without_steps(weights, contributed=False)
+    else:
+        weights.install(others.state_tensors(), Round(number=2), carry=True)
+    assert_same(dict(weights.masters), dict(others.masters))
+    assert weights.round.stepped_samples == 0
+    assert weights.close().num_samples == 0

@@ -1,0 +1,89 @@
+"""Weights of one linear layer in either setting, and gradients for them."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from swarm.config import AveragingConfig, DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig
+from swarm.events.kinds import Event, Step
+from swarm.stage.buckets import GradientBucket
+from swarm.stage.settings import weights_of
+from swarm.stage.weights import StageWeights
+
+INNER_SAMPLES = 4
+
+
+def config_of(setting: str, **optimizer: float | str) -> RunConfig:
+    assert setting in ("synchronous", "diloco")
+    return RunConfig(
+        data=DataConfig(microbatch_size=2),
+        rounds=RoundsConfig(
+            setting="synchronous" if setting == "synchronous" else "diloco",
+            round_samples=16, inner_batch_samples=INNER_SAMPLES,
+        ),
+        optimizer=OptimizerConfig(**{"learning_rate": 0.05, "clip_norm": 0.0, **optimizer}),  # type: ignore[arg-type]  # any field
+    )  # fmt: skip
+
+
+def linear(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Linear(3, 4)
+
+
+class Steps:
+    """Keeps of all events the inner steps: of which bucket, with how many samples."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[int, int]] = []
+
+    def write(self, event: Event) -> None:
+        if isinstance(event, Step):
+            self.taken.append((event.bucket, event.samples))
+
+
+def weights_in(setting: str, **optimizer: float | str) -> StageWeights:
+    return weights_of(config_of(setting, **optimizer), linear(), lineage="")
+
+
+def recorded() -> tuple[StageWeights, Steps]:
+    """With DiLoCo, and the steps that it takes."""
+    steps = Steps()
+    return weights_of(config_of("diloco"), linear(), lineage="", events=steps), steps
+
+
+def gradients(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(p.shape, generator=generator) for name, p in linear().named_parameters()}
+
+
+def values_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in parameters.items()}
+
+
+def assert_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name].detach(), right[name].detach(), rtol=1e-6, atol=1e-7, msg=name)
+
+
+def accumulate(weights: StageWeights, number: int, num_samples: int = 2) -> GradientBucket:
+    """What the backend does with an acknowledged gradient."""
+    bucket = weights.buckets.open()
+    bucket.add(gradients(number).values(), num_samples)
+    weights.step_if_due()
+    return bucket
+
+
+def overlapping(overlap_steps: int, num_fragments: int = 1) -> StageWeights:
+    config = config_of("diloco")
+    averaging = AveragingConfig(overlap_steps=overlap_steps, num_fragments=num_fragments)
+    model = ModelConfig(num_layers=12)
+    return weights_of(dataclasses.replace(config, averaging=averaging, model=model), linear(), lineage="")
+
+
+def commit_without_steps(weights: StageWeights, *, contributed: bool = True) -> None:
+    average = {name: gradients(20 + weights.round.number)[name] for name in weights.close().tensors}
+    weights.commit(average, total_squared_norm=0.0, num_samples=16, num_members=2, lineage="a", contributed=contributed)

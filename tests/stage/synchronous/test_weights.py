@@ -1,0 +1,60 @@
+"""Weights in the synchronous setting, against torch's optimizer in one process."""
+
+import torch
+
+from swarm.training import optim
+from tests.stage.linear import accumulate, assert_same, config_of, gradients, linear, weights_in
+
+
+def test_synchronous_commits_are_adamw_in_one_process() -> None:
+    """Clipped by the norm of the whole model, of which this stage is a part; the rate follows the run's samples."""
+    options: dict[str, float | str] = {
+        "weight_decay": 0.1, "clip_norm": 1.0, "schedule": "cosine", "warmup_samples": 8, "total_samples": 64,
+    }  # fmt: skip
+    weights = weights_in("synchronous", **options)
+    config = config_of("synchronous", **options).optimizer
+    reference = dict(linear().named_parameters())
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [reference["weight"]], "weight_decay": 0.1},
+            {"params": [reference["bias"]], "weight_decay": 0.0},
+        ],
+        betas=(config.beta1, config.beta2), eps=config.epsilon,
+    )  # fmt: skip
+    for number in range(3):
+        accumulate(weights, 2 * number)
+        accumulate(weights, 2 * number + 1)
+        assert weights.round_samples == 4
+        contribution = weights.close().tensors
+        used = weights.commit(
+            contribution, total_squared_norm=9.0, num_samples=16, num_members=4, lineage=f"after {number}"
+        )
+        for group in adamw.param_groups:
+            group["lr"] = optim.learning_rate(config, 16 * number)
+        assert used == optim.learning_rate(config, 16 * number)
+        for name, parameter in reference.items():
+            parameter.grad = (gradients(2 * number)[name] + gradients(2 * number + 1)[name]) / 2 / 3.0
+        adamw.step()
+        assert_same(weights.masters, reference)
+        assert_same(weights.version.parameters, reference)
+        current = weights.round
+        assert (current.number, current.run_samples, current.num_members) == (number + 1, 16 * (number + 1), 4)
+        assert (current.lineage, current.closed, weights.round_samples) == (f"after {number}", False, 0)
+
+
+def test_synchronous_weights_never_step_on_their_own() -> None:
+    weights = weights_in("synchronous")
+    version = weights.version
+    for number in range(20):
+        accumulate(weights, number)
+    assert weights.version is version
+
+
+def test_a_reopened_round_goes_on_with_what_it_had() -> None:
+    weights = weights_in("synchronous")
+    accumulate(weights, 0)
+    weights.close()
+    weights.reopen()
+    accumulate(weights, 1)
+    expected = {name: (gradients(0)[name] + gradients(1)[name]) / 2 for name in gradients(0)}
+    assert_same(weights.close().tensors, expected)

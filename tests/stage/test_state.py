@@ -1,0 +1,98 @@
+"""A stage's state, as others get it, and what is refused of what others give."""
+
+import pytest
+import torch
+
+from swarm.errors import IntegrityError
+from swarm.stage.state import digest_of
+from swarm.stage.weights import StageWeights
+from tests.stage.linear import accumulate, weights_in
+
+
+def test_a_state_is_a_copy() -> None:
+    weights = weights_in("diloco")
+    state, digest = weights.state_tensors(), weights.state_digest()
+    for number in range(2):
+        accumulate(weights, number)
+    weights.commit(weights.close().tensors, total_squared_norm=0.0, num_samples=16, num_members=1, lineage="")
+    assert weights.state_digest() != digest
+    weights.check(state, digest, round_number=0)
+
+
+def test_inner_steps_do_not_change_the_state_that_is_handed_out() -> None:
+    weights = weights_in("diloco")
+    digest = weights.state_digest()
+    for number in range(4):
+        accumulate(weights, number)
+    assert weights.state_digest() == digest
+
+
+def _stepped(setting: str) -> StageWeights:
+    """After one round."""
+    weights = weights_in(setting)
+    average = {name: torch.ones_like(value) for name, value in weights.close().tensors.items()}
+    weights.commit(average, total_squared_norm=1.0, num_samples=16, num_members=1, lineage="")
+    return weights
+
+
+def test_a_state_of_another_digest_is_refused() -> None:
+    weights = weights_in("diloco")
+    state, digest = weights.state_tensors(), weights.state_digest()
+    with pytest.raises(IntegrityError, match="digest"):
+        weights.check(state | {"anchor/bias": state["anchor/bias"] + 1}, digest, round_number=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "wrong"),
+    [
+        ("diloco", "anchor/weight", None),
+        ("diloco", "anchor/weight", torch.zeros(5, 5)),
+        ("diloco", "anchor/more", torch.zeros(4)),
+        ("diloco", "outer/more/momentum_buffer", torch.zeros(4)),
+        ("diloco", "outer/bias/momentum_buffer", torch.zeros(3)),
+        ("diloco", "outer/bias/exp_avg", torch.zeros(4)),
+        ("synchronous", "outer/bias/step", None),
+        ("synchronous", "outer/bias/step", torch.zeros(4)),
+        ("synchronous", "outer/bias/exp_avg", None),
+        ("synchronous", "outer/bias/exp_avg_sq", torch.zeros(2, 2)),
+    ],
+)
+def test_a_state_of_other_tensors_is_refused(setting: str, name: str, wrong: torch.Tensor | None) -> None:
+    weights = _stepped(setting)
+    state = weights.state_tensors()
+    weights.check(state, digest_of(state), round_number=1)
+    state = {key: value for key, value in state.items() if key != name} | ({} if wrong is None else {name: wrong})
+    with pytest.raises(IntegrityError, match="another model"):
+        weights.check(state, digest_of(state), round_number=1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "value"),
+    [
+        ("diloco", "anchor/weight", float("nan")),
+        ("diloco", "anchor/weight", float("inf")),
+        ("diloco", "anchor/bias", -1e30),
+        ("diloco", "outer/bias/momentum_buffer", float("-inf")),
+        ("synchronous", "anchor/bias", float("nan")),
+        ("synchronous", "outer/bias/exp_avg", float("nan")),
+        ("synchronous", "outer/bias/exp_avg_sq", -1.0),
+        ("synchronous", "outer/bias/exp_avg_sq", float("inf")),
+        ("synchronous", "outer/bias/step", float("nan")),
+        ("synchronous", "outer/bias/step", -1.0),
+        ("synchronous", "outer/bias/step", 2.0),
+    ],
+)
+def test_a_state_that_nobody_can_have_reached_is_refused(setting: str, name: str, value: float) -> None:
+    """Its digest fits: it is what its sender says it is."""
+    weights = _stepped(setting)
+    state = weights.state_tensors()
+    state[name].view(-1)[-1] = value
+    with pytest.raises(IntegrityError, match=f"{name} of the state"):
+        weights.check(state, digest_of(state), round_number=1)
+
+
+def test_a_state_in_other_numbers_is_refused() -> None:
+    weights = weights_in("diloco")
+    state = {name: value.to(torch.bfloat16) for name, value in weights.state_tensors().items()}
+    with pytest.raises(IntegrityError, match="in bfloat16"):
+        weights.check(state, digest_of(state), round_number=0)
