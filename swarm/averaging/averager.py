@@ -121,7 +121,7 @@ class Averager:
 
     @property
     def last_members(self) -> Collection[str]:
-        """Ids of those that took part in the round before; empty where this peer does not know them."""
+        """Ids of the members of the round before; empty where this peer does not know them."""
         return self.place.last_members
 
     def misses_member(self) -> bool:

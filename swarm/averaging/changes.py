@@ -1,4 +1,4 @@
-"""Who is to look again, and when: signals between the parts of one peer's averaging.
+"""Signals between the parts of one peer's averaging: something has changed, or a report is due.
 
 Others wait for a change of the round; the reporter (averaging/reporter) waits for something to tell.
 """

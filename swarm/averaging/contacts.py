@@ -1,7 +1,7 @@
 """How the peers of a stage are reached: as the directory lists them, and as they say themselves.
 
-Part of a roster (averaging/roster). So a group goes on when the directory is out of reach. Bounded: what somebody says
-in the name of peers that it made up does not fill the memory.
+Part of a roster (averaging/roster). With what peers say themselves a group goes on when the directory is out of reach.
+Bounded: a peer that speaks in the name of others that it made up does not fill the memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -43,21 +43,20 @@ class Contacts:
         if peer_id == self._own_id:
             return False
         # Reports come many times a second, newcomers seldom.
-        is_full = peer_id not in self._heard_of and len(self._heard_of) >= MOST_UNLISTED
-        num_before = len(self._heard_of)
-        if is_full:
-            self._make_room(peer_id)
-        is_fewer = len(self._heard_of) < num_before
+        is_new = peer_id not in self._heard_of
+        num_forgotten = self._make_room(peer_id) if is_new and len(self._heard_of) >= MOST_UNLISTED else 0
         self._heard_of[peer_id] = record, self._clock.monotonic()
-        return is_fewer
+        return num_forgotten > 0
 
-    def _make_room(self, peer_id: PeerId) -> None:
-        """Forget, of those that the directory has not listed, the one that was heard of longest ago."""
+    def _make_room(self, peer_id: PeerId) -> int:
+        """Forget, of those that the directory has not listed, the ones heard of longest ago; gives how many."""
         self._see_listed()
         unlisted = sorted(self._heard_of.keys() - self._listed_at.keys(), key=lambda peer: self._heard_of[peer][1])
         num_needless = len(unlisted) + (peer_id not in self._listed_at) - MOST_UNLISTED
-        for needless in unlisted[: max(0, num_needless)]:
-            del self._heard_of[needless]
+        needless = unlisted[: max(0, num_needless)]
+        for peer in needless:
+            del self._heard_of[peer]
+        return len(needless)
 
     def answered(self, peer_id: PeerId) -> None:
         """A peer gave a sign of life. One that leads does not report: it may be known by its answers alone."""

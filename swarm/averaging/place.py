@@ -65,7 +65,7 @@ class Place:
 
     @property
     def last_members(self) -> Collection[str]:
-        """Ids of those who took part in the round before; empty where this peer does not know them."""
+        """Ids of the members of the round before; empty where this peer does not know them."""
         last = self.outcomes.get(self.standing.round - 1)
         return last.prepared.member_ids if last else ()
 

@@ -1,4 +1,4 @@
-"""What one peer answers to a report: where it stands itself, who leads, and what is known of the round.
+"""What one peer answers to a report: where it stands itself, which peer leads, and what is known of the round.
 
 Used by averaging/handlers; the other end is averaging/survey. Takes in what the report tells.
 """

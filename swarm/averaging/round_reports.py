@@ -73,7 +73,7 @@ class RoundReports:
             _add(self._lost, last.progress.committed)
 
     def begin_round(self) -> None:
-        """What was told of the round before is out of date; who is there, is not."""
+        """What was told of the round before is out of date, but not which peers are there."""
         self.last.clear()
         self._counted.clear()
         self._lost.clear()
@@ -95,7 +95,7 @@ class RoundReports:
 
 
 def _add(known: set[int], more: Set[int]) -> None:
-    """Remember more microbatches of a round. None has so many of them; who says so does not fill the memory."""
+    """Remember more microbatches of a round. No round has so many: a peer that says so does not fill the memory."""
     known |= more
     if len(known) > LONGEST_LIST:
         known.clear()

@@ -451,3 +451,32 @@ async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what is waited for is spread over many peers
             await asyncio.sleep(0.005)
+
+
+def stages(network: Network, *numbers: int) -> list[FakeStage]:
+    """The stages of some peers."""
+    return [peer.stage for peer in network.peers.values() if peer.number in numbers]
+
+
+def all_past(members: list[FakeStage], round_number: int) -> bool:
+    """Whether all have committed a round."""
+    return all(stage.round > round_number for stage in members)
+
+
+def broken(network: Network, number: int, method: str, fault: str) -> None:
+    """From now on a member fails in one kind of call, and reports as if nothing were wrong."""
+    peer = network.peers[peer_id(number)]
+
+    async def fail(request: Any) -> Any:
+        match fault:
+            case "error":  # As after a MemoryError, say: the servicer answers with it.
+                raise PeerUnavailable("internal error: MemoryError")
+            case "refusal":
+                refusal = pb.Refusal(reason="not with me", promised=request.ballot, round=request.round)
+                return pb.AverageReply(refusal=refusal)
+            case _:
+                reply = await peer.averager.handlers.handle(Method[Any, Any](method), request)
+                await asyncio.sleep(60)
+                return reply
+
+    peer.instead[method] = fail

@@ -1,43 +1,33 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import pairwise
-from typing import Any, cast
-from unittest.mock import patch
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from swarm.averaging import messages
 from swarm.averaging.allreduce import OWNER_PATIENCE
 from swarm.averaging.place import KEPT_OUTCOMES
-from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Method
-from swarm.errors import MalformedMessage, PeerUnavailable
-from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.averaging.transport import BEGIN, COMMIT
+from swarm.errors import PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 from tests.averaging.doubles import (
     QUICK,
     FakeStage,
     Network,
-    Peer,
+    all_past,
+    broken,
     gradient,
     make_config,
     network_of,
     peer_id,
+    stages,
     until,
 )
 from tests.support.virtual_time import in_virtual_time
-
-
-def stages(network: Network, *numbers: int) -> list[FakeStage]:
-    return [peer.stage for peer in network.peers.values() if peer.number in numbers]
-
-
-def all_past(members: list[FakeStage], round_number: int) -> bool:
-    return all(stage.round > round_number for stage in members)
 
 
 def expected_mean(*indices: int) -> np.ndarray:
@@ -131,30 +121,6 @@ async def test_round_waits_for_what_is_missing() -> None:
 
 
 @in_virtual_time
-async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> None:
-    """As with hundreds of members, one of which reports every few milliseconds."""
-    look_seconds = QUICK.heartbeat_seconds / 10
-    async with network_of(make_config(), 1) as network:
-        peer, looks, time = network.peers[peer_id(1)], list[float](), asyncio.get_running_loop().time
-        look = peer.averager.watch.may_begin
-
-        def looks_long() -> bool:
-            looks.append(time())
-            peer.clock.lost_seconds += look_seconds
-            return look()
-
-        with patch.object(peer.averager.watch, "may_begin", looks_long):
-            for _ in range(100):
-                peer.averager.changes.signal()
-                await asyncio.sleep(look_seconds / 10)
-            last_at = time()
-            await asyncio.sleep(4.5 * look_seconds)
-        assert all(after - before >= 3.9 * look_seconds for before, after in pairwise(looks))
-        assert 2 <= len(looks) <= 4
-        assert looks[-1] >= last_at - look_seconds / 10
-
-
-@in_virtual_time
 async def test_what_a_member_has_that_missed_a_heartbeat_does_not_show_and_nothing_is_begun_without_it() -> None:
     """To begin would close what the others have, and nothing could be replayed until it fails."""
     async with network_of(make_config(), 1, 2) as network:
@@ -172,44 +138,6 @@ async def test_what_a_member_has_that_missed_a_heartbeat_does_not_show_and_nothi
         network.thaw(2)
         await until(lambda: all(stage.round == 1 for stage in members))
         assert members[0].results[0].attempts == 1
-
-
-@in_virtual_time
-async def test_a_member_that_is_killed_is_missed_before_its_next_heartbeat_is_due() -> None:
-    async with network_of(make_config(), 1, 2) as network:
-        view, time = network.peers[peer_id(1)].averager.view, asyncio.get_running_loop().time
-        await asyncio.sleep(2 * QUICK.heartbeat_seconds)
-        stages(network, 2)[0].learn(3, 4)
-        await until(lambda: view().committed == {3, 4})
-        network.kill(2)
-        killed_at = time()
-        await until(lambda: not view().committed)
-        assert time() - killed_at < 1.2 * QUICK.heartbeat_seconds
-
-
-@in_virtual_time
-async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_be_gone() -> None:
-    async with network_of(make_config("diloco"), 1, 2) as network:
-        time = asyncio.get_running_loop().time
-        await asyncio.sleep(2 * QUICK.heartbeat_seconds)
-        network.freeze(2)
-        await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
-        roster = network.peers[peer_id(1)].averager.roster
-        survivor = stages(network, 1)[0]
-        survivor.learn(0, 1, 2, 3, 4, 5)
-        await until(lambda: roster.is_suspected(PeerId(peer_id(2))))
-        gone_at = time()
-        await until(lambda: survivor.round == 1)
-        assert time() - gone_at < 0.5 * QUICK.heartbeat_seconds
-
-
-@in_virtual_time
-async def test_reports_go_out_in_the_order_of_ids() -> None:
-    """So the same faults in a simulated world come at the same calls in every run, whatever ids hash to."""
-    async with network_of(make_config(), *range(1, 13)) as network:
-        await asyncio.sleep(QUICK.heartbeat_seconds / 2)
-        first = [target for name, source, target in network.calls if (name, source) == ("Report", 1)][:11]
-        assert first == list(range(2, 13))
 
 
 @in_virtual_time
@@ -298,24 +226,6 @@ async def test_doubles_are_shared_by_those_that_have_them() -> None:
         await until(lambda: all(stage.round == 1 for stage in (returned, *others)))
         assert sorted(len(stage.dropped) for stage in (returned, *others)) == [1, 1, 2]
         assert {0, 1, 2, 3} == returned.dropped | others[0].dropped | others[1].dropped
-
-
-@in_virtual_time
-async def test_who_was_stopped_may_be_behind_from_the_moment_that_it_notices() -> None:
-    async with network_of(make_config(), 1) as network:
-        peer, spawned = network.peers[peer_id(1)], list[bool]()
-        reporter = peer.averager.reporter
-        await asyncio.sleep(0.01)
-
-        def spawn(work: Coroutine[Any, Any, Any]) -> None:
-            spawned.append(reporter.may_be_behind)
-            work.close()
-
-        with patch.object(peer.averager.context.tasks, "spawn", spawn):
-            peer.clock.lost_seconds += QUICK.late_seconds
-            await until(lambda: bool(spawned))
-        assert spawned == [True]
-        assert reporter.may_be_behind, "until it has asked the others"
 
 
 # -- leaders that die ------------------------------------------------------------------------------------------------
@@ -505,25 +415,6 @@ async def test_a_member_that_its_leader_does_not_reach_either_is_left_out() -> N
         assert len(members[0].results[0].members) == 2
 
 
-def broken(network: Network, number: int, method: str, fault: str) -> None:
-    """From now on a member fails in one kind of call, and reports as if nothing were wrong."""
-    peer = network.peers[peer_id(number)]
-
-    async def fail(request: Any) -> Any:
-        match fault:
-            case "error":  # As after a MemoryError, say: the servicer answers with it.
-                raise PeerUnavailable("internal error: MemoryError")
-            case "refusal":
-                refusal = pb.Refusal(reason="not with me", promised=request.ballot, round=request.round)
-                return pb.AverageReply(refusal=refusal)
-            case _:
-                reply = await peer.averager.handlers.handle(Method[Any, Any](method), request)
-                await asyncio.sleep(60)
-                return reply
-
-    peer.instead[method] = fail
-
-
 @pytest.mark.parametrize("fault", ["refusal", "late"])
 @in_virtual_time
 async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str) -> None:
@@ -540,45 +431,6 @@ async def test_a_member_that_fails_and_goes_on_reporting_is_left_out(fault: str)
         members[1].learn(3)
         await until(lambda: all(stage.round == 1 for stage in members[:2]))
         assert len(members[0].results[0].members) == 2
-
-
-def _is_out_of_memory(errors: ExceptionGroup[Exception]) -> bool:
-    _, others = errors.split(is_out_of_memory)
-    return others is None
-
-
-@pytest.mark.parametrize("number", [1, 3], ids=["the leader", "a member"])
-@pytest.mark.parametrize("method", ["Begin", "Average"])
-@in_virtual_time
-async def test_a_member_without_memory_to_average_ends_and_the_others_go_on(
-    method: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Left out round after round, it would go on serving for nothing."""
-    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
-        poor, others = network.peers[peer_id(number)], stages(network, *({1, 2, 3} - {number}))
-
-        async def fail(*_: Any, **__: Any) -> Any:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-        async def answer(request: Any) -> Any:
-            try:
-                return await poor.averager.handlers.handle(Method[Any, Any](method), request)
-            except RuntimeError:  # As the servicer answers.
-                raise PeerUnavailable("internal error: RuntimeError") from None
-
-        if method == "Begin":
-            monkeypatch.setattr(poor.stage, "close", fail)
-        else:
-            monkeypatch.setattr(poor.averager.shared, "offer", fail)
-        poor.instead[method] = answer
-        for index, stage in enumerate([*others, *stages(network, number)]):
-            stage.learn(2 * index, 2 * index + 1)
-        await until(lambda: poor.task is not None and poor.task.done())
-        with pytest.raises(ExceptionGroup, check=_is_out_of_memory):
-            await cast("asyncio.Task[None]", poor.task)
-        poor.task = asyncio.create_task(asyncio.sleep(0))  # The network would wait for it, and raise this again.
-        network.kill(number)
-        await until(lambda: all(stage.round >= 1 for stage in others))
 
 
 @pytest.mark.parametrize(
@@ -605,24 +457,6 @@ async def test_what_a_member_has_that_fails_is_had_from_others(method: str, faul
         members[1].learn(5)
         await until(lambda: all(stage.round == 1 for stage in members[:2]), seconds=30.0)
         assert_equal_and_once(members[:2])
-
-
-@pytest.mark.parametrize("method", ["Begin", "Commit"])
-@in_virtual_time
-async def test_one_that_is_never_in_time_does_not_make_each_round_longer_than_the_one_before(method: str) -> None:
-    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
-        members = stages(network, 1, 2, 3)
-        broken(network, 3, method, "late")
-        time = asyncio.get_running_loop().time
-        for number in range(5):
-            await until(lambda: members[2].round == number)  # noqa: B023 - awaited at once
-            began_at = time()
-            members[2].learn(20 + number)
-            members[0].learn(4 * number, 4 * number + 1)
-            members[1].learn(4 * number + 2, 4 * number + 3)
-            await until(partial(all_past, members[:2], number), seconds=60.0)
-            await until(lambda: len(network.peers[peer_id(1)].averager.view().progress) == 3)
-            assert time() - began_at < 5 * QUICK.commit_seconds
 
 
 @in_virtual_time
@@ -978,62 +812,3 @@ async def test_leader_dies_at_the_barrier_after_the_other_stage_relied_on_it() -
         result = first[1].results[0]
         assert len(result.members) == 2
         assert result.total_squared_norm == second[0].results[0].total_squared_norm
-
-
-def call_of(peer: Peer, method: Method[Any, Any], leader: int, **fields: Any) -> Any:
-    """What a peer is asked by one that calls itself a leader, for the first attempt."""
-    ballot = {"ballot": pb.Ballot(attempt=1, leader_id=peer_id(leader)), "peer_id": peer_id(leader)}
-    types = {"Begin": pb.BeginRequest, "Average": pb.AverageRequest, "Abort": pb.AbortRequest}
-    return types[method.name](address=peer.averager.context.address, **(ballot | fields))
-
-
-@in_virtual_time
-async def test_an_abort_is_carried_out_though_its_leader_dies_over_it() -> None:
-    """Else the stage would stay closed: nobody else knows of the attempt."""
-    async with network_of(make_config(), 1, 9) as network:
-        peer = network.peers[peer_id(1)]
-        network.freeze(9)
-        release, reopen = asyncio.Event(), peer.stage.reopen
-
-        async def slowly(round_number: int) -> None:
-            await release.wait()
-            await reopen(round_number)
-
-        peer.stage.reopen = slowly  # type: ignore[method-assign]
-        await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager.place.standing)
-        await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
-        assert peer.stage.closed
-        aborting = asyncio.create_task(peer.averager.handlers.handle(ABORT, call_of(peer, ABORT, 9)))
-        await asyncio.sleep(0.01)
-        aborting.cancel()
-        await asyncio.wait([aborting])
-        release.set()
-        await until(lambda: not peer.stage.closed, seconds=QUICK.heartbeat_seconds / 2)
-
-
-@in_virtual_time
-async def test_who_is_closed_for_a_leader_that_nobody_knows_opens_again() -> None:
-    async with network_of(make_config(), 1) as network:
-        peer = network.peers[peer_id(1)]
-        await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager.place.standing)
-        await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
-        assert peer.stage.closed
-        await until(lambda: not peer.stage.closed)
-
-
-@pytest.mark.parametrize("method", [BEGIN, AVERAGE, ABORT], ids=lambda method: method.name)
-@in_virtual_time
-async def test_nobody_leads_in_the_name_of_another_one(method: Method[Any, Any]) -> None:
-    """Else a member might end an attempt of its leader's, or close the others for a leader that is none."""
-    async with network_of(make_config(), 1, 9) as network:
-        peer = network.peers[peer_id(1)]
-        await asyncio.sleep(0.01)
-        standing = messages.pack_standing(peer.averager.place.standing)
-        if method is not BEGIN:
-            await peer.averager.handlers.handle(BEGIN, call_of(peer, BEGIN, 9, standing=standing))
-        fields = {"standing": standing} if method is BEGIN else {}
-        with pytest.raises(MalformedMessage, match="attempt 1 is not that of the caller"):
-            await peer.averager.handlers.handle(method, call_of(peer, method, 9, peer_id=peer_id(2), **fields))
-        assert peer.stage.closed == (method is not BEGIN)

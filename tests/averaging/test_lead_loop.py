@@ -1,0 +1,79 @@
+"""When a leader looks at the round, and how soon it begins an attempt."""
+
+import asyncio
+from functools import partial
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+
+from swarm.types import PeerId
+from tests.averaging.doubles import (
+    QUICK,
+    all_past,
+    broken,
+    make_config,
+    network_of,
+    peer_id,
+    stages,
+    until,
+)
+from tests.support.virtual_time import in_virtual_time
+
+
+@in_virtual_time
+async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> None:
+    """As with hundreds of members, one of which reports every few milliseconds."""
+    look_seconds = QUICK.heartbeat_seconds / 10
+    async with network_of(make_config(), 1) as network:
+        peer, looks, time = network.peers[peer_id(1)], list[float](), asyncio.get_running_loop().time
+        look = peer.averager.watch.may_begin
+
+        def looks_long() -> bool:
+            looks.append(time())
+            peer.clock.lost_seconds += look_seconds
+            return look()
+
+        with patch.object(peer.averager.watch, "may_begin", looks_long):
+            for _ in range(100):
+                peer.averager.changes.signal()
+                await asyncio.sleep(look_seconds / 10)
+            last_at = time()
+            await asyncio.sleep(4.5 * look_seconds)
+        assert all(after - before >= 3.9 * look_seconds for before, after in pairwise(looks))
+        assert 2 <= len(looks) <= 4
+        assert looks[-1] >= last_at - look_seconds / 10
+
+
+@in_virtual_time
+async def test_what_was_held_up_by_a_member_begins_as_soon_as_that_is_known_to_be_gone() -> None:
+    async with network_of(make_config("diloco"), 1, 2) as network:
+        time = asyncio.get_running_loop().time
+        await asyncio.sleep(2 * QUICK.heartbeat_seconds)
+        network.freeze(2)
+        await asyncio.sleep(2.5 * QUICK.heartbeat_seconds)
+        roster = network.peers[peer_id(1)].averager.roster
+        survivor = stages(network, 1)[0]
+        survivor.learn(0, 1, 2, 3, 4, 5)
+        await until(lambda: roster.is_suspected(PeerId(peer_id(2))))
+        gone_at = time()
+        await until(lambda: survivor.round == 1)
+        assert time() - gone_at < 0.5 * QUICK.heartbeat_seconds
+
+
+@pytest.mark.parametrize("method", ["Begin", "Commit"])
+@in_virtual_time
+async def test_one_that_is_never_in_time_does_not_make_each_round_longer_than_the_one_before(method: str) -> None:
+    async with network_of(make_config("diloco", microbatches=4), 1, 2, 3) as network:
+        members = stages(network, 1, 2, 3)
+        broken(network, 3, method, "late")
+        time = asyncio.get_running_loop().time
+        for number in range(5):
+            await until(lambda: members[2].round == number)  # noqa: B023 - awaited at once
+            began_at = time()
+            members[2].learn(20 + number)
+            members[0].learn(4 * number, 4 * number + 1)
+            members[1].learn(4 * number + 2, 4 * number + 3)
+            await until(partial(all_past, members[:2], number), seconds=60.0)
+            await until(lambda: len(network.peers[peer_id(1)].averager.view().progress) == 3)
+            assert time() - began_at < 5 * QUICK.commit_seconds
