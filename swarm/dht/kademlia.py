@@ -26,7 +26,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.dht import addresses, daemon
-from swarm.dht.holders import Holders
+from swarm.dht.keepers import Keepers
 from swarm.dht.record_store import Found
 from swarm.dht.records import MAX_LIFETIME_SECONDS
 from swarm.dht.validator import RecordValidator
@@ -59,7 +59,7 @@ class Kademlia:
         self._process = process
         self._clock = clock
         self.is_client = client_mode
-        self._holders: dict[str, Holders] = {}
+        self._keepers: dict[str, Keepers] = {}
 
     @property
     def libp2p_id(self) -> str:
@@ -74,7 +74,7 @@ class Kademlia:
     async def store(self, key: str, subkey: str, value: bytes, expiration: float) -> bool:
         """Store a sealed record at the nodes that keep the key; False if all that answered refused it."""
         self._forget_far(key)
-        is_stored, all_answered = await self._holders_of(key).store(subkey, value, expiration)
+        is_stored, all_answered = await self._keepers_of(key).store(subkey, value, expiration)
         if not all_answered:
             # Then hivemind gives it to others, until as many have it as should. Those that have it by now refuse it.
             search = self.node.store(key, value, expiration, subkey=subkey, exclude_self=self.is_client)
@@ -89,7 +89,7 @@ class Kademlia:
 
     async def read_one(self, key: str) -> Found | None:
         """What one of the nodes that keep the key has, another one each time; None if that one does not answer."""
-        return await self._holders_of(key).read() if self.has_neighbours else None
+        return await self._keepers_of(key).read() if self.has_neighbours else None
 
     async def reach(self, address: str) -> None:
         """Take a node into the routing table again, if it has dropped out and answers."""
@@ -104,10 +104,10 @@ class Kademlia:
         finally:
             await self._process.stop()
 
-    def _holders_of(self, key: str) -> Holders:
-        if key not in self._holders:
-            self._holders[key] = Holders(self.node, key, self._clock, client_mode=self.is_client)
-        return self._holders[key]
+    def _keepers_of(self, key: str) -> Keepers:
+        if key not in self._keepers:
+            self._keepers[key] = Keepers(self.node, key, self._clock, client_mode=self.is_client)
+        return self._keepers[key]
 
     def _forget_far(self, key: str) -> None:
         """Drop what this node took itself while its clock was ahead.

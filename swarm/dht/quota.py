@@ -5,7 +5,6 @@ then it stays, since it may be refreshed, and later ones are refused. The bearer
 of peer ids, is one owner. In an open run one owner cannot be told from another, and only the key's own limits hold.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 MAX_KEY_RECORDS, MAX_KEY_BYTES = 1024, 3 << 20
@@ -64,11 +63,8 @@ class KeyQuota:
             return False
         if owner is None:
             return True
-        own = list(self._others_of(owner, subkey))
-        return len(own) < MAX_OWNER_RECORDS and sum(own) + num_bytes <= MAX_OWNER_BYTES
-
-    def _others_of(self, owner: str, subkey: str) -> Iterator[int]:
-        return (kept.num_bytes for name, kept in self._kept.items() if kept.owner == owner and name != subkey)
+        others = [kept.num_bytes for name, kept in self._kept.items() if kept.owner == owner and name != subkey]
+        return len(others) < MAX_OWNER_RECORDS and sum(others) + num_bytes <= MAX_OWNER_BYTES
 
     def drop_expired(self, now: float) -> None:
         """Stop counting the records that have expired."""

@@ -19,7 +19,7 @@ SEARCH_SECONDS = 30.0
 """After how long the nearest nodes are searched for anew."""
 
 
-class Holders:
+class Keepers:
     """The nodes that keep one key, as far as one node knows."""
 
     def __init__(self, node: Any, key: str, clock: Clock, *, client_mode: bool) -> None:
@@ -44,7 +44,7 @@ class Holders:
     async def read(self) -> Found | None:
         """What one of the others has, another one each time, together with what this node has itself.
 
-        None if there are no others, or if that one does not answer; then it counts as a holder no more.
+        None if there are no others, or if that one does not answer; then it counts as a keeper no more.
         """
         await self._update()
         others = self._others()
@@ -73,11 +73,11 @@ class Holders:
         """
         await self._update()
         others = self._others()
-        is_holder = len(others) < len(self._nearest)
-        took_it = is_holder and self._store_here(subkey, value, expiration)
+        is_keeper = len(others) < len(self._nearest)
+        took_it = is_keeper and self._store_here(subkey, value, expiration)
         if not others:
             # There may be others that did not answer a moment ago, and are back.
-            return took_it, is_holder and not self._protocol.routing_table.uid_to_peer_id
+            return took_it, is_keeper and not self._protocol.routing_table.uid_to_peer_id
         packed = self._protocol.serializer.dumps(value)
         answers = await asyncio.gather(
             *(

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from swarm.dht.holders import SEARCH_SECONDS, Holders
+from swarm.dht.keepers import SEARCH_SECONDS, Keepers
 from swarm.machine.clock import ManualClock
 
 KEY, NUM_REPLICAS = "notes", 5
 
 
 class Node:
-    """What holders needs of hivemind's DHTNode; it is its own DHTProtocol."""
+    """What keepers needs of hivemind's DHTNode; it is its own DHTProtocol."""
 
     def __init__(self, network: "Network", name: str) -> None:
         from hivemind.dht.node import Blacklist
@@ -93,23 +93,23 @@ def key_id() -> Any:
     return DHTID.generate(KEY)
 
 
-def _client(network: Network, clock: ManualClock) -> tuple[Node, Holders]:
+def _client(network: Network, clock: ManualClock) -> tuple[Node, Keepers]:
     node = Node(network, "client")
-    return node, Holders(node, KEY, clock, client_mode=True)
+    return node, Keepers(node, KEY, clock, client_mode=True)
 
 
 async def test_a_store_goes_to_the_nearest_and_readings_take_turns(clock: ManualClock, key_id: Any) -> None:
     network = Network(12)
-    node, holders = _client(network, clock)
+    node, keepers = _client(network, clock)
     far = 2.0**40
-    assert await holders.store("a", b"1", far) == (True, True)
+    assert await keepers.store("a", b"1", far) == (True, True)
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) == nearest
     # One of them has missed this record, and is the only one that does not show it.
-    assert await holders.store("b", b"2", far) == (True, True)
+    assert await keepers.store("b", b"2", far) == (True, True)
     del network.nodes[min(nearest)].storage.data[key_id]
     for _ in range(NUM_REPLICAS):
-        found = await holders.read()
+        found = await keepers.read()
         assert found == ({} if network.asked[-1] == min(nearest) else {"a": (b"1", far), "b": (b"2", far)})
     assert sorted(network.asked) == sorted(nearest)
     assert node.num_searches == 1
@@ -118,12 +118,12 @@ async def test_a_store_goes_to_the_nearest_and_readings_take_turns(clock: Manual
 async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id: Any) -> None:
     network = Network(3)
     node = network.nodes["node 1"]
-    holders = Holders(node, KEY, clock, client_mode=False)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    keepers = Keepers(node, KEY, clock, client_mode=False)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     assert network.who_have(key_id) == set(network.nodes)
     # One of the others is asked all the same: by itself it does not know whether others are left.
     network.nodes["node 0"].storage.store_subkey(key_id, "b", node.serializer.dumps(b"2"), 2.0**40)
-    found = [await holders.read() for _ in range(2)]
+    found = [await keepers.read() for _ in range(2)]
     assert sorted(network.asked) == ["node 0", "node 2"]
     for asked, answer in zip(network.asked, found, strict=True):
         assert answer == {"a": (b"1", 2.0**40)} | ({"b": (b"2", 2.0**40)} if asked == "node 0" else {})
@@ -131,26 +131,26 @@ async def test_a_node_keeps_what_is_near_to_it_itself(clock: ManualClock, key_id
 
 async def test_alone_it_keeps_everything(clock: ManualClock) -> None:
     network = Network(1)
-    holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
-    assert await holders.store("a", b"0", 1.0) == (False, True)
-    assert await holders.read() is None
+    keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
+    assert await keepers.store("a", b"0", 1.0) == (False, True)
+    assert await keepers.read() is None
 
 
 async def test_what_it_keeps_itself_is_stored_though_nobody_answers(clock: ManualClock) -> None:
     network = Network(3)
-    holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     del network.nodes["node 1"], network.nodes["node 2"]
-    assert await holders.store("a", b"2", 2.0**41) == (True, False)
+    assert await keepers.store("a", b"2", 2.0**41) == (True, False)
 
 
 async def test_a_liar_cannot_name_itself_under_several_ids(
     clock: ManualClock, key_id: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = Network(12)
-    node, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True), "it knows the honest ones"
+    node, keepers = _client(network, clock)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True), "it knows the honest ones"
     liar, *_ = honest = list(network.nearest(key_id, NUM_REPLICAS, node).values())
 
     def lie(key: Any, count: int, without: Node) -> dict[Any, str]:
@@ -158,36 +158,36 @@ async def test_a_liar_cannot_name_itself_under_several_ids(
 
     monkeypatch.setattr(network, "nearest", lie)
     for _ in range(2 * NUM_REPLICAS):
-        assert await holders.read() is not None
+        assert await keepers.read() is not None
     assert sorted(set(network.asked)) == sorted(honest)
 
 
 async def test_who_does_not_answer_is_told_of_and_replaced(clock: ManualClock, key_id: Any) -> None:
     network = Network(12)
-    node, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    node, keepers = _client(network, clock)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     first, *rest = network.nearest(key_id, NUM_REPLICAS, node).values()
     del network.nodes[first]
-    found = [await holders.read() for _ in range(2 * NUM_REPLICAS)]
+    found = [await keepers.read() for _ in range(2 * NUM_REPLICAS)]
     assert found.count(None) == 1
     assert [asked == first for asked in network.asked] == [answer is None for answer in found]
     # The newcomer among them has nothing yet.
     assert {"a": (b"1", 2.0**40)} in found
     del network.nodes[rest[0]]
-    assert await holders.store("a", b"2", 2.0**41) == (True, False)
-    assert await holders.store("a", b"3", 2.0**42) == (True, True)
+    assert await keepers.store("a", b"2", 2.0**41) == (True, False)
+    assert await keepers.store("a", b"3", 2.0**42) == (True, True)
     assert network.who_have(key_id) >= set(network.nearest(key_id, NUM_REPLICAS, node).values())
 
 
 async def test_newcomers_are_learnt_from_answers_and_from_time_to_time(clock: ManualClock, key_id: Any) -> None:
     network = Network(2)
-    node, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    node, keepers = _client(network, clock)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     for number in range(2, 12):
         network.add(f"node {number}")
     # A node that is asked names its neighbours.
-    await holders.read()
-    assert await holders.store("a", b"2", 2.0**41) == (True, True)
+    await keepers.read()
+    assert await keepers.store("a", b"2", 2.0**41) == (True, True)
     nearest = set(network.nearest(key_id, NUM_REPLICAS, node).values())
     assert network.who_have(key_id) >= nearest
     assert node.num_searches == 1
@@ -205,31 +205,31 @@ async def test_newcomers_are_learnt_from_answers_and_from_time_to_time(clock: Ma
 async def test_the_others_tell_whether_a_record_is_taken(clock: ManualClock) -> None:
     """This node would take it, since its own clock is wrong, say."""
     network = Network(4)
-    holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
+    keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
     for name in ("node 1", "node 2", "node 3"):
         network.nodes[name].is_wary = False
-    assert await holders.store("a", b"1", 2.0**40) == (False, True)
+    assert await keepers.store("a", b"1", 2.0**40) == (False, True)
     # One is enough: the others may have it already.
     network.nodes["node 2"].is_wary = True
-    assert await holders.store("a", b"2", 2.0**41) == (True, True)
+    assert await keepers.store("a", b"2", 2.0**41) == (True, True)
 
 
 async def test_who_was_handed_the_record_already_has_not_refused_it(clock: ManualClock, key_id: Any) -> None:
     """A node that comes near to the key is given all that is kept there, before this one tells it anything."""
     network = Network(2)
-    holders = Holders(network.nodes["node 0"], KEY, clock, client_mode=False)
+    keepers = Keepers(network.nodes["node 0"], KEY, clock, client_mode=False)
     other = network.nodes["node 1"]
     other.storage.store_subkey(key_id, "a", other.serializer.dumps(b"1"), 2.0**40)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     other.storage.store_subkey(key_id, "a", other.serializer.dumps(b"2"), 2.0**42)
-    assert await holders.store("a", b"3", 2.0**41) == (False, True), "it has a later one"
+    assert await keepers.store("a", b"3", 2.0**41) == (False, True), "it has a later one"
 
 
 async def test_without_an_answer_it_says_so(clock: ManualClock) -> None:
     network = Network(3)
-    _, holders = _client(network, clock)
-    assert await holders.store("a", b"1", 2.0**40) == (True, True)
+    _, keepers = _client(network, clock)
+    assert await keepers.store("a", b"1", 2.0**40) == (True, True)
     network.nodes.clear()
-    assert await holders.store("a", b"2", 2.0**41) == (False, False)
-    assert await holders.read() is None
-    assert await holders.store("a", b"3", 2.0**42) == (False, False)
+    assert await keepers.store("a", b"2", 2.0**41) == (False, False)
+    assert await keepers.read() is None
+    assert await keepers.store("a", b"3", 2.0**42) == (False, False)
