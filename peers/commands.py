@@ -47,6 +47,11 @@ def model() -> None:
     _run("swarm-model", "peers.model")
 
 
+def generate() -> None:
+    """Run `swarm-generate`."""
+    _run("swarm-generate", "peers.generate")
+
+
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:
     """How another process runs one of the programs above; cli.arguments makes the arguments of its options.
 

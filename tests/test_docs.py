@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from peers.generate import GenerateOptions
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
 from peers.model import ExportModelOptions, ImportModelOptions, PushModelOptions
@@ -38,6 +39,7 @@ OPTIONS: dict[str, type] = {
     "swarm-trainer": TrainerOptions,
     "swarm-status": StatusOptions,
     "swarm-keys issue": IssueOptions,
+    "swarm-generate": GenerateOptions,
     "swarm-model import": ImportModelOptions,
     "swarm-model export": ExportModelOptions,
     "swarm-model push": PushModelOptions,

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from swarm.checkpoint import file
 from swarm.checkpoint.folder import CheckpointFolder
-from swarm.config import StagesConfig
+from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder
 from swarm.interchange.export import Card, Origin
+from swarm.interchange.source import Source
 from swarm.model.stages import parameter_shapes
 
 
@@ -23,6 +24,24 @@ def from_run_folder(folder: Path) -> Origin:
     config = run_folder.load_config(folder)
     weights = run_folder.open_weights(folder, config)
     return Origin(config=config, load=weights.load, card=Card(round=0, num_samples=0, losses={}))
+
+
+def from_model_folder(folder: Path) -> Origin:
+    """A model as transformers saved it. Raises ValueError."""
+    source = Source(folder)
+    longest = source.model.max_positions
+    tokenizer = str(folder / run_folder.TOKENIZER) if (folder / run_folder.TOKENIZER).is_file() else "bytes"
+    config = RunConfig(
+        run="model",
+        model=source.model,
+        stages=StagesConfig(num_stages=1),
+        data=DataConfig(sequence_length=longest, tokenizer=tokenizer),
+    )
+    return Origin(
+        config=config,
+        load=lambda wanted: dict(source.tensors(wanted)),
+        card=Card(round=0, num_samples=0, losses={}),
+    )
 
 
 def from_checkpoints(folder: Path, round_number: int | None) -> Origin:

@@ -9,7 +9,9 @@ J half a head's width, F feed-forward width, V vocabulary, R trained columns of 
 model.bottleneck_dim), C its other columns.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,13 +87,15 @@ def make_norm(model: ModelConfig, width: int) -> RMSNorm | LayerNorm:
     return (RMSNorm if model.norm == "rms" else LayerNorm)(width, model.norm_epsilon)
 
 
-def rotary_tables(model: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, [T, J] float32 each (arXiv 2104.09864).
+def rotary_tables(
+    model: ModelConfig, num_positions: int, device: torch.device, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles of positions from `first` on, [T, J] float32 each (arXiv 2104.09864).
 
     They are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from those that
     autograd may save.
     """
-    positions_T1 = torch.arange(num_positions, device=device, dtype=torch.float32)[:, None]
+    positions_T1 = torch.arange(first, first + num_positions, device=device, dtype=torch.float32)[:, None]
     angles_TJ = positions_T1 * rotary_frequencies(model, device)
     return angles_TJ.cos(), angles_TJ.sin()
 
@@ -118,14 +122,57 @@ def rotary_frequencies(model: ModelConfig, device: torch.device) -> Tensor:
     return torch.where(share_kept_J > 1, frequencies_J, mixed_J)
 
 
-def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    """Scaled dot-product attention to the same and earlier positions. H / G query heads share a key and value head."""
-    group_size, device = q_BHTK.shape[1] // k_BGTK.shape[1], q_BHTK.device
+def attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+    """Scaled dot-product attention to the same and earlier positions. H / G query heads share a key and value head.
+
+    There are keys and values of S positions, and queries of the last T of them.
+    """
+    group_size, device = q_BHTK.shape[1] // k_BGSK.shape[1], q_BHTK.device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if group_size > 1 and not has_grouped_kernel(device.type, capability, q_BHTK.dtype, q_BHTK.shape[-1]):
-        k_BGTK, v_BGTK = (heads.repeat_interleave(group_size, dim=1) for heads in (k_BGTK, v_BGTK))
+        k_BGSK, v_BGSK = (heads.repeat_interleave(group_size, dim=1) for heads in (k_BGSK, v_BGSK))
         group_size = 1
-    return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=group_size > 1)
+    num_queries, num_keys = q_BHTK.shape[2], k_BGSK.shape[2]
+    mask_TS = None
+    if 1 < num_queries < num_keys:
+        mask_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+    return F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_TS, is_causal=num_queries == num_keys, enable_gqa=group_size > 1
+    )
+
+
+class KeyValueCache:
+    """Keys and values of the positions that have been computed, of some sequences side by side.
+
+    Attributes:
+        num_positions: that every layer has.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """
+        Args:
+            capacity: the most positions that it is to hold. Memory for them is taken once a layer brings its first.
+        """
+        self.capacity = capacity
+        self.num_positions = 0
+        self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is taken."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+
+    def extend(self, layer: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a layer's keys and values of the next T positions; gives those of all positions so far."""
+        if layer not in self._layers:
+            shape = (*k_BGTK.shape[:2], self.capacity, k_BGTK.shape[3])
+            self._layers[layer] = (k_BGTK.new_empty(shape), v_BGTK.new_empty(shape))
+        end = self.num_positions + k_BGTK.shape[2]
+        assert end <= self.capacity, "the cache is full"
+        k_BGSK, v_BGSK = self._layers[layer]
+        k_BGSK[:, :, self.num_positions : end] = k_BGTK
+        v_BGSK[:, :, self.num_positions : end] = v_BGTK
+        return k_BGSK[:, :, :end], v_BGSK[:, :, :end]
 
 
 def has_grouped_kernel(
@@ -165,13 +212,24 @@ class CausalSelfAttention(nn.Module):
         self.k_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
         self.output = nn.Linear(model.num_heads * head_width, output_width, bias=model.attention_output_bias)
 
-    def forward(self, hidden_BTD: Tensor, cos_TJ: Tensor | None, sin_TJ: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        cos_TJ: Tensor | None,
+        sin_TJ: Tensor | None,
+        extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            extend: puts earlier positions before keys and values.
+        """
         q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads))
         k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads))
         v_BGTK = rearrange(self.v(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
         if cos_TJ is not None and sin_TJ is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ)
-        mixed_BHTK = attention(q_BHTK, k_BGTK, v_BGTK)
+        k_BGSK, v_BGSK = (k_BGTK, v_BGTK) if extend is None else extend(k_BGTK, v_BGTK)
+        mixed_BHTK = attention(q_BHTK, k_BGSK, v_BGSK)
         output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
         return output_BTR
 
@@ -228,15 +286,18 @@ class TransformerLayer(nn.Module):
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
         key: DropoutKey | None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """
         Args:
             fixed_BTC: the columns that are not trained, where there is a bottleneck.
             cos_TJ, sin_TJ: as rotary_tables makes them, where positions are rotary.
+            cache: of the positions before these, and to which these are added.
         """
+        extend = None if cache is None else functools.partial(cache.extend, self.site)
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
-        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ)
+        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, extend)
         hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
         wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)))
         return hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
@@ -284,8 +345,8 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden_width))
 
-    def forward(self, embedded_BTR: Tensor) -> Tensor:
-        return embedded_BTR + self.weight[: embedded_BTR.shape[1]]
+    def forward(self, embedded_BTR: Tensor, first: int = 0) -> Tensor:
+        return embedded_BTR + self.weight[first : first + embedded_BTR.shape[1]]
 
 
 class Head(nn.Module):

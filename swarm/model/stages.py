@@ -43,6 +43,7 @@ from swarm.model.layers import (
     Embedding,
     FixedColumns,
     Head,
+    KeyValueCache,
     Positions,
     TransformerLayer,
     dropout,
@@ -105,7 +106,14 @@ class StageModule(nn.Module):
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
         self.head = Head(config.model) if stage == config.stages.num_stages - 1 else None
 
-    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None, tokens_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        *,
+        dropout_key: DropoutKey | None,
+        tokens_BT: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Run the stage.
 
         With gradient checkpointing the backward reads the parameters once more. Like any live graph it needs them
@@ -115,24 +123,30 @@ class StageModule(nn.Module):
             inputs: tokens_BT (int64) at stage 0, and the previous stage's hidden_BTR (float32) at later stages.
             dropout_key: names the microbatch. None turns dropout off.
             tokens_BT: int64, for later stages of a model with a bottleneck.
+            cache: of the positions before these, when text is generated; these are added to it.
 
         Returns:
-            hidden_BTR, or logits_BTV at the last stage, in float32 even with autocast.
+            hidden_BTR, or logits_BTV at the last stage, in float32 even with autocast. With a cache the last stage
+            gives the logits of the last position alone.
         """
+        first = 0 if cache is None else cache.num_positions
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
             hidden_BTR = inputs
             if self.is_first:
                 assert self.embedding is not None
                 hidden_BTR, tokens_BT = self.embedding(inputs), inputs
                 if self.positions is not None:
-                    hidden_BTR = self.positions(hidden_BTR)
+                    hidden_BTR = self.positions(hidden_BTR, first)
                 hidden_BTR = dropout(hidden_BTR, self.model.dropout, dropout_key, "embedding")
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             is_rotary = self.model.positions == "rope"
-            tables = rotary_tables(self.model, inputs.shape[1], inputs.device) if is_rotary else (None, None)
+            tables = rotary_tables(self.model, inputs.shape[1], inputs.device, first) if is_rotary else (None, None)
             for layer in self.layers.values():
-                hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key)
+                hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key, cache)
+            if cache is not None:
+                cache.num_positions += inputs.shape[1]
             if self.head is not None:
+                hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -1:]
                 embedding_VD = None if self.embedding is None else self.embedding.weight
                 hidden_BTR = self.head(hidden_BTR, embedding_VD)
         return hidden_BTR.float()

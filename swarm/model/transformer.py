@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
-from swarm.model.layers import DropoutKey
+from swarm.model.layers import DropoutKey, KeyValueCache
 from swarm.model.stages import StageModule, initialise, token_loss
 
 
@@ -24,10 +24,15 @@ class Transformer(StageModule):
         super().__init__(uncut, 0, range(config.model.num_layers))
 
     def forward(
-        self, inputs: Tensor, *, dropout_key: DropoutKey | None = None, tokens_BT: Tensor | None = None
+        self,
+        inputs: Tensor,
+        *,
+        dropout_key: DropoutKey | None = None,
+        tokens_BT: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """tokens_BT to logits_BTV (float32). Without a key there is no dropout."""
-        return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT)
+        return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT, cache=cache)
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """Mean nats a token for T + 1 columns of tokens, of which each predicts the next."""

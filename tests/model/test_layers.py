@@ -85,7 +85,7 @@ def test_attention_without_a_kernel_for_groups_is_the_same(num_kv_heads: int, mo
     for one, other in zip(grouped, compute(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     shape = torch.Size([2, 4, 9, 8])
-    assert seen == [(shape, shape, shape, {"is_causal": True, "enable_gqa": False})]
+    assert seen == [(shape, shape, shape, {"attn_mask": None, "is_causal": True, "enable_gqa": False})]
 
 
 def test_rms_norm_ignores_the_scale_of_its_input() -> None:

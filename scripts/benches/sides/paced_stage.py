@@ -66,9 +66,9 @@ class Paced(nn.Module):
 class PacedTransformer(StageModule):
     """A stage of the transformer, with the same parameters and the same results, only later."""
 
-    def forward(self, inputs: Tensor, *, dropout_key: DropoutKey | None, tokens_BT: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         """See StageModule."""
-        return _pause(super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT))
+        return _pause(super().forward(inputs, **options))
 
 
 def _pause(hidden_BTD: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Text from a model: how tokens are chosen, and what computes them."""

@@ -1,0 +1,94 @@
+"""swarm-generate: what it writes and refuses."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from peers import generate, model
+from tests.checkpoint.states import CONFIG, cut, write_cut
+from tests.interchange.small_models import make, save
+from tests.support.tokenizers import write_tokenizer
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert generate.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_a_model_s_folder_and_its_run_folder_write_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save("llama-3", tmp_path / "in")
+    assert model.main(["import", str(tmp_path / "in"), "--output", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    options = ("--prompt", "def f", "--max-tokens", "20", "--seed", "4")
+    texts = [_run(capsys, "--model", str(tmp_path / folder), *options) for folder in ("in", "run")]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("def f")
+    assert texts[0] != _run(capsys, "--model", str(tmp_path / "in"), *options[:-1], "5")
+
+
+WORDS = [f"word{number}" for number in range(250)]
+
+
+def _save_with_words(folder: Path, name: str) -> None:
+    save(name, folder)
+    write_tokenizer(folder / "tokenizer.json", WORDS)
+
+
+def test_the_likeliest_words_are_those_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _save_with_words(tmp_path, "qwen2")
+    prompt = torch.tensor([[1, 2, 3]])
+    expected = make("qwen2").generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    options = ("--prompt", "word0 word1 word2", "--temperature", "0", "--max-tokens", "6")
+    said = _run(capsys, "--model", str(tmp_path), *options)
+    assert said.split() == [WORDS[token - 1] for token in expected[0].tolist() if 0 < token <= len(WORDS)]
+
+
+def test_a_text_ends_before_a_stop_and_with_the_model_s_end_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _save_with_words(tmp_path, "llama-2")
+    options = ("--model", str(tmp_path), "--prompt", "word7", "--max-tokens", "12", "--seed", "1")
+    whole = _run(capsys, *options).split()
+    assert len(set(whole)) > 5
+    assert _run(capsys, *options, "--stop", f" {whole[4]}").split() == whole[: whole.index(whole[4])]
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{WORDS.index(whole[3]) + 1}, 0]}}')
+    assert _run(capsys, *options).split() == whole[: whole.index(whole[3])]
+
+
+def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256))
+    write_cut(tmp_path, cut(2, config), num_rounds=1)
+    # Its sequences are of eight tokens.
+    assert _run(capsys, "--checkpoint", str(tmp_path), "--prompt", "a").startswith("a")
+    with pytest.raises(ValueError, match="--prompt has 9 tokens, and the model takes 8 with what follows"):
+        generate.main(["--checkpoint", str(tmp_path), "--prompt", "123456789"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ([], "prompt"),
+        (["--prompt", "a"], "give either --checkpoint DIR or --model DIR"),
+        (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
+        (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be above 0 and at most 1"),
+        (["--prompt", "a", "--model", "m", "--temperature", "-1"], "temperature must be 0 or positive"),
+        (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["--prompt", "a", "--model", "m", "--round", "1"], "--round needs --checkpoint DIR"),
+    ],
+)
+def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        generate.main(arguments)
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert fault in said
+    assert said.count("\n") == 1
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    save("llama-2", tmp_path)
+    write_tokenizer(tmp_path / "tokenizer.json", [f"word{number}" for number in range(300)])
+    with pytest.raises(ValueError, match="is smaller than the tokenizer's"):
+        generate.main(["--model", str(tmp_path), "--prompt", "word1"])
