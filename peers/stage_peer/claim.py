@@ -30,6 +30,11 @@ class Claim:
         self._name = name
         self._record: ClaimRecord | None = None
 
+    @property
+    def stage(self) -> int | None:
+        """The stage that is claimed; None without a claim."""
+        return None if self._record is None else self._record.stage
+
     async def make(self, stage: int, *, from_stage: int | None, confirmed: bool = False) -> ClaimRecord:
         """Claim a stage, as one that others may still come before, unless it is confirmed at once."""
         now = self._clock.time()

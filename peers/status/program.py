@@ -173,12 +173,12 @@ async def look(
                 Console().print(render(seen))
 
         if options.watch:
-            await process.before_stop(_watch(view, show, options.interval))
+            await process.before_stop(watch(view, show, options.interval))
         else:
             show(await view())
 
 
-async def _watch(
+async def watch(
     view: Callable[[], Awaitable[SwarmView]], show: Callable[[SwarmView], None], interval_seconds: float
 ) -> None:
     """Look until cancelled. Once it has seen the swarm, a look that fails is passed over: the next may not."""

@@ -75,7 +75,7 @@ class Peer:
 
     def start(self, tasks: asyncio.TaskGroup, stage: int | None = None) -> None:
         """Serve a stage, or the one that it chooses."""
-        self.tasks = [tasks.create_task(work) for work in (self._live(stage), self.claim.keep(), self._announce())]
+        self.tasks = [tasks.create_task(work) for work in (self._live(stage), self.claim.keep(), self.keep_announced())]
 
     def kill(self) -> None:
         """It is announced for a while."""
@@ -98,7 +98,7 @@ class Peer:
             await self.world.clock.sleep(MOVE_SECONDS)
             self.stage = target
 
-    async def _announce(self) -> None:
+    async def keep_announced(self) -> None:
         while True:
             await self.world.clock.sleep(5.0)
             await self.announce()
@@ -350,7 +350,7 @@ def test_a_stage_that_could_not_be_entered_is_left_alone_for_longer_each_time(mo
         async with asyncio.TaskGroup() as tasks:
             for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
                 other.stage = stage
-                other.tasks = [tasks.create_task(other._announce())]
+                other.tasks = [tasks.create_task(other.keep_announced())]
             failing = tasks.create_task(fail())
             await world.clock.sleep(3600)
             failing.cancel()
@@ -374,14 +374,14 @@ def test_a_claim_that_cannot_be_settled_is_dropped(monkeypatch: pytest.MonkeyPat
         async with asyncio.TaskGroup() as tasks:
             for other, stage in zip(world.peers[:6], (0, 0, 0, 1, 2, 2), strict=True):
                 other.stage = stage
-                other.tasks = [tasks.create_task(other._announce())]
+                other.tasks = [tasks.create_task(other.keep_announced())]
             peer.tasks.append(tasks.create_task(peer.claim.keep()))
             moving = tasks.create_task(peer.rebalancer.next_move(0, lambda: 10.0))
             async with asyncio.timeout(3600):
-                while peer.claim._record is None:
+                while peer.claim.stage is None:
                     await world.clock.sleep(0.1)
                 world.store.is_gone = True
-                while peer.claim._record is not None:
+                while peer.claim.stage is not None:
                     await world.clock.sleep(0.1)
                 await world.clock.sleep(30.0)
                 world.store.is_gone = False

@@ -144,7 +144,7 @@ async def test_watching_goes_on_after_a_look_that_fails(caplog: pytest.LogCaptur
             raise outcome
         return outcome
 
-    watching = asyncio.create_task(status._watch(view, shown.append, 0.0))
+    watching = asyncio.create_task(status.watch(view, shown.append, 0.0))
     await asyncio.wait([watching, asyncio.create_task(is_done.wait())], return_when=asyncio.FIRST_COMPLETED)
     assert not watching.done()
     watching.cancel()
@@ -157,4 +157,4 @@ async def test_a_first_look_that_fails_is_the_last() -> None:
         raise PeerUnavailable("nobody answers")
 
     with pytest.raises(PeerUnavailable, match="nobody answers"):
-        await status._watch(view, lambda _: None, 0.0)
+        await status.watch(view, lambda _: None, 0.0)
