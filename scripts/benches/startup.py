@@ -114,7 +114,7 @@ def _starts(swarm: SwarmProcesses) -> dict[str, float]:
     swarm.prepare()
     figures = _serves(swarm, 0, "first_peer")
     _serves(swarm, 1, "second_peer")
-    figures |= _first_step(swarm)
+    figures |= first_step(swarm)
     # It downloads what the second one has learnt.
     figures |= _serves(swarm, 1, "joiner")
     joiner = swarm.peers[-1]
@@ -139,7 +139,8 @@ def _entry(peer: ServingPeer) -> str:
     return str(Entry(PeerId(peer.record.peer_id), peer.record.endpoint))
 
 
-def _first_step(swarm: SwarmProcesses) -> dict[str, float]:
+def first_step(swarm: SwarmProcesses) -> dict[str, float]:
+    """CPU seconds and seconds until a trainer has taken its first step."""
     began_at = time.monotonic()
     child = swarm.launch_trainer("trainer", 1)
     while not swarm.steps("trainer"):

@@ -66,7 +66,7 @@ def test_a_joiner_that_fails_after_the_last_step_fails_the_bench(
     joiner: str, error: type[Exception], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def join(faulty: FaultySwarm) -> bool:
-        faulty._joining.append((faulty.swarm.children.start("joiner", ["sh", "-c", joiner]), 0))
+        faulty.joining.append((faulty.swarm.children.start("joiner", ["sh", "-c", joiner]), 0))
         return True
 
     monkeypatch.setattr(faulty_swarm, "START_SECONDS", 2.0)
@@ -84,7 +84,7 @@ def test_a_joiner_that_ends_together_with_the_trainer_is_noticed(tmp_path: Path)
         for child in (trainer, children.start("joiner", ["false"])):
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(PeerUnavailable, match="joiner ended early"):
-            faulty._has_ended(trainer)
+            faulty.has_ended(trainer)
 
 
 def test_a_swarm_in_which_nothing_fails_or_too_little_has_not_been_put_to_test(tmp_path: Path) -> None:

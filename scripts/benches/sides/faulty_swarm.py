@@ -43,7 +43,8 @@ class FaultySwarm:
     """By kind."""
     owed: int = 0
     """Faults that are due: they wait while no peer can be spared."""
-    _joining: list[tuple[Child, int]] = field(default_factory=list)
+    joining: list[tuple[Child, int]] = field(default_factory=list)
+    """Peers that were started and do not serve yet, with their stages."""
     _timeline: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
 
     def train(self, steps: int, fault: Callable[["FaultySwarm"], bool]) -> None:
@@ -56,7 +57,7 @@ class FaultySwarm:
         trainer = self.swarm.launch_trainer("trainer", steps, max_in_flight=MAX_IN_FLIGHT)
         self._stepped_at = time.monotonic()
         num_steps, planned, due_at = 0, 1, 0.0
-        while not self._has_ended(trainer):
+        while not self.has_ended(trainer):
             now = time.monotonic()
             if (taken := len(self.swarm.steps("trainer"))) > num_steps:
                 seconds, self._stepped_at = (now - self._stepped_at) / (taken - num_steps), now
@@ -85,14 +86,15 @@ class FaultySwarm:
         while True:
             fail_on_exit(self.swarm.children)
             self._take_in()
-            if not self._joining:
+            if not self.joining:
                 return
             if time.monotonic() > deadline:
-                name = self._joining[0][0].name
+                name = self.joining[0][0].name
                 raise DeadlineExceeded(f"{name} does not serve {START_SECONDS:.0f} s after the last step")
             time.sleep(POLL_SECONDS)
 
-    def _has_ended(self, trainer: Child) -> bool:
+    def has_ended(self, trainer: Child) -> bool:
+        """Whether the trainer has ended well. Raises PeerUnavailable if anything else has ended."""
         ends = self.swarm.children.exits()
         for end in ends:
             if end.name != trainer.name or end.returncode != 0:
@@ -101,9 +103,9 @@ class FaultySwarm:
 
     def _take_in(self) -> None:
         """A joiner that serves is a peer like any other from then on."""
-        for child, stage in list(self._joining):
+        for child, stage in list(self.joining):
             if self.swarm.ready_file(child.name).exists():
-                self._joining.remove((child, stage))
+                self.joining.remove((child, stage))
                 self.swarm.peers.append(self.swarm.until_ready(child, stage))
                 serve(self.swarm, self.swarm.peers[-1:])
 
@@ -123,7 +125,7 @@ class FaultySwarm:
         for victim in victims:
             self.swarm.peers.remove(victim)
             self.swarm.children.kill9(victim.child)
-        self._joining += [(self.swarm.launch_peer(stage), stage) for stage in stages]
+        self.joining += [(self.swarm.launch_peer(stage), stage) for stage in stages]
         self.faults["kill"] += len(victims)
         return True
 

@@ -71,7 +71,7 @@ def test_a_trainer_is_waited_for_as_long_as_it_takes_steps(trained: _Trained) ->
     assert len(trained.train("slow", 5)) == 5
 
 
-@pytest.mark.parametrize("work", [lambda swarm: swarm.train("trainer", 1), startup._first_step], ids=["train", "start"])
+@pytest.mark.parametrize("work", [lambda swarm: swarm.train("trainer", 1), startup.first_step], ids=["train", "start"])
 @pytest.mark.parametrize("first", ["true", """echo '{"train/loss": 2.0}' >> metrics.jsonl"""], ids=["none", "one"])
 @pytest.mark.timeout(30)
 def test_a_trainer_that_takes_no_step_or_does_not_end_is_given_up(
