@@ -208,9 +208,18 @@ def test_the_figures_of_status_are_those_of_the_programs() -> None:
 
 def test_operations_explains_every_metric() -> None:
     metrics = StepMetrics(
-        step=0, loss=0.0, gradient_norm=None, learning_rate=None, tokens_per_sec=0.0, total_tokens=0, step_time=0.0,
-        dispatch_time=0.0, aggregate_time=None, successful_workers=0, compression_ratio=None,
-    )  # fmt: skip
+        step=0,
+        loss=0.0,
+        gradient_norm=None,
+        learning_rate=None,
+        tokens_per_sec=0.0,
+        total_tokens=0,
+        step_time=0.0,
+        dispatch_time=0.0,
+        aggregate_time=None,
+        successful_workers=0,
+        compression_ratio=None,
+    )
     assert {f"`{name}`" for name in metrics.named()} <= _rows((ROOT / "docs" / "operations.md").read_text()).keys()
 
 

@@ -64,10 +64,11 @@ def run_config(setting: str, options: Options) -> RunConfig:
         stages=StagesConfig(num_stages=1),
         data=DataConfig(sequence_length=16, microbatch_size=1),
         rounds=RoundsConfig(
-            setting="synchronous" if setting == "synchronous" else "diloco", round_samples=MEMBERS * MICROBATCHES,
+            setting="synchronous" if setting == "synchronous" else "diloco",
+            round_samples=MEMBERS * MICROBATCHES,
             inner_batch_samples=1,
         ),
-    )  # fmt: skip
+    )
 
 
 def run_case(config: RunConfig, num_rounds: int) -> list[dict[str, Any]]:

@@ -92,8 +92,10 @@ def run(options: Options) -> dict[str, Any]:
         say(f"{name}: {device_bytes[name] / 1e6:,.0f} MB")
     rates = paired.in_turns(
         {name: partial(_turn, side, options.microbatches) for name, side in sides.items()},
-        options.repetitions, what="turns", unit="tokens/s",
-    )  # fmt: skip
+        options.repetitions,
+        what="turns",
+        unit="tokens/s",
+    )
     medians = paired.medians(rates)
     return {
         **paired.figures({"ratio_to_blocking": paired.ratio(rates["swarm"], rates["blocking"])}),
@@ -115,14 +117,16 @@ def config_of(options: Options) -> RunConfig:
     return RunConfig(
         run="cuda",
         model=ModelConfig(
-            num_layers=3 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64,
+            num_layers=3 * options.layers,
+            d_model=options.d_model,
+            num_heads=options.d_model // 64,
             autocast=options.autocast,
         ),
         stages=StagesConfig(num_stages=3),
         data=DataConfig(sequence_length=512, microbatch_size=8),
         rounds=RoundsConfig(setting="synchronous"),
         wire=WireConfig(dtype=options.wire),
-    )  # fmt: skip
+    )
 
 
 class Side:
@@ -133,9 +137,13 @@ class Side:
         self._staging = staging
         module = build_stage(config, 1, device=device)
         self.backend = StageBackend(
-            config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""), staging=staging,
+            config=config,
+            stage=1,
+            module=module,
+            weights=weights_of(config, module, lineage=""),
+            staging=staging,
             budget=GraphBudget(limit_bytes=1 << 40),
-        )  # fmt: skip
+        )
         shape = (config.data.microbatch_size, config.data.sequence_length)
         tensor_BTR = torch.randn(*shape, config.model.hidden_width)
         self._wire = boundary_of(config).encode(tensor_BTR, Staging()).wait()
@@ -174,8 +182,9 @@ class Side:
         await forward.wire_hidden.arrived()
         (answer, accumulated), _ = await runtime.run(
             lambda: self.backend.backward(forward, self._gradient, accumulate=True),
-            priority=Priority.BACKWARD, age=number,
-        )  # fmt: skip
+            priority=Priority.BACKWARD,
+            age=number,
+        )
         assert answer is not None
         await answer.arrived()
         assert accumulated is not None

@@ -59,8 +59,10 @@ class Options(BenchOptions):
 
 
 FAULTS: dict[Scenario, Callable[[FaultySwarm], bool]] = {
-    "kills": FaultySwarm.kill_one, "pairs": FaultySwarm.kill_neighbours, "network": FaultySwarm.disturb,
-}  # fmt: skip
+    "kills": FaultySwarm.kill_one,
+    "pairs": FaultySwarm.kill_neighbours,
+    "network": FaultySwarm.disturb,
+}
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -77,8 +79,10 @@ def run(options: Options) -> dict[str, Any]:
     return {
         **{name: over_all(name, max) for name in ("max_weight_rel_diff", "max_loss_rel_diff")},
         **{name: over_all(name, sum) for name in ("duplicates", "missing", "replayed", "rolled_back", "faults")},
-        "audit": over_all("audit", all), "passed": over_all("passed", all), "scenarios": results,
-    }  # fmt: skip
+        "audit": over_all("audit", all),
+        "passed": over_all("passed", all),
+        "scenarios": results,
+    }
 
 
 def _config(options: Options) -> RunConfig:
@@ -120,13 +124,21 @@ def _run_scenario(scenario: Scenario, options: Options, config: RunConfig, refer
     exactly_once = report.proven and (report.duplicates, report.missing) == (0, 0)
     complete = report.rounds_committed == options.steps and report.lost_share == 0.0
     return {
-        **figures, "duplicates": report.duplicates, "missing": report.missing, "replayed": report.replayed,
-        "rolled_back": report.rolled_back, "faults": faulty.faults.total(), "faults_by_kind": dict(faulty.faults),
-        "skipped_faults": faulty.owed, "aborted_attempts": report.rounds_aborted, "audit": report.proven,
-        "violations": list(report.violations[:10]), "digests_compared": report.digests_compared,
+        **figures,
+        "duplicates": report.duplicates,
+        "missing": report.missing,
+        "replayed": report.replayed,
+        "rolled_back": report.rolled_back,
+        "faults": faulty.faults.total(),
+        "faults_by_kind": dict(faulty.faults),
+        "skipped_faults": faulty.owed,
+        "aborted_attempts": report.rounds_aborted,
+        "audit": report.proven,
+        "violations": list(report.violations[:10]),
+        "digests_compared": report.digests_compared,
         "found_planted": planted,
         "passed": max(figures.values()) < BOUND and exactly_once and complete and found and _was_put_to_test(faulty),
-    }  # fmt: skip
+    }
 
 
 def _was_put_to_test(faulty: FaultySwarm) -> bool:

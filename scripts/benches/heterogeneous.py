@@ -128,8 +128,11 @@ def judge(share: float | None, ratios: Sequence[float]) -> dict[str, Any]:
     if share is not None and least is not None and most is not None:
         passed = share >= GOAL and least >= LEAST_WORK and most <= MOST_WORK
     return {
-        "share_of_capacity": share, "work_over_capacity_min": least, "work_over_capacity_max": most, "passed": passed,
-    }  # fmt: skip
+        "share_of_capacity": share,
+        "work_over_capacity_min": least,
+        "work_over_capacity_max": most,
+        "passed": passed,
+    }
 
 
 def share_of_capacity(phases: Sequence[Sequence[Work]]) -> float:
@@ -165,11 +168,13 @@ def _config(options: Options, policy: Policy) -> RunConfig:
         stages=StagesConfig(num_stages=2),
         data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=SAMPLES, max_tokens=4_000_000),
         rounds=RoundsConfig(
-            setting="diloco", inner_batch_samples=16 * SAMPLES, round_samples=NEVER * SAMPLES,
+            setting="diloco",
+            inner_batch_samples=16 * SAMPLES,
+            round_samples=NEVER * SAMPLES,
             # Peers are to compute all the time: the bench measures which peer gets the work, not what is learnt.
             max_staleness=3,
         ),
-    )  # fmt: skip
+    )
 
 
 def paces(options: Options) -> list[tuple[int, float]]:
@@ -213,10 +218,13 @@ def _watch(
 ) -> list[Work]:
     watched = asyncio.run(
         watch(
-            swarm, [peer.serving for peer in peers], warm_up_seconds=warm_up_seconds, seconds=options.seconds,
+            swarm,
+            [peer.serving for peer in peers],
+            warm_up_seconds=warm_up_seconds,
+            seconds=options.seconds,
             check=partial(fail_on_exit, swarm.children, but=leaving),
         )
-    )  # fmt: skip
+    )
     return [
         Work(peer=peer.serving.child.name, capacity=peer.microbatches_per_second, rate=one.microbatches_per_second)
         for peer, one in zip(peers, watched, strict=True)

@@ -152,14 +152,16 @@ def _config(options: Options, shape: Shape) -> RunConfig:
         ),
         stages=StagesConfig(num_stages=2),
         data=DataConfig(
-            dataset=options.dataset, sequence_length=shape.num_positions, microbatch_size=shape.num_samples,
+            dataset=options.dataset,
+            sequence_length=shape.num_positions,
+            microbatch_size=shape.num_samples,
             max_tokens=1_000_000,
         ),
         # No round ends while the bench runs.
         rounds=RoundsConfig(
             setting="diloco", round_samples=shape.num_samples << 20, inner_batch_samples=shape.num_samples
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(eq=False)
@@ -177,9 +179,7 @@ class OurHop:
         index, self.num_called = self.num_called, self.num_called + 1
         microbatch = Microbatch(index=index, round=0, num_samples=len(self.hidden_BTD))
         start = time.perf_counter()
-        reply = await self.hop.train(
-            microbatch, {TOKENS: self.tokens_BT1, HIDDEN: self.hidden_BTD}, HopListener(), {}
-        )  # fmt: skip
+        reply = await self.hop.train(microbatch, {TOKENS: self.tokens_BT1, HIDDEN: self.hidden_BTD}, HopListener(), {})
         await reply.ack()
         seconds = time.perf_counter() - start
         assert reply.tensors[GRADIENT].shape == self.hidden_BTD.shape

@@ -79,9 +79,12 @@ def run(options: Options) -> dict[str, Any]:
         swarm = SwarmProcesses(config, children, Path(name) / "swarm")
         swarm.start_peers([1])
         target = {
-            "endpoint": swarm.peers[0].record.endpoint, "certificate_pem": swarm.peers[0].record.certificate_pem,
-            "run_id": config.run_id, "token": str(tokens[1]), "num_samples": config.data.microbatch_size,
-        }  # fmt: skip
+            "endpoint": swarm.peers[0].record.endpoint,
+            "certificate_pem": swarm.peers[0].record.certificate_pem,
+            "run_id": config.run_id,
+            "token": str(tokens[1]),
+            "num_samples": config.data.microbatch_size,
+        }
         file = Path(name) / "target.json"
         figures: dict[str, Any] = {}
         with asyncio.Runner() as runner:
@@ -104,9 +107,11 @@ def run(options: Options) -> dict[str, Any]:
                     with _beside(children, "harmless", file):
                         ratios.append(rate / runner.run(honest.rate(options.seconds)))
                 figures[kind] = {
-                    "honest_rate_ratio": statistics.median(ratios), "cores": statistics.mean(shares),
-                    "calls_per_second": statistics.mean(rates), "outcomes": dict(outcomes),
-                }  # fmt: skip
+                    "honest_rate_ratio": statistics.median(ratios),
+                    "cores": statistics.mean(shares),
+                    "calls_per_second": statistics.mean(rates),
+                    "outcomes": dict(outcomes),
+                }
             runner.run(honest.channels.close())
         swarm.stop()
     return {"worst_ratio": min(figure["honest_rate_ratio"] for figure in figures.values()), **figures}

@@ -175,9 +175,10 @@ def _swarm(config: RunConfig, held_out: HeldOut, tokens: int, folder: Path, roun
         keeping = ["--checkpoint", str(kept), "--checkpoint-every", str(every), "--keep-checkpoints", str(rounds + 1)]
         return command_line(name, [*arguments, *(keeping if name == "peer" else [])])
 
-    with Throttle(FAST, round_trip_seconds=round_trip_ms / 1e3) as throttle, (
-        Lines(folder / "logs", throttle) if round_trip_ms else Supervisor(folder / "logs")
-    ) as children:  # fmt: skip
+    with (
+        Throttle(FAST, round_trip_seconds=round_trip_ms / 1e3) as throttle,
+        Lines(folder / "logs", throttle) if round_trip_ms else Supervisor(folder / "logs") as children,
+    ):
         swarm = SwarmProcesses(config, children, folder / "swarm", program=command)
         swarm.start_peers([*range(config.stages.num_stages)] * PEERS_A_STAGE)
         serve(swarm, swarm.peers)

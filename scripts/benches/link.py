@@ -115,7 +115,10 @@ def _config(options: Options, arm: Arm) -> RunConfig:
     return RunConfig(
         run=f"bench-link-{arm}",
         model=ModelConfig(
-            num_layers=2, d_model=options.d_model, num_heads=4, d_ff=options.parameters // options.d_model,
+            num_layers=2,
+            d_model=options.d_model,
+            num_heads=4,
+            d_ff=options.parameters // options.d_model,
             custom_class="scripts.benches.sides.paced_stage:Paced",
         ),
         stages=StagesConfig(num_stages=2),
@@ -123,18 +126,17 @@ def _config(options: Options, arm: Arm) -> RunConfig:
             dataset=options.dataset, sequence_length=128, microbatch_size=options.microbatch_size, max_tokens=4_000_000
         ),
         rounds=RoundsConfig(
-            setting="diloco", inner_batch_samples=2 * options.microbatch_size,
+            setting="diloco",
+            inner_batch_samples=2 * options.microbatch_size,
             # Peers are to compute all the time: what is measured is the lines, and not what is learnt.
             max_staleness=3,
             round_samples=NEVER * options.microbatch_size if arm == "normal" else options.round_samples,
         ),
         optimizer=OptimizerConfig(learning_rate=3e-4),
         outer=OuterConfig(learning_rate=0.7, momentum=0.9),
-        averaging=AveragingConfig(
-            codec=options.codec, overlap_steps=options.overlap_steps if arm == "overlap" else 0
-        ),
+        averaging=AveragingConfig(codec=options.codec, overlap_steps=options.overlap_steps if arm == "overlap" else 0),
         wire=WireConfig(dtype="bf16"),
-    )  # fmt: skip
+    )
 
 
 def _start(options: Options, arm: Arm, children: Lines, folder: Path) -> SwarmProcesses:

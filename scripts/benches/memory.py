@@ -106,11 +106,12 @@ def run_config(setting: str, options: Options) -> RunConfig:
         data=DataConfig(sequence_length=256, microbatch_size=2),
         rounds=RoundsConfig(
             setting="synchronous" if setting == "synchronous" else "diloco",
-            round_samples=MEMBERS * WAVES * wave_samples, inner_batch_samples=wave_samples,
+            round_samples=MEMBERS * WAVES * wave_samples,
+            inner_batch_samples=wave_samples,
             # A wave is always in flight, while another one's gradients are accumulated.
             max_staleness=1,
         ),
-    )  # fmt: skip
+    )
 
 
 def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) -> dict[str, Any]:
@@ -162,9 +163,13 @@ def recompute_ratio(config: RunConfig) -> paired.Ratio:
     compute_like_peers()
     module = build_stage(config, STAGE, device="cpu")
     backend = StageBackend(
-        config=config, stage=STAGE, module=module, weights=weights_of(config, module, lineage=""),
-        staging=Staging(), budget=GraphBudget(limit_bytes=0),
-    )  # fmt: skip
+        config=config,
+        stage=STAGE,
+        module=module,
+        weights=weights_of(config, module, lineage=""),
+        staging=Staging(),
+        budget=GraphBudget(limit_bytes=0),
+    )
     inputs = random_inputs(config)
     # The first graph of all is kept, to be measured.
     backend.release(backend.forward(0, 0, inputs))

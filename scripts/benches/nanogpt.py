@@ -92,17 +92,21 @@ def _config(options: Options, setting: Setting) -> RunConfig:
         data=DataConfig(dataset=options.dataset, sequence_length=64, microbatch_size=3, held_out_fraction=0.1),
         rounds=RoundsConfig(setting="synchronous", round_samples=BATCH),
         optimizer=OptimizerConfig(
-            learning_rate=1e-3, beta2=0.99, weight_decay=0.1, clip_norm=1.0, schedule="cosine",
-            warmup_samples=100 * BATCH, total_samples=max(total, 101 * BATCH), final_fraction=0.1,
+            learning_rate=1e-3,
+            beta2=0.99,
+            weight_decay=0.1,
+            clip_norm=1.0,
+            schedule="cosine",
+            warmup_samples=100 * BATCH,
+            total_samples=max(total, 101 * BATCH),
+            final_fraction=0.1,
         ),
-    )  # fmt: skip
+    )
     if setting == "synchronous":
         return synchronous
     return dataclasses.replace(
         synchronous,
-        rounds=RoundsConfig(
-            setting="diloco", round_samples=2 * BATCH * options.inner_steps, inner_batch_samples=BATCH
-        ),
+        rounds=RoundsConfig(setting="diloco", round_samples=2 * BATCH * options.inner_steps, inner_batch_samples=BATCH),
         outer=OuterConfig(learning_rate=0.7, momentum=0.9),
         averaging=AveragingConfig(codec=options.codec),
-    )  # fmt: skip
+    )

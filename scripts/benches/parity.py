@@ -134,9 +134,7 @@ def train_reference(config: RunConfig, data: Microbatches, steps: int, counts: M
     return Trained(losses=losses, weights=[reference.weights])
 
 
-def _train_swarm(
-    config: RunConfig, peers_per_stage: int, steps: int, children: Supervisor, folder: Path
-) -> Trained:  # fmt: skip
+def _train_swarm(config: RunConfig, peers_per_stage: int, steps: int, children: Supervisor, folder: Path) -> Trained:
     num_stages = config.stages.num_stages
     say(f"swarm: {num_stages} x {peers_per_stage} peers start")
     swarm = SwarmProcesses(config, children, folder)
@@ -168,7 +166,7 @@ async def _inspect(
 
 async def download_weights(
     config: RunConfig, record: PeerRecord, steps: int, channels: ChannelPool
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     deadline = time.monotonic() + COMMIT_SECONDS
     address = pb.Address(run_id=config.run_id, protocol_version=PROTOCOL_VERSION, stage=record.stage)
     transfer = StateTransfer(
@@ -178,7 +176,7 @@ async def download_weights(
         try:
             fetched = await transfer.snapshot(
                 [record], max_bytes=1 << 30, wanted=lambda standing: standing.round == steps
-            )  # fmt: skip
+            )
         except PeerUnavailable:
             if time.monotonic() > deadline:
                 raise

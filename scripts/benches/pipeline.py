@@ -145,8 +145,10 @@ def _measure(options: Options, d_model: int) -> dict[str, list[float]]:
                 "limit": lambda number: _train_at_once(limit, tokens),
                 "single": lambda number: _train_at_once(single, tokens),
             },
-            options.repetitions, what=f"d_model {d_model}", unit="tokens/s",
-        )  # fmt: skip
+            options.repetitions,
+            what=f"d_model {d_model}",
+            unit="tokens/s",
+        )
         for child in children.running:
             children.kill9(child)
     return rates

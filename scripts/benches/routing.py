@@ -93,10 +93,13 @@ def run(options: Options) -> dict[str, Any]:
             str(size): routing_dht.read_bytes_per_second(size, record_bytes) for size in options.sizes
         },
         **routing_dht.measure(
-            options.dht_sizes, num_stages=options.dht_stages, seconds=options.dht_seconds, record_bytes=record_bytes,
+            options.dht_sizes,
+            num_stages=options.dht_stages,
+            seconds=options.dht_seconds,
+            record_bytes=record_bytes,
             seed=options.seed,
         ),
-    }  # fmt: skip
+    }
 
 
 class _Table:
@@ -147,6 +150,10 @@ def _table_bytes(size: int, seed: int) -> int:
 
 def _simple_record(peer_id: str) -> PeerRecord:
     return PeerRecord(
-        peer_id=peer_id, announced_at=0.0, stage=0, endpoint="192.0.2.1:50051", state=PeerState.SERVING,
+        peer_id=peer_id,
+        announced_at=0.0,
+        stage=0,
+        endpoint="192.0.2.1:50051",
+        state=PeerState.SERVING,
         samples_per_second=4.0,
-    )  # fmt: skip
+    )

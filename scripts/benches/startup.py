@@ -39,9 +39,12 @@ from swarm.rpc.entry import Entry
 from swarm.types import PeerId
 
 PROGRAMS = {
-    "stage_peer": "peers.stage_peer.program", "trainer": "peers.trainer.program", "status": "peers.status.program",
-    "local": "peers.local.program", "keys": "peers.keys",
-}  # fmt: skip
+    "stage_peer": "peers.stage_peer.program",
+    "trainer": "peers.trainer.program",
+    "status": "peers.status.program",
+    "local": "peers.local.program",
+    "keys": "peers.keys",
+}
 """The module of each."""
 YARDSTICKS = {"torch": "import torch", "hivemind": "import torch, hivemind"}
 """What CPU seconds are compared with, measured in the same repetition: `torch`, but for those below."""

@@ -160,16 +160,18 @@ def _figures(row: Row, measured: list[Measured]) -> list[dict[str, float]]:
         (base,) = (other for other in measured if other.megabits == one.megabits and other.round_trip_ms == 0)
         seconds = one.round_trip_ms / 1000
         tokens_per_second = statistics.median(one.tokens_per_second)
-        rows.append({
-            "megabits": one.megabits,
-            "round_trip_ms": one.round_trip_ms,
-            "tokens_per_second": tokens_per_second,
-            "share": tokens_per_second / statistics.median(base.tokens_per_second),
-            "swarm_share": row.share(one.megabits, seconds),
-            "swarm_best_share": SWARM_BEST.share(one.megabits, seconds),
-            "share_of_limit": tokens_per_second / (SAMPLES * TOKENS * row.limit(one.megabits)),
-            "share_of_line": statistics.median(one.share_of_line),
-        })  # fmt: skip
+        rows.append(
+            {
+                "megabits": one.megabits,
+                "round_trip_ms": one.round_trip_ms,
+                "tokens_per_second": tokens_per_second,
+                "share": tokens_per_second / statistics.median(base.tokens_per_second),
+                "swarm_share": row.share(one.megabits, seconds),
+                "swarm_best_share": SWARM_BEST.share(one.megabits, seconds),
+                "share_of_limit": tokens_per_second / (SAMPLES * TOKENS * row.limit(one.megabits)),
+                "share_of_line": statistics.median(one.share_of_line),
+            }
+        )
     return rows
 
 
@@ -179,20 +181,23 @@ def _config(options: Options, name: RowName) -> RunConfig:
     return RunConfig(
         run=f"bench-wan-{name}",
         model=ModelConfig(
-            num_layers=2, d_model=max(1, round(channels / Narrow.WIDTH)) * Narrow.WIDTH, num_heads=4, d_ff=32,
+            num_layers=2,
+            d_model=max(1, round(channels / Narrow.WIDTH)) * Narrow.WIDTH,
+            num_heads=4,
+            d_ff=32,
             custom_class="scripts.benches.sides.paced_stage:Narrow",
         ),
         stages=StagesConfig(num_stages=2),
-        data=DataConfig(
-            dataset=options.dataset, sequence_length=TOKENS, microbatch_size=SAMPLES, max_tokens=4_000_000
-        ),
+        data=DataConfig(dataset=options.dataset, sequence_length=TOKENS, microbatch_size=SAMPLES, max_tokens=4_000_000),
         rounds=RoundsConfig(
-            setting="diloco", inner_batch_samples=64 * SAMPLES, round_samples=NEVER * SAMPLES,
+            setting="diloco",
+            inner_batch_samples=64 * SAMPLES,
+            round_samples=NEVER * SAMPLES,
             # Peers are to compute all the time: what is measured is the lines, and not what is learnt.
             max_staleness=1,
         ),
         wire=WireConfig(dtype="bf16"),
-    )  # fmt: skip
+    )
 
 
 def _measure_row(options: Options, name: RowName) -> list[Measured]:

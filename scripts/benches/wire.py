@@ -103,17 +103,22 @@ def run_config(name: str, seed: int, options: Options) -> RunConfig:
     values = {
         "run": "bench-wire",
         "model": {
-            "num_layers": 3, "d_model": options.d_model, "num_heads": 4,
+            "num_layers": 3,
+            "d_model": options.d_model,
+            "num_heads": 4,
             "bottleneck_dim": options.d_model // NARROWER if arm.is_narrow else 0,
         },
         "stages": {"num_stages": 3},
         "data": {"dataset": options.dataset, "seed": seed, "sequence_length": 64, "microbatch_size": 8},
         "rounds": {"setting": "synchronous", "round_samples": 8},
         "optimizer": {
-            "learning_rate": 3e-3, "schedule": "cosine", "total_samples": samples, "warmup_samples": samples // 20,
+            "learning_rate": 3e-3,
+            "schedule": "cosine",
+            "total_samples": samples,
+            "warmup_samples": samples // 20,
         },
         "wire": {"dtype": arm.dtype},
-    }  # fmt: skip
+    }
     return configs.from_dict(values, source="the wire bench")
 
 

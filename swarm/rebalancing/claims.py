@@ -18,9 +18,12 @@ def comes_before(one: ClaimRecord, other: ClaimRecord) -> bool:
 
 
 def layout_of(
-    records: Mapping[int, Sequence[PeerRecord]], claims: Iterable[ClaimRecord], costs: Sequence[float], *,
+    records: Mapping[int, Sequence[PeerRecord]],
+    claims: Iterable[ClaimRecord],
+    costs: Sequence[float],
+    *,
     own: ClaimRecord | None = None,
-) -> Layout:  # fmt: skip
+) -> Layout:
     """All peers where they count.
 
     Args:
@@ -43,9 +46,7 @@ def layout_of(
     }
     workers = [_worker(record, counted.pop(peer_id, None), costs) for peer_id, record in latest.items()]
     # Of a newcomer there is no record yet.
-    newcomers = [
-        Worker(peer_id=PeerId(claim.peer_id), stage=claim.stage, serving=False) for claim in counted.values()
-    ]  # fmt: skip
+    newcomers = [Worker(peer_id=PeerId(claim.peer_id), stage=claim.stage, serving=False) for claim in counted.values()]
     return Layout([*(worker for worker in workers if worker is not None), *newcomers], costs)
 
 

@@ -55,9 +55,14 @@ def next_check_seconds(rng: random.Random, period_seconds: float) -> float:
 
 
 def decide(
-    layout: Layout, own_id: PeerId, policy: Policy = DEFAULT, *, own_rates: Mapping[int, float] | None = None,
-    closed: Collection[int] = (), waited: bool = False,
-) -> int | None:  # fmt: skip
+    layout: Layout,
+    own_id: PeerId,
+    policy: Policy = DEFAULT,
+    *,
+    own_rates: Mapping[int, float] | None = None,
+    closed: Collection[int] = (),
+    waited: bool = False,
+) -> int | None:
     """The stage that a peer should move to; None if it should stay where it is.
 
     Args:

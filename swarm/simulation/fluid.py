@@ -35,9 +35,10 @@ class Kept:
     def since(self, earlier: "Kept") -> "Kept":
         """What came after `earlier`."""
         return Kept(
-            done=self.done - earlier.done, best=self.best - earlier.best,
+            done=self.done - earlier.done,
+            best=self.best - earlier.best,
             best_of_present=self.best_of_present - earlier.best_of_present,
-        )  # fmt: skip
+        )
 
 
 @dataclass(eq=False)

@@ -38,9 +38,15 @@ class SimulatedPeer:
     """One machine while it lives; when it comes back it is another one of these."""
 
     def __init__(
-        self, machine: Machine, timeline: Timeline, rng: random.Random, *, num_samples: int, max_in_flight: int,
+        self,
+        machine: Machine,
+        timeline: Timeline,
+        rng: random.Random,
+        *,
+        num_samples: int,
+        max_in_flight: int,
         largest_in_flight: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.machine = machine
         self.is_gone = False
         self.num_refused = 0
@@ -74,10 +80,14 @@ class SimulatedPeer:
         """What it announces now."""
         seconds = self._seconds_per_sample.value
         return PeerRecord(
-            peer_id=self.peer_id, announced_at=self._timeline.time(), stage=self.machine.stage,
-            endpoint=self._endpoint, state=PeerState.SERVING, queue_length=self.queue_length,
+            peer_id=self.peer_id,
+            announced_at=self._timeline.time(),
+            stage=self.machine.stage,
+            endpoint=self._endpoint,
+            state=PeerState.SERVING,
+            queue_length=self.queue_length,
             samples_per_second=1.0 / seconds if seconds else 0.0,
-        )  # fmt: skip
+        )
 
     # -- slots -------------------------------------------------------------------------------------------------------
 

@@ -46,9 +46,16 @@ class SimulatedPipeline:
     """
 
     def __init__(
-        self, timeline: Timeline, rng: random.Random, *, num_stages: int, num_samples: int, max_in_flight: int,
-        largest_in_flight: int = 0, make_view: Callable[[Machine], View] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        timeline: Timeline,
+        rng: random.Random,
+        *,
+        num_stages: int,
+        num_samples: int,
+        max_in_flight: int,
+        largest_in_flight: int = 0,
+        make_view: Callable[[Machine], View] | None = None,
+    ) -> None:
         self.timeline = timeline
         self.num_stages = num_stages
         self.num_samples = num_samples
@@ -68,9 +75,13 @@ class SimulatedPipeline:
     def start(self, machine: Machine) -> None:
         """A peer begins to serve."""
         self.peers[machine.peer_id] = SimulatedPeer(
-            machine, self.timeline, self._rng, num_samples=self.num_samples, max_in_flight=self._max_in_flight,
+            machine,
+            self.timeline,
+            self._rng,
+            num_samples=self.num_samples,
+            max_in_flight=self._max_in_flight,
             largest_in_flight=self._largest_in_flight,
-        )  # fmt: skip
+        )
         self._hops[machine.peer_id] = {}
         if self._make_view is not None and machine.stage + 1 < self.num_stages:
             self._views[machine.peer_id] = view = self._make_view(machine)
@@ -117,9 +128,13 @@ class _Hop:
     """One microbatch on its way to one stage and back."""
 
     def __init__(
-        self, pipeline: SimulatedPipeline, view: View, stage: int, origin: SimulatedPeer | None,
+        self,
+        pipeline: SimulatedPipeline,
+        view: View,
+        stage: int,
+        origin: SimulatedPeer | None,
         then: Callable[["_Hop"], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.num_busy = 0
         self._pipeline = pipeline
         self._timeline = pipeline.timeline
@@ -255,9 +270,11 @@ class _Hop:
         self._view.chooser.succeeded(
             peer_id,
             Answer(
-                num_samples=self._pipeline.num_samples, busy_seconds=self._busy_seconds, queue_length=queue_length,
+                num_samples=self._pipeline.num_samples,
+                busy_seconds=self._busy_seconds,
+                queue_length=queue_length,
                 link_seconds=2 * self._one_way,
                 call_seconds=self._timeline.monotonic() - self._sent_at - self._downstream_seconds,
             ),
-        )  # fmt: skip
+        )
         self._then(self)

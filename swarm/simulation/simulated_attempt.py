@@ -39,9 +39,17 @@ class SimulatedAttempt:
     """A leader's way from Begin to Commit or Abort, as in averaging/leader."""
 
     def __init__(
-        self, network: Network[Any], leader: SimulatedParticipant, ballot: Ballot, members: Collection[PeerId], *,
-        is_complete: IsComplete, payload_bytes: int, ended: Callable[[], object], failed: Callable[[Failure], object],
-    ) -> None:  # fmt: skip
+        self,
+        network: Network[Any],
+        leader: SimulatedParticipant,
+        ballot: Ballot,
+        members: Collection[PeerId],
+        *,
+        is_complete: IsComplete,
+        payload_bytes: int,
+        ended: Callable[[], object],
+        failed: Callable[[Failure], object],
+    ) -> None:
         self._network = network
         self._leader = leader
         self._standing = standing = leader.standing
@@ -71,19 +79,28 @@ class SimulatedAttempt:
         shares = divide(
             [
                 Offer(
-                    peer_id=peer_id, num_samples=reply.num_samples, round_samples=reply.num_samples, norm=1.0,
+                    peer_id=peer_id,
+                    num_samples=reply.num_samples,
+                    round_samples=reply.num_samples,
+                    norm=1.0,
                     bytes_per_second=reply.bytes_per_second,
                 )
                 for peer_id, reply in sorted(replies.items())
             ],
-            num_elements=self._payload_bytes, tile=1, clip_to_median=0.0,
-        )  # fmt: skip
+            num_elements=self._payload_bytes,
+            tile=1,
+            clip_to_median=0.0,
+        )
         seconds = exchange_seconds(shares, {p: reply.bytes_per_second for p, reply in replies.items()})
         exchange = SimulatedExchange(self._network.timeline, self._standing, self._ballot, shares, seconds)
         _Broadcast(
-            self._network, self._leader, replies.keys(),
-            lambda member, answer: member.join(self._ballot, exchange, answer), self._when_averaged, needs_all=True,
-        )  # fmt: skip
+            self._network,
+            self._leader,
+            replies.keys(),
+            lambda member, answer: member.join(self._ballot, exchange, answer),
+            self._when_averaged,
+            needs_all=True,
+        )
 
     def _when_averaged(self, replies: dict[PeerId, pb.Prepared | None], silent: Collection[PeerId]) -> None:
         prepared = next(iter(replies.values()), None)
@@ -95,9 +112,10 @@ class SimulatedAttempt:
     def _commit(self, prepared: pb.Prepared, holders: Collection[PeerId]) -> None:
         outcome = pb.Outcome(round=self._standing.round, prepared=prepared)
         after = Standing(
-            run_samples=self._standing.run_samples + prepared.num_samples, round=self._standing.round + 1,
+            run_samples=self._standing.run_samples + prepared.num_samples,
+            round=self._standing.round + 1,
             lineage=messages.lineage_after(self._standing.lineage, outcome),
-        )  # fmt: skip
+        )
 
         def commit(member: SimulatedParticipant, answer: Callable[[bool], object]) -> None:
             member.commit(self._standing.round, prepared, after)
@@ -107,7 +125,7 @@ class SimulatedAttempt:
 
     def _fail(
         self, silent: Collection[PeerId], refusals: Mapping[PeerId, pb.Refusal] | None = None, *, void: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         def abort(member: SimulatedParticipant, answer: Callable[[bool], object]) -> None:
             member.abort(self._standing.round, self._ballot, void=void)
             answer(True)
@@ -122,10 +140,15 @@ class _Broadcast:
     """One call to many, as in averaging/broadcast: members that are silent are not waited for."""
 
     def __init__(
-        self, network: Network[Any], leader: SimulatedParticipant, peers: Collection[PeerId],
+        self,
+        network: Network[Any],
+        leader: SimulatedParticipant,
+        peers: Collection[PeerId],
         call: Callable[[SimulatedParticipant, Callable[[Any], object]], object],
-        then: Callable[[dict[PeerId, Any], Collection[PeerId]], object], *, needs_all: bool = False,
-    ) -> None:  # fmt: skip
+        then: Callable[[dict[PeerId, Any], Collection[PeerId]], object],
+        *,
+        needs_all: bool = False,
+    ) -> None:
         """
         Args:
             needs_all: once a member is silent, or an answer is None, the others get only a moment more.

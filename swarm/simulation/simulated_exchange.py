@@ -51,9 +51,11 @@ class SimulatedExchange:
             return
         self.is_over = True
         prepared = pb.Prepared(
-            ballot=messages.pack_ballot(self._ballot), digest=self.shares.digest,
-            member_ids=[share.peer_id for share in self.shares.members], num_samples=self.shares.round_samples,
-        )  # fmt: skip
+            ballot=messages.pack_ballot(self._ballot),
+            digest=self.shares.digest,
+            member_ids=[share.peer_id for share in self.shares.members],
+            num_samples=self.shares.round_samples,
+        )
         for then in self._joined:
             then(prepared)
 

@@ -95,9 +95,11 @@ class SimulatedMember(SimulatedParticipant):
             return
         prepared = self.group.prepared
         request = pb.ReportRequest(
-            sender=self._contact, standing=messages.pack_standing(self.standing), num_samples=self.num_samples,
+            sender=self._contact,
+            standing=messages.pack_standing(self.standing),
+            num_samples=self.num_samples,
             prepared=messages.pack_ballot(prepared.ballot if prepared else None),
-        )  # fmt: skip
+        )
         active = self.group.active
         self._under_way.add(peer_id)
 
@@ -194,10 +196,15 @@ class SimulatedMember(SimulatedParticipant):
         self.leads = Ballot(number, self.peer_id)
         self._rounds.attempted()
         SimulatedAttempt(
-            self._network, self, self.leads, present, is_complete=self._rounds.is_complete,
-            payload_bytes=self._rounds.setting.payload_bytes, ended=partial(self._attempt_ended, self.standing),
+            self._network,
+            self,
+            self.leads,
+            present,
+            is_complete=self._rounds.is_complete,
+            payload_bytes=self._rounds.setting.payload_bytes,
+            ended=partial(self._attempt_ended, self.standing),
             failed=partial(self._attempt_failed, self.standing.round),
-        )  # fmt: skip
+        )
 
     def _attempt_failed(self, round_number: int, failure: Failure) -> None:
         self.leads = None

@@ -67,9 +67,15 @@ class SimulatedParticipant:
     """One member, as leaders see it."""
 
     def __init__(
-        self, network: "Network[Any]", host: Host, *, standing: Standing, last_members: Collection[str], quorum: Quorum,
+        self,
+        network: "Network[Any]",
+        host: Host,
+        *,
+        standing: Standing,
+        last_members: Collection[str],
+        quorum: Quorum,
         committed: Callable[[Standing, Collection[str]], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             last_members: the members of the round before `standing`.
@@ -77,16 +83,23 @@ class SimulatedParticipant:
         """
         self.host = host
         self.record = PeerRecord(
-            peer_id=host.peer_id, announced_at=network.timeline.time(), stage=0, endpoint="simulated:1",
+            peer_id=host.peer_id,
+            announced_at=network.timeline.time(),
+            stage=0,
+            endpoint="simulated:1",
             state=PeerState.SERVING,
-        )  # fmt: skip
+        )
         self.standing = standing
         self.last_members = last_members
         self.group = Group(standing.round)
         self.roster = Roster(
-            own=self.record, directory=lambda: tuple(network.records.values()), clock=network.timeline, timing=TIMING,
-            branches_yield=quorum == "available", round_microbatches=None,
-        )  # fmt: skip
+            own=self.record,
+            directory=lambda: tuple(network.records.values()),
+            clock=network.timeline,
+            timing=TIMING,
+            branches_yield=quorum == "available",
+            round_microbatches=None,
+        )
         self.is_gone = False
         self.is_catching_up = False
         self._clock = network.timeline
@@ -115,9 +128,11 @@ class SimulatedParticipant:
     def has_quorum(self, present: Collection[str]) -> bool:
         """Whether the members that are present may commit the round that this member is at."""
         return has_quorum(
-            self._quorum, present, last_members=self.last_members,
+            self._quorum,
+            present,
+            last_members=self.last_members,
             announced=lambda: {self.peer_id, *self.roster.contacts.serving()},
-        )  # fmt: skip
+        )
 
     def begin(self, standing: Standing, ballot: Ballot) -> pb.BeginReply:
         """Promise an attempt."""
@@ -129,9 +144,11 @@ class SimulatedParticipant:
             return pb.BeginReply(refusal=self._refusal())
         self.end_exchange()
         return pb.BeginReply(
-            num_samples=self.num_samples, prepared=self._prepared if self.group.prepared else None,
-            since=messages.pack_ballot(self.group.since), bytes_per_second=self.host.bytes_per_second,
-        )  # fmt: skip
+            num_samples=self.num_samples,
+            prepared=self._prepared if self.group.prepared else None,
+            since=messages.pack_ballot(self.group.since),
+            bytes_per_second=self.host.bytes_per_second,
+        )
 
     def join(self, ballot: Ballot, exchange: SimulatedExchange, answer: Callable[[pb.Prepared | None], object]) -> None:
         """Take part in an exchange; what comes of it is answered when it is over."""

@@ -31,9 +31,14 @@ def _begin(number: int, lineage: str, attempt: int = 1) -> dict[str, Any]:
 
 def _commit(number: int, parent: str, lineage: str, at: float, *members: str) -> dict[str, Any]:
     return {
-        "event": "commit", "round": number, "parent": parent, "lineage": lineage, "monotonic": at, "samples": 8,
+        "event": "commit",
+        "round": number,
+        "parent": parent,
+        "lineage": lineage,
+        "monotonic": at,
+        "samples": 8,
         "members": members or ("a", "b"),
-    }  # fmt: skip
+    }
 
 
 def test_the_rounds_of_abandoned_branches_are_left_out() -> None:
@@ -41,8 +46,10 @@ def test_the_rounds_of_abandoned_branches_are_left_out() -> None:
     other = [_begin(0, "0", 2), _commit(0, "0", "1", 10.5), _commit(1, "1", "lost", 19.0, "b")]
     chain = figures.chain([one, other])
     assert [(c.round, c.lineage, c.at, c.num_members, c.attempts) for c in chain] == [
-        (0, "1", 10.0, 2, 2), (1, "2", 20.0, 2, 0), (2, "3", 30.0, 2, 0)
-    ]  # fmt: skip
+        (0, "1", 10.0, 2, 2),
+        (1, "2", 20.0, 2, 0),
+        (2, "3", 30.0, 2, 0),
+    ]
 
 
 def test_the_rounds_before_a_checkpoint_that_was_gone_back_to_count() -> None:
@@ -79,8 +86,13 @@ def test_throughput_falls_by_a_stall_at_a_windows_end() -> None:
 
 
 PASSES = {
-    **figures.GOALS, "duplicates": 0, "violations": [], "trainer_exits": 0, "missing": 0, "goes_on": True,
-}  # fmt: skip
+    **figures.GOALS,
+    "duplicates": 0,
+    "violations": [],
+    "trainer_exits": 0,
+    "missing": 0,
+    "goes_on": True,
+}
 
 
 def test_a_swarm_that_has_stopped_for_good_does_not_pass() -> None:
@@ -136,9 +148,13 @@ def cast(tmp_path: Path) -> Iterator[Cast]:
     (tmp_path / "disk").mkdir()
     with Throttle(1e9) as throttle:
         cast = Cast(
-            folder=tmp_path, config=tmp_path / "run.toml", children=Supervisor(tmp_path / "logs"), throttle=throttle,
-            checkpoint_every=1, disk=tmp_path / "disk",
-        )  # fmt: skip
+            folder=tmp_path,
+            config=tmp_path / "run.toml",
+            children=Supervisor(tmp_path / "logs"),
+            throttle=throttle,
+            checkpoint_every=1,
+            disk=tmp_path / "disk",
+        )
         cast.add(stages=2, peers_per_stage=2, trainers=1)
         yield cast
 

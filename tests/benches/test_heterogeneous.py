@@ -100,12 +100,16 @@ def router(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> R
         0,
         [
             PeerRecord(
-                peer_id=f"{number:040x}", announced_at=0.0, stage=0, endpoint="host:1", state=PeerState.SERVING,
+                peer_id=f"{number:040x}",
+                announced_at=0.0,
+                stage=0,
+                endpoint="host:1",
+                state=PeerState.SERVING,
                 samples_per_second=100.0 if number == 0 else 1.0,
             )
             for number in range(3)
         ],
-    )  # fmt: skip
+    )
     return router
 
 

@@ -40,9 +40,13 @@ def _config(setting: str = "synchronous", num_kv_heads: int = 0) -> RunConfig:
 def _backend(config: RunConfig) -> StageBackend:
     module = build_stage(config, 1, device="cpu")
     return StageBackend(
-        config=config, stage=1, module=module, weights=weights_of(config, module, lineage=""),
-        staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
-    )  # fmt: skip
+        config=config,
+        stage=1,
+        module=module,
+        weights=weights_of(config, module, lineage=""),
+        staging=Staging(),
+        budget=GraphBudget(limit_bytes=1 << 30),
+    )
 
 
 def _train(backend: StageBackend, config: RunConfig) -> None:

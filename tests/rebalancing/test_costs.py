@@ -11,9 +11,10 @@ from swarm.rebalancing.costs import stage_costs
 
 def _config(**model: object) -> RunConfig:
     return dataclasses.replace(
-        RunConfig(), model=ModelConfig(**{"num_layers": 6, "d_model": 64, **model}),  # type: ignore[arg-type]
+        RunConfig(),
+        model=ModelConfig(**{"num_layers": 6, "d_model": 64, **model}),  # type: ignore[arg-type]
         stages=StagesConfig(num_stages=3),
-    )  # fmt: skip
+    )
 
 
 def test_the_mean_is_one_and_the_head_costs() -> None:
@@ -40,8 +41,11 @@ def test_multiplications_are_those_of_the_matrices(bottleneck_dim: int) -> None:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=1))
     costs = stage_costs(config)
     matrices = [
-        sum(p.numel() for name, p in build_stage(config, stage, device="meta").named_parameters()
-            if p.ndim == 2 and not name.startswith("embedding"))
+        sum(
+            p.numel()
+            for name, p in build_stage(config, stage, device="meta").named_parameters()
+            if p.ndim == 2 and not name.startswith("embedding")
+        )
         for stage in (1, 2)
-    ]  # fmt: skip
+    ]
     assert costs[2] / costs[1] == pytest.approx(matrices[1] / matrices[0], rel=0.02)

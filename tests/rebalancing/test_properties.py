@@ -120,11 +120,13 @@ def _any_layout(rng: random.Random) -> Layout:
     num_stages = rng.randint(2, 5)
     workers = [
         Worker(
-            peer_id=PeerId(str(number)), stage=rng.randrange(num_stages), movable=True,
+            peer_id=PeerId(str(number)),
+            stage=rng.randrange(num_stages),
+            movable=True,
             speed=rng.choice([1.0, rng.uniform(1, 3), rng.uniform(0.05, 20)]),
         )
         for number in range(rng.randint(2, 25))
-    ]  # fmt: skip
+    ]
     return Layout(workers, [rng.uniform(0.2, 3) for _ in range(num_stages)])
 
 

@@ -16,9 +16,13 @@ from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId
 
 CALM = Setting(
-    num_members=5, quorum="available", lifetime_seconds=float("inf"), round_seconds=60.0, payload_bytes=32_000_000,
+    num_members=5,
+    quorum="available",
+    lifetime_seconds=float("inf"),
+    round_seconds=60.0,
+    payload_bytes=32_000_000,
     bytes_per_second=12.5e6,
-)  # fmt: skip
+)
 
 
 def build(**changes: object) -> SimulatedStage:

@@ -118,10 +118,15 @@ def run(options: Options) -> dict[str, Any]:
         write_config(config, folder / "run.toml")
         (folder / "checkpoints").mkdir()
         cast = Cast(
-            folder=folder, config=folder / "run.toml", children=children, throttle=throttle,
-            environment={PACE: str(SECONDS_PER_SAMPLE)}, disk=disk or folder / "checkpoints",
-            checkpoint_every=1 if options.setting == "synchronous" else 5, allow_class=config.model.custom_class,
-        )  # fmt: skip
+            folder=folder,
+            config=folder / "run.toml",
+            children=children,
+            throttle=throttle,
+            environment={PACE: str(SECONDS_PER_SAMPLE)},
+            disk=disk or folder / "checkpoints",
+            checkpoint_every=1 if options.setting == "synchronous" else 5,
+            allow_class=config.model.custom_class,
+        )
         cast.add(options.stages, options.peers_per_stage, options.trainers)
         say(f"{options.stages} x {options.peers_per_stage} peers and {options.trainers} trainers start")
         cast.begin()
@@ -161,20 +166,24 @@ def _config(options: Options) -> RunConfig:
     return RunConfig(
         run=f"chaos-{options.setting}",
         model=ModelConfig(
-            num_layers=options.stages, d_model=32, num_heads=2,
+            num_layers=options.stages,
+            d_model=32,
+            num_heads=2,
             custom_class="scripts.benches.sides.paced_stage:PacedTransformer",
         ),
         stages=StagesConfig(num_stages=options.stages),
         data=DataConfig(dataset=options.dataset, sequence_length=32, microbatch_size=4, max_tokens=1_000_000),
         rounds=RoundsConfig(
-            setting=options.setting, round_samples=round_samples, inner_batch_samples=8,
+            setting=options.setting,
+            round_samples=round_samples,
+            inner_batch_samples=8,
             # Peers are to compute all the time: what is measured is what faults cost, and not what is learnt.
             max_staleness=3,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-3),
         outer=OuterConfig(learning_rate=0.7, momentum=0.0 if synchronous else 0.6),
         averaging=AveragingConfig(codec="fp32" if synchronous else "int8"),
-    )  # fmt: skip
+    )
 
 
 def _wait(cast: Cast, seconds: float) -> tuple[float, float]:

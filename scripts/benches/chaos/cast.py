@@ -288,9 +288,14 @@ def _usage(role: Role, now: float) -> Usage | None:
     if "VmRSS" not in status:
         return None
     return Usage(
-        at=now, name=role.name, pid=role.child.pid, resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
-        num_descriptors=num_descriptors, num_threads=int(status["Threads"]), num_tasks=num_tasks,
-    )  # fmt: skip
+        at=now,
+        name=role.name,
+        pid=role.child.pid,
+        resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
+        num_descriptors=num_descriptors,
+        num_threads=int(status["Threads"]),
+        num_tasks=num_tasks,
+    )
 
 
 def _free_ports(count: int) -> list[int]:

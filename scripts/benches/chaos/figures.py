@@ -51,9 +51,14 @@ class Committed:
 
 
 def of(
-    cast: Cast, setting: str, *, calm: Sequence[Window], storm: Sequence[Window], struck: Sequence[Struck],
+    cast: Cast,
+    setting: str,
+    *,
+    calm: Sequence[Window],
+    storm: Sequence[Window],
+    struck: Sequence[Struck],
     bound: float,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """All figures.
 
     Args:
@@ -201,10 +206,14 @@ def chain(peers: Iterable[Sequence[Mapping[str, Any]]]) -> list[Committed]:
     for lineage, same in commits.items():
         first = min(same, key=lambda event: event["monotonic"])
         rounds[lineage] = Committed(
-            round=first["round"], parent=first["parent"], lineage=lineage, at=first["monotonic"],
-            samples=first["samples"], num_members=len(first["members"]),
+            round=first["round"],
+            parent=first["parent"],
+            lineage=lineage,
+            at=first["monotonic"],
+            samples=first["samples"],
+            num_members=len(first["members"]),
             attempts=len(begun.get((first["round"], first["parent"]), ())),
-        )  # fmt: skip
+        )
     found: list[Committed] = []
     newest = max(rounds.values(), key=lambda one: (one.round, one.at), default=None)
     while newest is not None:
@@ -264,9 +273,11 @@ def _slowest(chains: Mapping[int, Sequence[Committed]], windows: Sequence[Window
 
 
 def _recoveries(
-    cast: Cast, events: Mapping[str, Sequence[Mapping[str, Any]]], chains: Mapping[int, Sequence[Committed]],
+    cast: Cast,
+    events: Mapping[str, Sequence[Mapping[str, Any]]],
+    chains: Mapping[int, Sequence[Committed]],
     struck: Sequence[Struck],
-) -> tuple[list[float], list[float]]:  # fmt: skip
+) -> tuple[list[float], list[float]]:
     """Seconds from each kill of a peer to its stage's next commit, and to the next one that it took part in itself."""
     to_commit, to_return = [], []
     by_name = {role.name: role for role in cast.roles}

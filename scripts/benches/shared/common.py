@@ -238,9 +238,14 @@ class SwarmProcesses:
         """Wait until a peer serves. Raises as `start_peers` does."""
         ready = wait_for_json(self.ready_file(child.name), self.children)
         record = PeerRecord(
-            peer_id=ready["peer_id"], name=child.name[:64], announced_at=ready["time"], stage=stage,
-            endpoint=ready["endpoint"], certificate_pem=ready["certificate_pem"], state=PeerState.SERVING,
-        )  # fmt: skip
+            peer_id=ready["peer_id"],
+            name=child.name[:64],
+            announced_at=ready["time"],
+            stage=stage,
+            endpoint=ready["endpoint"],
+            certificate_pem=ready["certificate_pem"],
+            state=PeerState.SERVING,
+        )
         return ServingPeer(child=child, record=record, dht_address=ready["dht_addresses"][0])
 
 

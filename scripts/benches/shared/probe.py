@@ -101,9 +101,13 @@ def longest_gap(watched: Sequence[Watched]) -> float:
 
 
 async def watch(
-    swarm: SwarmProcesses, peers: Sequence[ServingPeer] = (), *, warm_up_seconds: float, seconds: float,
+    swarm: SwarmProcesses,
+    peers: Sequence[ServingPeer] = (),
+    *,
+    warm_up_seconds: float,
+    seconds: float,
     check: Callable[[], object] | None = None,
-) -> list[Watched]:  # fmt: skip
+) -> list[Watched]:
     """Wait until microbatches are committed, then for the warm-up, and then watch; gives what was seen of each peer.
 
     Args:
@@ -125,10 +129,12 @@ async def watch(
         while (left := warm_at - time.monotonic()) > 0:
             await asyncio.sleep(min(left, POLL_SECONDS))
             check()
-        watched = await asyncio.gather(*(
-            _poll(run_id, channel, peer.record.stage, lines.links[peer.child.name] if lines else None, seconds)
-            for channel, peer in zip(channels, peers, strict=True)
-        ))  # fmt: skip
+        watched = await asyncio.gather(
+            *(
+                _poll(run_id, channel, peer.record.stage, lines.links[peer.child.name] if lines else None, seconds)
+                for channel, peer in zip(channels, peers, strict=True)
+            )
+        )
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
     check()

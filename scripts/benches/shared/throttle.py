@@ -182,9 +182,7 @@ class Throttle:
         self._servers.append(await asyncio.start_server(connected, sock=listener, limit=CHUNK_BYTES))
         return link
 
-    async def _connect(
-        self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:  # fmt: skip
+    async def _connect(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass on one connection from a process until either end closes it."""
         writers = [writer]
         try:
@@ -206,9 +204,11 @@ class Throttle:
                 one.close()
 
     async def _pipe(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
         ends: Callable[[], tuple[Link | None, Link | None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Pass one direction on until its end of file. Raises OSError when either side fails."""
         time = asyncio.get_running_loop().time
         delayed = DelayLine(writer, asyncio.get_running_loop())

@@ -150,17 +150,25 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
     record = PeerRecord(
-        peer_id=identity.peer_id, stage=0, endpoint=f"127.0.0.1:{port}", state=PeerState.SERVING, announced_at=0.0,
+        peer_id=identity.peer_id,
+        stage=0,
+        endpoint=f"127.0.0.1:{port}",
+        state=PeerState.SERVING,
+        announced_at=0.0,
         certificate_pem=identity.certificate_pem,
-    )  # fmt: skip
+    )
     module = build_stage(config, 0, device="cpu")
     steps = Times()
     weights = weights_of(config, module, lineage="")
     times = RoundTimes(weights, steps)
     backend = StageBackend(
-        config=config, stage=0, module=module, weights=weights, staging=Staging(),
+        config=config,
+        stage=0,
+        module=module,
+        weights=weights,
+        staging=Staging(),
         budget=GraphBudget(limit_bytes=1 << 40),
-    )  # fmt: skip
+    )
     runtime, longest, lag = Runtime(queue_capacity=64), [0.0], LoopLag(clock)
     runtime.start()
     (folder / f"{number}.record.tmp").write_text(record.model_dump_json(), encoding="utf-8")
@@ -206,15 +214,18 @@ async def main(folder: Path, number: int, num_rounds: int) -> None:
         write_json(
             folder / f"{number}.json",
             {
-                "parameters": weights.num_elements, "digests": digests, "attempts": max(attempts),
+                "parameters": weights.num_elements,
+                "digests": digests,
+                "attempts": max(attempts),
                 "round_seconds": statistics.median(round_seconds[1:]),
                 "close_cpu_seconds": statistics.median(times.closings.cpu[1:]),
                 "commit_cpu_seconds": statistics.median(times.commits.cpu[1:]),
                 "commit_beyond_step_cpu_seconds": statistics.median(times.beyond_steps.cpu[1:]),
                 "commit_beyond_step_seconds": statistics.median(times.beyond_steps.wall[1:]),
-                "loop_held_seconds": longest[0], "loop_lag_seconds": lag.seconds,
+                "loop_held_seconds": longest[0],
+                "loop_lag_seconds": lag.seconds,
             },
-        )  # fmt: skip
+        )
         await _all_there(folder, "json")
         for task in background:
             task.cancel()

@@ -77,9 +77,7 @@ class Intruder:
         await answer
 
     async def _open(self) -> Any:
-        opening = pb.Open(
-            address=self._address, microbatch=self._random.randrange(1 << 40), num_samples=self._samples
-        )  # fmt: skip
+        opening = pb.Open(address=self._address, microbatch=self._random.randrange(1 << 40), num_samples=self._samples)
         call: Any = self._channel.stream_stream(TRAIN)()
         await call.write(pb.TrainRequest(open=opening).SerializeToString())
         return call

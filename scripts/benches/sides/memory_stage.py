@@ -12,9 +12,7 @@ import asyncio
 import itertools
 import sys
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import grpc
 import torch
@@ -25,26 +23,20 @@ from peers.shared import process
 from scripts.benches.shared.common import write_json
 from scripts.benches.shared.proc import forget_peak, peak_bytes, resident_bytes
 from scripts.benches.sides.diloco.driven_swarm import TIMING
+from scripts.benches.sides.memory_neighbours import HeldTransport, NextStage
 from swarm import config as configs
 from swarm.averaging.averager import Averager
 from swarm.averaging.context import Context
-from swarm.averaging.reduction import Payload
 from swarm.averaging.servicer import AveragingServicer
-from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
-from swarm.compression.codec import Buffer
 from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials.identity import generate
-from swarm.hop.answers import HopListener, HopReply, Tensors
-from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock
 from swarm.model.stages import build_stage
 from swarm.rpc import tls
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
-from swarm.rpc.stream import Stream
-from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.rpc.v1.averaging_pb2_grpc import add_AveragingServiceServicer_to_server
 from swarm.stage.backend import StageBackend
-from swarm.stage.boundary import GRADIENT, HIDDEN, TOKENS, request_specs
+from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 from swarm.stage.context import StageContext, StageLimits
 from swarm.stage.graphs import GraphBudget
 from swarm.stage.member import StageMember
@@ -53,7 +45,7 @@ from swarm.stage.settings import weights_of
 from swarm.stage.stage import stage_of
 from swarm.stage.staging import Staging
 from swarm.training.microbatch import Microbatch
-from swarm.types import PeerId, PeerRecord, PeerState
+from swarm.types import PeerRecord, PeerState
 
 STAGE = 1
 MEMBERS = 2
@@ -64,81 +56,20 @@ SETTLE_SECONDS = 1.0
 """After a round: its calls end a little later than the round does."""
 
 
-class Answer(HopReply):
-    """A call that no caller waits for."""
-
-    async def ack(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class NextStage(Hop):
-    """The next stage's place: answers when it is let, first come, first served, with random gradients."""
-
-    def __init__(self) -> None:
-        self.stage = STAGE + 1
-        self.num_waiting = 0
-        self._passes = asyncio.Semaphore(0)
-
-    @property
-    def is_held_up(self) -> bool:
-        return False
-
-    def answer_one(self) -> None:
-        """Let the first one that waits have its gradient."""
-        self._passes.release()
-
-    async def train(
-        self, microbatch: Microbatch, tensors: Tensors, listener: HopListener, hints: Mapping[int, PeerId]
-    ) -> HopReply:
-        self.num_waiting += 1
-        try:
-            await self._passes.acquire()
-        finally:
-            self.num_waiting -= 1
-        gradient_BTD = 1e-3 * torch.randn_like(tensors[HIDDEN])
-        return Answer(
-            loss=0.0, num_tokens=0, tensors={GRADIENT: gradient_BTD}, route={}, num_reroutes=0, num_busy=0,
-            _call=Stream(None),
-        )  # fmt: skip
-
-
-class HeldTransport(GrpcTransport):
-    """To the other member, over a line that can be held; the other stages, asked for their barrier, are ready."""
-
-    def __init__(self, channels: ChannelPool) -> None:
-        super().__init__(channels)
-        self.line = asyncio.Event()
-
-    async def call(
-        self, peer: PeerRecord, method: Method[Request, Reply], request: Request, *, timeout_seconds: float
-    ) -> Reply:
-        if peer.stage != STAGE:
-            ready: Any = pb.BarrierReply(ready=True)
-            reply: Reply = ready
-            return reply
-        return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
-
-    async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
-        silence_seconds: float | None = None,
-    ) -> Payload:  # fmt: skip
-        await self.line.wait()
-        return await super().exchange(
-            peer, opening, part, reply_bytes=reply_bytes, timeout_seconds=timeout_seconds,
-            silence_seconds=silence_seconds,
-        )  # fmt: skip
-
-
 class Member:
     """One member, and what it is fed."""
 
     def __init__(
-        self, config: RunConfig, number: int, *, graph_bytes: int, num_in_flight: int, records: list[PeerRecord],
-        transport: HeldTransport, tasks: asyncio.TaskGroup,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        number: int,
+        *,
+        graph_bytes: int,
+        num_in_flight: int,
+        records: list[PeerRecord],
+        transport: HeldTransport,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         self._config = config
         self._number = number
         self._num_in_flight = num_in_flight
@@ -147,11 +78,15 @@ class Member:
         module = build_stage(config, STAGE, device="cpu")
         self._weights = weights_of(config, module, lineage="")
         backend = StageBackend(
-            config=config, stage=STAGE, module=module, weights=self._weights, staging=Staging(),
+            config=config,
+            stage=STAGE,
+            module=module,
+            weights=self._weights,
+            staging=Staging(),
             budget=GraphBudget(limit_bytes=graph_bytes),
-        )  # fmt: skip
+        )
         self.runtime = Runtime(queue_capacity=64)
-        self._next = NextStage()
+        self._next = NextStage(STAGE + 1)
         self._stage = stage_of(
             StageContext(
                 config=config,
@@ -265,18 +200,21 @@ def random_inputs(config: RunConfig) -> dict[str, torch.Tensor]:
 def warm_up() -> None:
     """Compute something, so that what torch loads for its first gradient is not the stage's."""
     config = RunConfig(
-        model=ModelConfig(num_layers=2, d_model=64, num_heads=2), stages=StagesConfig(num_stages=1),
+        model=ModelConfig(num_layers=2, d_model=64, num_heads=2),
+        stages=StagesConfig(num_stages=1),
         data=DataConfig(sequence_length=32, microbatch_size=2),
         rounds=RoundsConfig(setting="diloco", round_samples=2, inner_batch_samples=2),
-    )  # fmt: skip
+    )
     module = build_stage(config, 0, device="cpu")
     backend = StageBackend(
-        config=config, stage=0, module=module, weights=weights_of(config, module, lineage=""),
-        staging=Staging(), budget=GraphBudget(limit_bytes=1 << 30),
-    )  # fmt: skip
-    _, _, accumulated = backend.forward_loss(
-        0, 0, {TOKENS: torch.zeros(2, 33, dtype=torch.int32)}, accumulate=True
-    )  # fmt: skip
+        config=config,
+        stage=0,
+        module=module,
+        weights=weights_of(config, module, lineage=""),
+        staging=Staging(),
+        budget=GraphBudget(limit_bytes=1 << 30),
+    )
+    _, _, accumulated = backend.forward_loss(0, 0, {TOKENS: torch.zeros(2, 33, dtype=torch.int32)}, accumulate=True)
     assert accumulated is not None
     backend.settle(accumulated)
 
@@ -289,9 +227,13 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
     server = grpc.aio.server(options=SERVER_OPTIONS)
     port = bind_server(server, "127.0.0.1", 0, tls.server_credentials(identity))
     record = PeerRecord(
-        peer_id=identity.peer_id, stage=STAGE, endpoint=f"127.0.0.1:{port}", state=PeerState.SERVING, announced_at=0.0,
+        peer_id=identity.peer_id,
+        stage=STAGE,
+        endpoint=f"127.0.0.1:{port}",
+        state=PeerState.SERVING,
+        announced_at=0.0,
         certificate_pem=identity.certificate_pem,
-    )  # fmt: skip
+    )
     (folder / f"{number}.record.tmp").write_text(record.model_dump_json(), encoding="utf-8")
     (folder / f"{number}.record.tmp").rename(folder / f"{number}.record")
     texts = await _all_there([folder / f"{member}.record" for member in range(MEMBERS)])
@@ -303,9 +245,14 @@ async def main(folder: Path, number: int, graph_bytes: int, num_in_flight: int) 
     baseline_bytes = resident_bytes()
     async with asyncio.TaskGroup() as tasks:
         member = Member(
-            config, number, graph_bytes=graph_bytes, num_in_flight=num_in_flight, records=records,
-            transport=HeldTransport(channels), tasks=tasks,
-        )  # fmt: skip
+            config,
+            number,
+            graph_bytes=graph_bytes,
+            num_in_flight=num_in_flight,
+            records=records,
+            transport=HeldTransport(channels, STAGE),
+            tasks=tasks,
+        )
         servicer = AveragingServicer(member.averager.handlers, own_id=identity.peer_id)
         add_AveragingServiceServicer_to_server(servicer, server)
         # A peer that is slow is asked whether it lives.

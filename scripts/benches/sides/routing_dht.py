@@ -129,17 +129,31 @@ class Peer:
 
 
 def full_record(
-    who: identity.Identity, *, stage: int = 0,
+    who: identity.Identity,
+    *,
+    stage: int = 0,
     dht_address: str = "/ip4/192.0.2.101/tcp/40001/p2p/12D3KooWAbcdefghijkmnopqrstuvwxyzABCDEFGHJKLMNPQRST",
-) -> PeerRecord:  # fmt: skip
+) -> PeerRecord:
     """As full as a serving peer's is."""
     return PeerRecord(
-        peer_id=who.peer_id, name="a-machine-of-the-usual-name-12345", software_version=swarm.__version__,
-        announced_at=1.7e9 + 0.123456, stage=stage, endpoint="192.0.2.101:50051", certificate_pem=who.certificate_pem,
-        state=PeerState.SERVING, samples_per_second=12.345678901234567, queue_length=3, round=1234, samples=1234567,
-        lineage="0123456789abcdef" * 4, movable=True, moves=1, dht_address=dht_address,
+        peer_id=who.peer_id,
+        name="a-machine-of-the-usual-name-12345",
+        software_version=swarm.__version__,
+        announced_at=1.7e9 + 0.123456,
+        stage=stage,
+        endpoint="192.0.2.101:50051",
+        certificate_pem=who.certificate_pem,
+        state=PeerState.SERVING,
+        samples_per_second=12.345678901234567,
+        queue_length=3,
+        round=1234,
+        samples=1234567,
+        lineage="0123456789abcdef" * 4,
+        movable=True,
+        moves=1,
+        dht_address=dht_address,
         device="cuda:0",
-    )  # fmt: skip
+    )
 
 
 def measure(sizes: Sequence[int], *, num_stages: int, seconds: float, record_bytes: int, seed: int) -> dict[str, Any]:

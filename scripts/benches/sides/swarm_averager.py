@@ -64,9 +64,13 @@ class Member:
 
     def progress(self) -> Progress:
         return Progress(
-            round=self.round, lineage=self.lineage, run_samples=self.run_samples,
-            num_samples=self.contribution.num_samples, committed=frozenset(), highest_microbatch=-1,
-        )  # fmt: skip
+            round=self.round,
+            lineage=self.lineage,
+            run_samples=self.run_samples,
+            num_samples=self.contribution.num_samples,
+            committed=frozenset(),
+            highest_microbatch=-1,
+        )
 
     def activity(self) -> Activity:
         return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
@@ -86,9 +90,12 @@ class Member:
     async def snapshot(self) -> Snapshot:
         tensors = {name: tensor.clone() for name, tensor in self.held.items()}
         return Snapshot(
-            round=self.round, run_samples=self.run_samples, lineage=self.lineage, tensors=tensors,
+            round=self.round,
+            run_samples=self.run_samples,
+            lineage=self.lineage,
+            tensors=tensors,
             digest=digest(list(tensors.values())),
-        )  # fmt: skip
+        )
 
     async def install(self, snapshot: Snapshot, *, carry: bool = False) -> None:
         self._hold(snapshot.tensors)
@@ -213,9 +220,13 @@ async def main(folder: Path, number: int, num_peers: int, num_parameters: int, c
 
 def _record(contact: dict[str, Any], codec: str) -> PeerRecord:
     return PeerRecord(
-        peer_id=contact["peer_id"], certificate_pem=contact["certificate_pem"], endpoint=contact["endpoints"][codec],
-        stage=0, state=PeerState.SERVING, announced_at=0.0,
-    )  # fmt: skip
+        peer_id=contact["peer_id"],
+        certificate_pem=contact["certificate_pem"],
+        endpoint=contact["endpoints"][codec],
+        stage=0,
+        state=PeerState.SERVING,
+        announced_at=0.0,
+    )
 
 
 if __name__ == "__main__":

@@ -45,9 +45,13 @@ class WireChain:
             for parameter in module.parameters():
                 parameter.mul_(1.0 + self._nudge)
         return StageBackend(
-            config=self._config, stage=stage, module=module, weights=weights_of(self._config, module, lineage=""),
-            staging=Staging(), budget=GraphBudget(limit_bytes=KEPT_BYTES),
-        )  # fmt: skip
+            config=self._config,
+            stage=stage,
+            module=module,
+            weights=weights_of(self._config, module, lineage=""),
+            staging=Staging(),
+            budget=GraphBudget(limit_bytes=KEPT_BYTES),
+        )
 
     def step(self, number: int) -> float:
         """Train round `number`; gives its loss."""
@@ -104,6 +108,9 @@ class WireChain:
         squared_norm = sum(optim.squared_norm(closing.tensors.values()) for closing in closings)
         for stage, closing in zip(self.stages, closings, strict=True):
             stage.weights.commit(
-                closing.tensors, total_squared_norm=squared_norm, num_samples=closing.num_samples, num_members=1,
+                closing.tensors,
+                total_squared_norm=squared_norm,
+                num_samples=closing.num_samples,
+                num_members=1,
                 lineage="",
-            )  # fmt: skip
+            )

@@ -114,15 +114,22 @@ def run(options: Options) -> dict[str, Any]:
         setting = SETTINGS[name]
         rates, work = _real(options, name, setting)
         simulated, simulated_work = simulate(
-            setting, options.seed, link_seconds=link_seconds, warm_up_seconds=options.warm_up_seconds,
+            setting,
+            options.seed,
+            link_seconds=link_seconds,
+            warm_up_seconds=options.warm_up_seconds,
             seconds=SIMULATED_SECONDS,
-        )  # fmt: skip
+        )
         median = statistics.median(rates)
         settings[name] = {
-            "real": median, "real_lowest": min(rates), "real_highest": max(rates), "simulated": simulated,
-            "limit": setting.limit, "difference_percent": 100.0 * (simulated / median - 1.0),
+            "real": median,
+            "real_lowest": min(rates),
+            "real_highest": max(rates),
+            "simulated": simulated,
+            "limit": setting.limit,
+            "difference_percent": 100.0 * (simulated / median - 1.0),
             "work_difference_points": largest_difference_points(work, simulated_work),
-        }  # fmt: skip
+        }
         say(f"{name}: {median:.2f} microbatches/s, simulated {simulated:.2f}")
     largest = max(abs(setting["difference_percent"]) for setting in settings.values())
     return {
@@ -170,7 +177,7 @@ class Counting(Ours):
 
 def simulate(
     setting: Setting, seed: int, *, link_seconds: float, warm_up_seconds: float, seconds: float
-) -> tuple[float, Work]:  # fmt: skip
+) -> tuple[float, Work]:
     """Microbatches per second of a simulated swarm with one trainer, and each peer's share of them."""
     timeline = Timeline()
     num_answers: Counter[PeerId] = Counter()
@@ -180,9 +187,14 @@ def simulate(
         return View(Counting(timeline, random.Random(f"{seed} {who}"), num_answers), who)
 
     pipeline = SimulatedPipeline(
-        timeline, random.Random(seed), num_stages=len(setting.paces), num_samples=MICROBATCH_SIZE,
-        max_in_flight=len(setting.paces) + 2, largest_in_flight=LARGEST_NUM_SLOTS, make_view=make_view,
-    )  # fmt: skip
+        timeline,
+        random.Random(seed),
+        num_stages=len(setting.paces),
+        num_samples=MICROBATCH_SIZE,
+        max_in_flight=len(setting.paces) + 2,
+        largest_in_flight=LARGEST_NUM_SLOTS,
+        make_view=make_view,
+    )
     peers = machines(setting, link_seconds)
     for machine in peers:
         pipeline.start(machine)
@@ -243,11 +255,13 @@ def _config(options: Options, num_stages: int) -> RunConfig:
             dataset=options.dataset, sequence_length=32, microbatch_size=MICROBATCH_SIZE, max_tokens=1_000_000
         ),
         rounds=RoundsConfig(
-            setting="diloco", inner_batch_samples=64 * MICROBATCH_SIZE, round_samples=NEVER * MICROBATCH_SIZE,
+            setting="diloco",
+            inner_batch_samples=64 * MICROBATCH_SIZE,
+            round_samples=NEVER * MICROBATCH_SIZE,
             # The simulator's peers take no steps, and so wait for none.
             max_staleness=1,
         ),
-    )  # fmt: skip
+    )
 
 
 def _real(options: Options, name: str, setting: Setting) -> tuple[list[float], Work]:

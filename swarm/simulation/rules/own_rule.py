@@ -27,9 +27,14 @@ class OwnRule:
     """One swarm's peers."""
 
     def __init__(
-        self, swarm: FluidSwarm, rng: random.Random, *, period_seconds: float = 60.0, round_seconds: float = 60.0,
+        self,
+        swarm: FluidSwarm,
+        rng: random.Random,
+        *,
+        period_seconds: float = 60.0,
+        round_seconds: float = 60.0,
         figures_off: float = 0.03,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             round_seconds: a peer that moves serves on until the round's end; all rounds end at the same time.
@@ -66,17 +71,26 @@ class OwnRule:
 
     def _announce(self, peer: int, stage: int) -> None:
         self._records[peer] = PeerRecord(
-            peer_id=_id(peer), announced_at=self._timeline.time(), stage=stage, endpoint="simulated:1",
-            state=PeerState.SERVING, movable=True, samples_per_second=self._figure(),
-        )  # fmt: skip
+            peer_id=_id(peer),
+            announced_at=self._timeline.time(),
+            stage=stage,
+            endpoint="simulated:1",
+            state=PeerState.SERVING,
+            movable=True,
+            samples_per_second=self._figure(),
+        )
         self._changed()
 
     def _claim(self, peer: int, stage: int, from_stage: int | None) -> ClaimRecord:
         now = self._timeline.time()
         self._claims[peer] = claim = ClaimRecord(
-            peer_id=_id(peer), announced_at=now, stage=stage, from_stage=from_stage, state=ClaimState.PENDING,
+            peer_id=_id(peer),
+            announced_at=now,
+            stage=stage,
+            from_stage=from_stage,
+            state=ClaimState.PENDING,
             claimed_at=now,
-        )  # fmt: skip
+        )
         self._changed()
         return claim
 

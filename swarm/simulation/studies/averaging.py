@@ -88,10 +88,13 @@ def run(options: Options) -> dict[str, Any]:
 def _one(options: Options, size: int, lifetime_seconds: float, quorum: Quorum) -> dict[str, float | None]:
     timeline = Timeline()
     setting = Setting(
-        num_members=size, quorum=quorum, lifetime_seconds=lifetime_seconds, round_seconds=options.round_seconds,
+        num_members=size,
+        quorum=quorum,
+        lifetime_seconds=lifetime_seconds,
+        round_seconds=options.round_seconds,
         payload_bytes=round(options.payload_megabytes * 1e6),
         bytes_per_second=options.megabits_per_second * BYTES_PER_MEGABIT,
-    )  # fmt: skip
+    )
     stage = SimulatedStage(timeline, random.Random(options.seed), setting)
     num_rounds = min(MOST_ROUNDS, max(1, options.num_contributions // size))
     end = num_rounds * (options.round_seconds + options.bound_seconds)

@@ -72,7 +72,7 @@ def run(options: Options) -> dict[str, Any]:
     outcomes = {
         name: [_one(options, make, trace, seed) for seed, trace in traces.items()]
         for name, make in rules_of(options).items()
-    }  # fmt: skip
+    }
 
     def means(figure: Callable[[_Outcome], float]) -> dict[str, float]:
         return {name: statistics.fmean(map(figure, rows)) for name, rows in outcomes.items()}
@@ -144,6 +144,4 @@ def _one(
     for until in (3600.0, end - 3600.0, end):
         timeline.run(until)
         marks.append(swarm.kept())
-    return _Outcome(
-        whole=marks[2], first_hour=marks[0], last_hour=marks[2].since(marks[1]), num_moves=swarm.num_moves
-    )  # fmt: skip
+    return _Outcome(whole=marks[2], first_hour=marks[0], last_hour=marks[2].since(marks[1]), num_moves=swarm.num_moves)

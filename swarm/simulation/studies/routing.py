@@ -149,9 +149,14 @@ def _one(options: Options, size: int, failure_percent: float, name: str, seed: i
 
     hands_on = None if name in CHOSEN_BY_TRAINERS else _view_maker(make_view, size // num_stages)
     pipeline = SimulatedPipeline(
-        timeline, chance, num_stages=num_stages, num_samples=NUM_SAMPLES, max_in_flight=num_stages + 2,
-        largest_in_flight=LARGEST_NUM_SLOTS, make_view=hands_on,
-    )  # fmt: skip
+        timeline,
+        chance,
+        num_stages=num_stages,
+        num_samples=NUM_SAMPLES,
+        max_in_flight=num_stages + 2,
+        largest_in_flight=LARGEST_NUM_SLOTS,
+        make_view=hands_on,
+    )
     machines = [_machine(world, number, number % num_stages) for number in range(size)]
     for machine in machines:
         pipeline.start(machine)
@@ -202,9 +207,11 @@ def _view_maker(make_view: Callable[[str], View], peers_per_stage: int) -> Calla
 
 def _machine(rng: random.Random, number: int, stage: int) -> Machine:
     return Machine(
-        peer_id=PeerId(f"{number:040x}"), stage=stage, busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
+        peer_id=PeerId(f"{number:040x}"),
+        stage=stage,
+        busy_seconds=USUAL_SECONDS * rng.lognormvariate(0.0, SPREAD),
         link_seconds=rng.uniform(*LINK_SECONDS),
-    )  # fmt: skip
+    )
 
 
 def _let_fail(

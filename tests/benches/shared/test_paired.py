@@ -29,6 +29,7 @@ def test_of_one_value_there_is_no_spread() -> None:
 def test_ratios_are_named_with_their_extremes() -> None:
     one = Ratio(median=2.0, extremes=(1.0, 3.0))
     assert figures({"ratio_to_limit": {"384": one}, "ratio_to_others": one}) == {
-        "ratio_to_limit": {"384": 2.0}, "ratio_to_others": 2.0,
+        "ratio_to_limit": {"384": 2.0},
+        "ratio_to_others": 2.0,
         "ratio_range": {"ratio_to_limit": {"384": [1.0, 3.0]}, "ratio_to_others": [1.0, 3.0]},
-    }  # fmt: skip
+    }

@@ -32,10 +32,15 @@ def test_a_round_that_does_not_end_counts_once_it_is_beyond_the_bound() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("num_members", ()), ("num_members", (0,)), ("failure_percent", (101.0,)), ("failure_percent", (float("nan"),)),
-        ("lifetime_hours", (0.0,)), ("payload_megabytes", 0.0), ("megabits_per_second", 7.0),
+        ("num_members", ()),
+        ("num_members", (0,)),
+        ("failure_percent", (101.0,)),
+        ("failure_percent", (float("nan"),)),
+        ("lifetime_hours", (0.0,)),
+        ("payload_megabytes", 0.0),
+        ("megabits_per_second", 7.0),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_named(option: str, value: object) -> None:
     with pytest.raises(ValueError, match="--" + option.replace("_", "-")):
         Options(**{option: value})  # type: ignore[arg-type]

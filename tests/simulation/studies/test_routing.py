@@ -34,9 +34,7 @@ def test_n_seconds_of_peers_that_stay_are_n_times_what_they_manage(seconds: floa
     timeline = Timeline()
     pipeline = SimulatedPipeline(timeline, random.Random(0), num_stages=1, num_samples=4, max_in_flight=8)
     for number, busy_seconds in enumerate((0.5, 1.0)):
-        pipeline.start(
-            Machine(peer_id=PeerId(f"{number:040x}"), stage=0, busy_seconds=busy_seconds, link_seconds=0.0)
-        )  # fmt: skip
+        pipeline.start(Machine(peer_id=PeerId(f"{number:040x}"), stage=0, busy_seconds=busy_seconds, link_seconds=0.0))
     capacity = Capacity(pipeline, 60.0, 60.0 + seconds)
     timeline.run(60.0 + seconds)
     assert capacity.microbatches() == pytest.approx(3.0 * seconds)

@@ -93,7 +93,10 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
         "model": {"num_layers": 2, "d_model": 32, "num_heads": 2},
         "stages": {"num_stages": 1},
         "data": {
-            "dataset": dataset, "seed": seed, "sequence_length": 32, "microbatch_size": INNER_BATCH_SAMPLES,
+            "dataset": dataset,
+            "seed": seed,
+            "sequence_length": 32,
+            "microbatch_size": INNER_BATCH_SAMPLES,
             "held_out_fraction": 0.02,
         },
         "rounds": {
@@ -102,12 +105,14 @@ def run_config(arm: Arm, *, seed: int, rounds_at_200: int, dataset: str) -> RunC
             "inner_batch_samples": INNER_BATCH_SAMPLES,
         },
         "optimizer": {
-            "learning_rate": arm.learning_rate or LEARNING_RATES[arm.kind], "schedule": "cosine",
-            "total_samples": samples, "warmup_samples": samples // 50,
+            "learning_rate": arm.learning_rate or LEARNING_RATES[arm.kind],
+            "schedule": "cosine",
+            "total_samples": samples,
+            "warmup_samples": samples // 50,
         },
         "outer": OUTER,
         "averaging": {"overlap_steps": 0},
-    }  # fmt: skip
+    }
     for section, changes in arm.changes.items():
         values[section] = {**values.get(section, {}), **changes}
     return configs.from_dict({"run": "bench-diloco", **values}, source="the diloco bench")

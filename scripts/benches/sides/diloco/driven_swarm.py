@@ -37,10 +37,16 @@ from swarm.types import PeerId, PeerRecord, PeerState
 
 PATIENCE_SECONDS = 60.0
 TIMING = Timing(
-    report_gap_seconds=0.002, report_seconds=PATIENCE_SECONDS, call_seconds=PATIENCE_SECONDS,
-    late_seconds=PATIENCE_SECONDS, fresh_seconds=PATIENCE_SECONDS, begin_seconds=PATIENCE_SECONDS,
-    average_seconds=PATIENCE_SECONDS, commit_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS,
-)  # fmt: skip
+    report_gap_seconds=0.002,
+    report_seconds=PATIENCE_SECONDS,
+    call_seconds=PATIENCE_SECONDS,
+    late_seconds=PATIENCE_SECONDS,
+    fresh_seconds=PATIENCE_SECONDS,
+    begin_seconds=PATIENCE_SECONDS,
+    average_seconds=PATIENCE_SECONDS,
+    commit_seconds=PATIENCE_SECONDS,
+    silence_seconds=PATIENCE_SECONDS,
+)
 """No worker is given up for being slow, because all share one thread of a machine that may be busy. A killed worker's
 calls fail at once."""
 ROUND_SECONDS = 120.0
@@ -67,9 +73,13 @@ class Worker:
         module = build_stage(config, 0, device="cpu")
         self.weights = weights_of(config, module, lineage="")
         backend = StageBackend(
-            config=config, stage=0, module=module, weights=self.weights, staging=Staging(),
+            config=config,
+            stage=0,
+            module=module,
+            weights=self.weights,
+            staging=Staging(),
             budget=GraphBudget(limit_bytes=1 << 30),
-        )  # fmt: skip
+        )
         self.stage = stage_of(
             StageContext(
                 config=config,
@@ -83,9 +93,12 @@ class Worker:
         )
         self.member = StageMember(self.stage, num_alive=lambda: len(network.records(0)))
         self.record = PeerRecord(
-            peer_id=PeerId(f"{number:040x}"), stage=0, endpoint=f"memory:{number}", state=PeerState.SERVING,
+            peer_id=PeerId(f"{number:040x}"),
+            stage=0,
+            endpoint=f"memory:{number}",
+            state=PeerState.SERVING,
             announced_at=0.0,
-        )  # fmt: skip
+        )
         context = Context(
             config=config,
             own=self.record,
@@ -113,7 +126,7 @@ class Worker:
         """Do what follows from one microbatch, its inner step included."""
         microbatch = Microbatch(
             index=index, round=self.stage.round, num_samples=len(tokens_BT1), accumulate_only_at=None
-        )  # fmt: skip
+        )
         slot = self.stage.admission.admit(microbatch)
         try:
             computation = await self.stage.begin(microbatch, {TOKENS: tokens_BT1}, {}, self)

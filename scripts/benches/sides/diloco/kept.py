@@ -56,8 +56,11 @@ class Kept:
     def write(self, arm: str, seed: int, figures: Mapping[str, Any], version: str) -> None:
         """Keep the figures of an arm and seed, made by that version of the code."""
         of = {
-            "rounds_at_200": self.rounds_at_200, "dataset": self.dataset, "digest": self.digest, "version": version,
-        }  # fmt: skip
+            "rounds_at_200": self.rounds_at_200,
+            "dataset": self.dataset,
+            "digest": self.digest,
+            "version": version,
+        }
         write_json(self._path(arm, seed), {"of": of, "figures": dict(figures)})
 
     def _path(self, arm: str, seed: int) -> Path:

@@ -60,9 +60,15 @@ class MemoryTransport:
         return _copy(await self._answer(peer, reply, timeout_seconds))
 
     async def exchange(
-        self, peer: PeerRecord, opening: pb.ExchangeOpen, part: Buffer, *, reply_bytes: int, timeout_seconds: float,
+        self,
+        peer: PeerRecord,
+        opening: pb.ExchangeOpen,
+        part: Buffer,
+        *,
+        reply_bytes: int,
+        timeout_seconds: float,
         silence_seconds: float | None = None,
-    ) -> Payload:  # fmt: skip
+    ) -> Payload:
         async def pieces() -> AsyncIterator[bytes]:
             yield bytes(part)
 
