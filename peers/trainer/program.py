@@ -162,15 +162,15 @@ async def train(member: Membership, session: Session, name: str) -> bool:
 async def keep_announced(member: Membership, session: Session, name: str) -> None:
     """Let status see this trainer, until cancelled."""
     while True:
-        report = session.report
+        figures = session.report.figures
         record = TrainerRecord(
             peer_id=member.peer_id,
             name=name,
             announced_at=member.clock.time(),
-            step=report.step_number,
-            loss=report.loss,
-            tokens=report.own_tokens,
-            tokens_per_second=report.tokens_per_second,
+            step=figures.step_number,
+            loss=figures.loss,
+            tokens=figures.own_tokens,
+            tokens_per_second=figures.tokens_per_second,
             in_flight=session.loop.num_in_flight,
         )
         try:

@@ -60,7 +60,7 @@ class Session:
     async def step(self, step: Step) -> None:
         """Report a step, with an evaluation if it is time for one."""
         number, every = step.number, self.options.evaluate_every
-        last = number - self.report.first_step == self.options.steps
+        last = number - self.report.figures.first_step == self.options.steps
         loss = await self.evaluate() if every and number % every == 0 and not last else None
         self.report.step(step, loss)
 

@@ -47,7 +47,7 @@ def test_a_speed_is_never_negative(tmp_path: Path) -> None:
     speeds = []
     for number, run_samples in enumerate([90 * usual, 91 * usual, 89 * usual, 91 * usual], start=101):
         report.step(_step(number, run_samples), None)
-        speeds.append(report.tokens_per_second)
+        speeds.append(report.figures.tokens_per_second)
     assert speeds == [usual * length / 2.0, usual * length / 2.0, 0.0, usual * length]
     assert [entry.total_tokens for entry in metrics.steps] == [n * usual * length for n in (90, 91, 89, 91)]
 
@@ -61,7 +61,7 @@ def test_losses_that_no_sum_can_hold_have_a_mean(loss: float, tmp_path: Path) ->
     )
     report.begin(0)
     report.step(_step(1, 8, [loss] * 3), None)
-    assert report.loss == metrics.steps[0].loss == loss
+    assert report.figures.loss == metrics.steps[0].loss == loss
 
 
 def test_an_empty_stage_and_one_that_cannot_be_reached_are_told_apart(

@@ -1,0 +1,81 @@
+"""How far a trainer is, and what it has run: figures that its steps add to.
+
+Kept by report.py, read by the trainer's announcement, and written down at the end.
+"""
+
+import statistics
+
+from swarm.config import RunConfig
+from swarm.data import entropy
+from swarm.data.corpora import Corpus
+from swarm.pipeline.train_loop import Step
+
+
+class Figures:
+    """Of one run of the trainer; tokens and microbatches are those that it ran itself."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.first_step = 0
+        self.step_number = 0
+        self.first_loss: float | None = None
+        self.loss: float | None = None
+        self.validation_loss: float | None = None
+        self.own_tokens = 0
+        self.num_microbatches = 0
+        self.num_rerouted = 0
+        self.tokens_per_second = 0.0
+        """Of the whole swarm, in the last step."""
+        self.run_samples: int | None = None
+        """Samples of the run; not known before a step of which the stages told."""
+        self._round_samples = config.rounds.round_samples
+        self._sequence_length = config.data.sequence_length
+        self._seconds = 0.0
+
+    def begin(self, first_step: int) -> None:
+        """The swarm is at this step now."""
+        self.first_step = self.step_number = first_step
+
+    def add(self, step: Step) -> None:
+        """A step was made."""
+        totals, report = step.totals, step.report
+        self.step_number = step.number
+        if totals.losses:
+            # Peers may report anything that is finite; the exact mean of that is finite too, where a sum may not be.
+            self.loss = statistics.mean(totals.losses)
+            self.first_loss = self.loss if self.first_loss is None else self.first_loss
+        self.own_tokens += totals.num_tokens
+        self.num_microbatches += totals.num_microbatches
+        self.num_rerouted += totals.num_rerouted
+        self._seconds += step.seconds
+        usual, before = self._round_samples, self.run_samples
+        if report:
+            self.run_samples = report.run_samples
+        else:
+            self.run_samples = step.number * usual if before is None else before + usual
+        # A stage that came back from a checkpoint has fewer than before.
+        gained = usual if before is None else max(0, self.run_samples - before)
+        self.tokens_per_second = gained * self._sequence_length / max(step.seconds, 1e-9)
+
+    def evaluated(self, validation_loss: float) -> None:
+        """The loss on held-out text was computed."""
+        self.validation_loss = validation_loss
+
+    @property
+    def total_tokens(self) -> int:
+        """Of the run, at this step."""
+        return (self.run_samples or 0) * self._sequence_length
+
+    def summary(self, corpus: Corpus) -> dict[str, float | None]:
+        """How the run began and ended, and what counting bigrams alone would reach."""
+        return {
+            "first_loss": self.first_loss,
+            "final_loss": self.loss,
+            "validation_loss": self.validation_loss,
+            "unigram_entropy": entropy.unigram_entropy(corpus),
+            "bigram_entropy": entropy.bigram_entropy(corpus),
+            "tokens": self.own_tokens,
+            "tokens_per_second": self.own_tokens / max(self._seconds, 1e-9),
+            "microbatches_completed": self.num_microbatches,
+            "microbatches_rerouted": self.num_rerouted,
+            "steps": self.step_number - self.first_step,
+        }
