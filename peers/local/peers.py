@@ -20,7 +20,7 @@ from swarm.config import RunConfig
 from swarm.types import PeerRecord, PeerState
 
 MOST_ADDRESSES = 4
-"""Of peers that serve, told to those who join."""
+"""How many addresses of serving peers a joining process is told."""
 
 
 @dataclass(eq=False)

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     clock = SystemClock()
     _, token = find_token(options.token, (), os.environ, role=Role.PEER, insecure=options.insecure, clock=clock)
     if token is not None:
-        # For the children: command lines can be read by everybody on this machine.
+        # For the children, whose command lines every user of this machine can read.
         os.environ[VARIABLE] = str(token)
     num_peers = (options.stages or config.stages.num_stages) * options.peers_per_stage
     places = devices.spread(devices.named(options.device), num_peers + (options.join_at is not None))

@@ -115,7 +115,7 @@ class Supervisor:
     def terminate_all(self, grace_seconds: float) -> None:
         """SIGTERM for every child, then SIGKILL for what is left after the grace; a Ctrl-C in between cuts it short.
 
-        Of whom that is is one line in the log: what it was to write before its end is not written.
+        The log names those that had to be killed: what they were to write before their end is not written.
         """
         children, self._running = self._running, []
         try:

@@ -138,7 +138,7 @@ class LocalSwarm:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _show(self, table: LiveTable) -> int:
-        """Show where everybody is; gives the trainer's step."""
+        """Show where all peers and the trainer are; gives the trainer's step."""
         view = await self._view()
         table.show(view)
         return view.trainers[0].step if view.trainers else self.output.first_step

@@ -1,4 +1,4 @@
-"""What every program needs of the swarm's network: the run's configuration, and who is there.
+"""What every program needs of the swarm's network: the run's configuration, and the peers that are there.
 
 Used by swarm-peer, swarm-trainer and swarm-status. Nothing here computes or serves.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 REFRESH_SECONDS = 2.0
 """Time between two looks into the DHT."""
 LOOK_SECONDS = 0.5
-"""Likewise, while somebody waits for what they show."""
+"""The same, while this process waits for what they show."""
 DISCOVERY_SECONDS = 10.0
 """How long a joiner looks for the run's configuration, and for its peers: the first one may have started just now."""
 RETURN_SECONDS = 12.0
@@ -63,7 +63,7 @@ class KnownPeers:
         """Read every stage once, in several attempts: a neighbour that is busy may miss one.
 
         Args:
-            returns: nobody is known who could be asked, but others may remember this peer's address: they are waited
+            returns: no peer is known that could be asked, but others may remember this peer's address: they are waited
                 for.
 
         Raises:
@@ -81,7 +81,7 @@ class KnownPeers:
             await _try_for_a_while(lambda: self.look(directory, stages), clock)
 
     def peers(self, stage: int) -> Sequence[PeerRecord]:
-        """Everybody who announced itself at a stage and has not expired, ourselves included."""
+        """The records of a stage that have not expired, this process's own included."""
         return self.records.get(stage, ())
 
     def others(self, stage: int) -> list[PeerRecord]:
@@ -96,7 +96,7 @@ class KnownPeers:
         return [r for r in self.peers(stage) if r.state is state and r.peer_id != self.own_id]
 
     def entries(self, limit: int) -> list[Entry]:
-        """Up to `limit` other peers that serve, to be asked by those who only look, spread over the stages."""
+        """Up to `limit` other peers that serve, for programs that only look to ask, spread over the stages."""
         return [Entry(PeerId(r.peer_id), r.endpoint) for r in _spread(map(self.others, sorted(self.records)))][:limit]
 
     def dht_addresses(self, limit: int) -> list[str]:

@@ -44,7 +44,7 @@ def prepare_environment() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed for whoever wants memory next, in whatever thread.
+    """Have the C library keep what is freed for the next thread of this process that wants memory.
 
     glibc by itself gives large tensors pages of their own, and each thread an arena in pieces of 64 MiB; both go back
     to the system as soon as they are empty. A microbatch's gradients, and the vectors of a round's end, are as large as

@@ -1,6 +1,6 @@
 """With which token a program joins a run: the option, the address or the environment has it.
 
-Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. Decides nothing about who may join.
+Used by swarm-peer, swarm-trainer, swarm-status and swarm-local. It decides nothing about which of them may join.
 """
 
 import asyncio

@@ -28,11 +28,11 @@ from swarm.types import PeerRecord
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-"""Time between two looks at who announces itself under this peer's id."""
+"""Time between two looks at the records under this peer's id."""
 NUM_ASKED = 3
 """Peers that are asked to find out, where this one has no answer."""
 REMEMBERED_SECONDS = 2.0
-"""For how long an answer about somebody else's identity holds: a peer that is asked has to ask another one."""
+"""For how long an answer about another peer's identity holds: a peer that is asked has to ask another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class Rivals:
         try:
             verify(self._identity.certificate_pem, _signed_bytes(rival, self._own.nonce), rival.signature)
         except IntegrityError as error:
-            logger.debug("a rival that somebody made up: %s", error)
+            logger.debug("a rival that was made up: %s", error)
             return False
         return True
 

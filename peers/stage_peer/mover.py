@@ -217,9 +217,9 @@ class Mover:
             await self._rebalancer.gave_up(target)
 
     async def _hand_over(self, server: StageServer, stage: int, deadline: float) -> None:
-        """Serve on while somebody is on its way here who can have the stage's state of nobody else, until the deadline.
+        """Serve on, until the deadline, while a peer is on its way here that can have the stage's state from no other.
 
-        Not at round 0, whose state everybody has.
+        At round 0 it does not wait: every peer can make that state itself.
         """
         has_said = False
         while server.round > 0 and self._clock.monotonic() < deadline:

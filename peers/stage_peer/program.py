@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     identity = claim_identity(options.identity, cache / "identities", options.label.replace(" ", "-"))
     checkpoints = open_checkpoints(options, owner=identity.identity.peer_id)
     events = open_events(options.events, SystemClock())
-    # Whoever begins a run at an address that it has had before may find the run still there.
+    # A peer that begins a run at an address that it has had before may find the run still there.
     returns = not options.initial_peers and options.dht_port > 0 and identity.libp2p_path.exists()
     if not (options.initial_peers or returns or options.resume or options.stage in (0, "auto")):
         logger.warning(

@@ -1,8 +1,8 @@
 """Which stage a newcomer takes, and when a peer moves to another one.
 
 Used by mover.py. Reads the DHT, asks swarm.rebalancing.judgement, and claims in the DHT what it is about to do; the
-move itself is the mover's. The DHT may be wrong about who is alive, so nobody leaves a stage before a peer that stays
-has answered, nor for one whose state nobody would give it.
+move itself is the mover's. The DHT may be wrong about which peers are alive, so no peer leaves a stage before one that
+stays has answered, nor goes to a stage whose state no other peer would give it.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ class Rebalancer:
         )  # fmt: skip
 
     async def is_awaited(self, stage: int, *, round_number: int, lineage: str) -> bool:
-        """Whether somebody is on its way to the stage who can have its state of nobody but this peer; see `can_spare`.
+        """Whether a peer is on its way to the stage that can have its state from this peer alone; see `can_spare`.
 
         Raises PeerUnavailable: no DHT.
         """

@@ -1,4 +1,4 @@
-"""With which state a stage peer begins: a checkpoint's, the initial one, or that of the peers who hold the stage.
+"""With which state a stage peer begins: a checkpoint's, the initial one, or that of the peers that hold the stage.
 
 Called once by server.py, before anything is served, with what others.py has found out. What living peers hold is
 downloaded afterwards, by the averager. Nothing here takes another peer's round back: where that is needed, it says so
@@ -114,7 +114,7 @@ def choose(
     config: RunConfig, stage: int, shapes: Mapping[str, torch.Size], others: Others, folder: CheckpointFolder | None,
     options: ResumeOptions,
 ) -> Beginning | None:  # fmt: skip
-    """What a peer brings into the run; None if it begins like everybody and downloads what others hold.
+    """What a peer brings into the run; None if it begins as most do, and downloads what others hold.
 
     Blocks while checkpoints are read.
 
@@ -247,7 +247,7 @@ def _enter_late(config: RunConfig, stage: int, restored: Restored, others: Other
 
 
 def _late(config: RunConfig, restored: Restored | None, lineage: str, others: Others) -> Beginning:
-    """Enter at the others' round with an older state. All who do so from the same state are on one branch."""
+    """Enter at the others' round with an older state. All peers that do so from the same state are on one branch."""
     num_rounds = others.latest - (restored.round if restored else 0)
     highest = restored.highest_microbatch if restored else -1
     # When the checkpoint was written, rounds may have had another length.

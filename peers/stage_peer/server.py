@@ -127,7 +127,7 @@ class StageServer:
         Raises:
             ValueError: the port is in use, or the stage would begin anew beside a folder's checkpoints.
             Fatal, PeerUnavailable: as of resume.choose.
-            ExceptionGroup: of a NotReady: the stage's state could not be had of those who hold it.
+            ExceptionGroup: of a NotReady: the stage's state could not be had from the peers that hold it.
         """
         identity, channels = self._membership.identity, self._membership.channels
         guard = Guard(
@@ -225,7 +225,7 @@ class StageServer:
 
     @property
     def last_members(self) -> Collection[str]:
-        """Ids of those who took part in the round before; empty where this peer does not know them."""
+        """Ids of the peers that took part in the round before; empty where this peer does not know them."""
         return self.averager.last_members
 
     @property

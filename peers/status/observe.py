@@ -46,7 +46,7 @@ async def observe(
 def with_moves(
     rows: Sequence[StageRow], stages: Mapping[int, Sequence[PeerRecord]], claims: Sequence[ClaimRecord]
 ) -> tuple[StageRow, ...]:
-    """Show who is on the way: where it is until it has left there, then where it goes."""
+    """Show each peer that is on its way: until it has left, where it is, and then where it goes."""
     records = [record for row in stages.values() for record in row]
     leaving = {(record.peer_id, record.stage) for record in records if record.state is PeerState.LEAVING}
     serves_at = {record.peer_id: record.stage for record in records if record.state is PeerState.SERVING}

@@ -1,4 +1,4 @@
-"""swarm-status: who is in a swarm and what everybody is doing.
+"""swarm-status: which peers and trainers are in a swarm, and what they are doing.
 
     swarm-status --peer PEER_ID@HOST:PORT... [--watch] [--json]
     swarm-status --initial-peers ADDRESS... [--watch] [--json]

@@ -221,7 +221,7 @@ def open_corpus(
         ValueError: there is none, or the run does not say which text it is.
     """
     if dataset is None and not config.data.digest:
-        # Else whoever began the run could have any file of ours tokenized, and see what comes of it.
+        # Otherwise the run's first peer could have any file of this machine tokenized, and see what comes of it.
         raise ValueError("this run does not say which text it is trained on: name yours with --dataset")
     local = config.data if dataset is None else dataclasses.replace(config.data, dataset=dataset)
     local = local if tokenizer is None else dataclasses.replace(local, tokenizer=tokenizer)
