@@ -105,7 +105,6 @@ class StageServer:
                 limits=limits,
                 events=options.events,
             ),
-            is_behind=lambda: self.averager.is_behind,
         )
         self.member = StageMember(
             self.stage, num_alive=lambda: self.averager.statistics().num_alive, on_commit=self._committed,

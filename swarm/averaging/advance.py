@@ -7,7 +7,8 @@ changes the stage once and tells the other parts where it stands then. Applies n
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from swarm.averaging import messages, results
 from swarm.averaging.changes import Changes
@@ -61,6 +62,16 @@ class Advance:
         self._changes = changes
         self._state_digest: asyncio.Future[str] | None = None
         """Of the state at the beginning of the round; taken beside training."""
+
+    @contextmanager
+    def catching_up(self) -> Iterator[None]:
+        """The member is on its way to its group meanwhile: it promises no attempt, and the stage takes less."""
+        with self._place.catching_up():
+            self._member.set_behind(True)
+            try:
+                yield
+            finally:
+                self._member.set_behind(False)
 
     async def apply(self, outcome: pb.Outcome) -> None:
         """Apply the prepared result, once. Raises Refused if it is not the prepared one."""

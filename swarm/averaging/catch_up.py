@@ -75,7 +75,7 @@ class CatchUp:
         """
         assert not self._place.is_catching_up
         self._entry.begin()
-        with self._place.catching_up():
+        with self._advance.catching_up():
             await self._own_round.step_back("this peer is behind its group")
             while not await self._try(target):
                 await self._clock.sleep(self._retry_seconds)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from swarm.errors import Fatal, NotReady, Overloaded
 from swarm.stage.context import StageContext
-from swarm.stage.own_round import OwnRound
+from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting
 from swarm.stage.shortage import Shortage
@@ -37,10 +37,10 @@ class Slot(NamedTuple):
 class Admission:
     """One peer's decisions."""
 
-    def __init__(self, context: StageContext, setting: Setting, own_round: OwnRound, records: Records) -> None:
+    def __init__(self, context: StageContext, setting: Setting, present_round: PresentRound, records: Records) -> None:
         self._context = context
         self._setting = setting
-        self._round = own_round
+        self._round = present_round
         self._records = records
         self._count = SlotCount(
             context.limits.max_in_flight,

@@ -34,7 +34,7 @@ class Evaluation:
         self._runtime = stage.context.runtime
         self._hop = stage.context.hop
         self._setting = stage.setting
-        self._own_round = stage.own_round
+        self._present_round = stage.present_round
         self._evaluating = asyncio.Lock()
         """One evaluation is at the compute thread, so that they take no place there from training."""
         self._turns: WeakValueDictionary[Caller, asyncio.Lock] = WeakValueDictionary()
@@ -82,7 +82,7 @@ class Evaluation:
     def _anchor(self, round_number: int) -> Mapping[str, torch.Tensor]:
         parameters = self._setting.anchor(round_number)
         if parameters is None:
-            number = self._own_round.number
+            number = self._present_round.number
             raise RoundMismatch(f"round {round_number} is not kept, this peer is at {number}", peer_round=number)
         return parameters
 

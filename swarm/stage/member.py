@@ -86,6 +86,10 @@ class StageMember:
             num_bytes=4 * self._weights.num_elements,
         )
 
+    def set_behind(self, is_behind: bool) -> None:
+        """Whether the group is at a later round: microbatches of it had better go to another peer meanwhile."""
+        self._stage.present_round.set_behind(is_behind)
+
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         """Freeze what this member contributes to the round; the same again if asked again."""
         assert round_number == self._stage.round, "the group closes the round that its members are in"

@@ -79,7 +79,7 @@ class StageServicer(StageServiceServicer):
         self._config = stage.context.config
         self._stage = stage
         self._runtime = stage.context.runtime
-        self._own_round = stage.own_round
+        self._present_round = stage.present_round
         self._admission = stage.admission
         self._endings = stage.endings
         self._answers = stage.answers
@@ -96,7 +96,7 @@ class StageServicer(StageServiceServicer):
             # Negative or no number, as a stranger may send: no wait.
             seconds = min(MAX_WAIT_SECONDS, request.wait_seconds) if request.wait_seconds > 0 else 0.0
             with contextlib.suppress(TimeoutError):
-                await self._own_round.reach(request.after_round + 1, seconds)
+                await self._present_round.reach(request.after_round + 1, seconds)
         reply = self._describe()
         if request.HasField("caller") and self._rival_of is not None:
             reply.MergeFrom(pb.DescribeReply(rival=await self._rival_of(request.caller)))

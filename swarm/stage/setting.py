@@ -59,7 +59,7 @@ class Setting(ABC):
 
     @abstractmethod
     async def until_due(self, microbatch: Microbatch, still_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        """Wait until a microbatch's round has begun here, if that matters; see OwnRound.wait_for. Raises NotReady."""
+        """Wait for a microbatch's round, if it has to have begun; see PresentRound.wait_for. Raises NotReady."""
 
     @abstractmethod
     def turn(self, age: int) -> AbstractAsyncContextManager[None]:

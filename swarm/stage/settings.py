@@ -11,7 +11,7 @@ from swarm.events.kinds import Events
 from swarm.stage.context import StageContext
 from swarm.stage.diloco.setting import DilocoSetting
 from swarm.stage.diloco.weights import DilocoWeights
-from swarm.stage.own_round import OwnRound
+from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting
 from swarm.stage.synchronous.setting import SynchronousSetting
@@ -30,10 +30,10 @@ def weights_of(config: RunConfig, module: nn.Module, *, lineage: str, events: Ev
     return DilocoWeights(config, module, lineage=lineage, events=events)
 
 
-def setting_of(context: StageContext, own_round: OwnRound, records: Records) -> Setting:
+def setting_of(context: StageContext, present_round: PresentRound, records: Records) -> Setting:
     """How a stage with these weights treats its microbatches."""
     weights = context.backend.weights
     if isinstance(weights, SynchronousWeights):
-        return SynchronousSetting(context, weights, own_round, records.ledger)
+        return SynchronousSetting(context, weights, present_round, records.ledger)
     assert isinstance(weights, DilocoWeights), "there are two settings"
-    return DilocoSetting(context, weights, own_round, records)
+    return DilocoSetting(context, weights, present_round, records)

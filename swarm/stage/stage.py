@@ -17,7 +17,7 @@ from swarm.stage.admission import Admission
 from swarm.stage.computation import Computation, Order
 from swarm.stage.context import StageContext
 from swarm.stage.endings import Endings
-from swarm.stage.own_round import OwnRound
+from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting, Start
 from swarm.stage.settings import setting_of
@@ -38,14 +38,14 @@ class Stage:
         context: StageContext,
         *,
         setting: Setting,
-        own_round: OwnRound,
+        present_round: PresentRound,
         records: Records,
         admission: Admission,
         endings: Endings,
     ) -> None:
         self.context = context
         self.setting = setting
-        self.own_round = own_round
+        self.present_round = present_round
         self.ledger = records.ledger
         self.counters = records.counters
         self.answers = records.answers
@@ -63,7 +63,7 @@ class Stage:
     @property
     def round(self) -> int:
         """The round that is being worked on."""
-        return self.own_round.number
+        return self.present_round.number
 
     @property
     def is_closed(self) -> bool:
@@ -190,7 +190,7 @@ class Stage:
     def round_began(self) -> None:
         """The weights are at a new round."""
         self.setting.round_began()
-        self.own_round.began()
+        self.present_round.began()
         self.endings.changed()
 
     @asynccontextmanager
@@ -212,20 +212,16 @@ class Stage:
         self.endings.end()
 
 
-def stage_of(context: StageContext, *, is_behind: Callable[[], bool] = lambda: False) -> Stage:
-    """A stage peer's parts, put together.
-
-    Args:
-        is_behind: whether this peer's group is at a later round, whose state is still to be had.
-    """
+def stage_of(context: StageContext) -> Stage:
+    """A stage peer's parts, put together."""
     records = Records()
-    own_round = OwnRound(context.backend.weights, is_behind)
-    setting = setting_of(context, own_round, records)
+    present_round = PresentRound(context.backend.weights)
+    setting = setting_of(context, present_round, records)
     return Stage(
         context,
         setting=setting,
-        own_round=own_round,
+        present_round=present_round,
         records=records,
-        admission=Admission(context, setting, own_round, records),
+        admission=Admission(context, setting, present_round, records),
         endings=Endings(context, setting, records),
     )

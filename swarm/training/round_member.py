@@ -152,7 +152,7 @@ def known(digest: str) -> "asyncio.Future[str]":
 class RoundMember(Protocol):
     """A stage as its group sees it.
 
-    `progress`, `activity` and `snapshot` may be called at any time. Calls of the others never overlap.
+    `progress`, `activity`, `set_behind` and `snapshot` may be called at any time. Calls of the others never overlap.
     """
 
     def progress(self) -> Progress:
@@ -161,6 +161,10 @@ class RoundMember(Protocol):
 
     def activity(self) -> Activity:
         """How the member gets on with its work."""
+        ...
+
+    def set_behind(self, is_behind: bool) -> None:
+        """Whether the group is at a later round, whose state is on its way to this member: called when that changes."""
         ...
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:

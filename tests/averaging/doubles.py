@@ -111,6 +111,7 @@ class FakeStage:
 
     def __init__(self, lineage: str = "00") -> None:
         self.round, self.run_samples, self.lineage = 0, 0, lineage
+        self.is_behind = False
         self.anchor = torch.zeros(17)
         self.indices: set[int] = set()
         self.surplus = 0
@@ -145,6 +146,9 @@ class FakeStage:
 
     def activity(self) -> Activity:
         return Activity(quiet_seconds=self.quiet_seconds(), longest_seconds=0.0, num_bytes=0)
+
+    def set_behind(self, is_behind: bool) -> None:
+        self.is_behind = is_behind
 
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         assert round_number == self.round

@@ -141,9 +141,7 @@ class Peer:
             tasks=tasks,
             limits=stage_limits,
         )
-        self.is_behind = False
-        """Whether its group is at a later round."""
-        self.stage = stage_of(context, is_behind=lambda: self.is_behind)
+        self.stage = stage_of(context)
         self.stage.admission.open()
         self.servicer = StageServicer(self.stage, describe=partial(pb.DescribeReply, run_id=config.run_id))
         self.server = grpc.aio.server(options=SERVER_OPTIONS)

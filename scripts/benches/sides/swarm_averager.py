@@ -75,6 +75,9 @@ class Member:
     def activity(self) -> Activity:
         return Activity(quiet_seconds=0.0, longest_seconds=0.0, num_bytes=sum(t.nbytes for t in self.held.values()))
 
+    def set_behind(self, is_behind: bool) -> None:
+        pass  # It takes no microbatches.
+
     async def close(self, round_number: int, *, drop: Collection[int]) -> Contribution:
         return self.contribution
 

@@ -15,7 +15,7 @@ from swarm.stage.context import StageContext
 from swarm.stage.diloco.turns import Turns
 from swarm.stage.diloco.weights import DilocoWeights
 from swarm.stage.ledger import Entry, EntryState
-from swarm.stage.own_round import OwnRound
+from swarm.stage.present_round import PresentRound
 from swarm.stage.records import Records
 from swarm.stage.setting import Setting, Start
 from swarm.training.microbatch import Microbatch
@@ -25,11 +25,13 @@ from swarm.training.round_member import RoundResult
 class DilocoSetting(Setting):
     """As many microbatches as make the next inner steps, whichever round they are of."""
 
-    def __init__(self, context: StageContext, weights: DilocoWeights, own_round: OwnRound, records: Records) -> None:
+    def __init__(
+        self, context: StageContext, weights: DilocoWeights, present_round: PresentRound, records: Records
+    ) -> None:
         rounds, self._microbatch_size = context.config.rounds, context.config.data.microbatch_size
         self._stage = context.stage
         self._weights = weights
-        self._round = own_round
+        self._round = present_round
         self._ledger = records.ledger
         self._answers = records.answers
         self._batch_microbatches = rounds.inner_batch_samples // self._microbatch_size

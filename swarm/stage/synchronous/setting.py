@@ -16,7 +16,7 @@ from swarm.errors import MalformedMessage, NotReady, Overloaded, StaleMicrobatch
 from swarm.stage.computation import Computation
 from swarm.stage.context import StageContext
 from swarm.stage.ledger import Entry, EntryState, Ledger
-from swarm.stage.own_round import OwnRound
+from swarm.stage.present_round import PresentRound
 from swarm.stage.setting import Setting, Start
 from swarm.stage.synchronous.weights import SynchronousWeights
 from swarm.training.microbatch import Microbatch
@@ -30,13 +30,17 @@ class SynchronousSetting(Setting):
     """Every round's microbatches by themselves."""
 
     def __init__(
-        self, context: StageContext, weights: SynchronousWeights, own_round: OwnRound, ledger: Ledger[Computation]
+        self,
+        context: StageContext,
+        weights: SynchronousWeights,
+        present_round: PresentRound,
+        ledger: Ledger[Computation],
     ) -> None:
         self._stage = context.stage
         self._microbatches_per_round = context.config.microbatches_per_round
         self._round_wait_seconds = context.limits.round_wait_seconds
         self._weights = weights
-        self._round = own_round
+        self._round = present_round
         self._ledger = ledger
 
     # -- which microbatches are admitted -----------------------------------------------------------------------------

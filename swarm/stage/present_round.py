@@ -14,16 +14,16 @@ _LOOK_SECONDS = 0.25
 """Between two looks at whether this peer, which a microbatch of the next round waits at, has fallen behind."""
 
 
-class OwnRound:
+class PresentRound:
     """One peer's round.
 
-    Args:
-        is_behind: tells whether this peer's group is at a later round, whose state is still to be had.
+    Attributes:
+        is_behind: whether this peer's group is at a later round, whose state is on its way.
     """
 
-    def __init__(self, weights: StageWeights, is_behind: Callable[[], bool]) -> None:
+    def __init__(self, weights: StageWeights) -> None:
         self._weights = weights
-        self._is_behind = is_behind
+        self.is_behind = False
         self._new = asyncio.Event()
 
     @property
@@ -31,10 +31,9 @@ class OwnRound:
         """The round that is being worked on."""
         return self._weights.round.number
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether this peer's group is at a later round, whose state is still to be had."""
-        return self._is_behind()
+    def set_behind(self, is_behind: bool) -> None:
+        """The group has gone on without this peer, or is reached again."""
+        self.is_behind = is_behind
 
     def began(self) -> None:
         """The weights are at a new round."""
