@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from swarm.generation.sampling import Sampling, choose
-from swarm.model.layers import KeyValueCache
+from swarm.model.attention import KeyValueCache
 from swarm.model.transformer import Transformer
 
 

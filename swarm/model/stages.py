@@ -37,17 +37,16 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.config import RunConfig
 from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.model.attention import KeyValueCache, rotary_tables
 from swarm.model.functions import as_cast
 from swarm.model.layers import (
     DropoutKey,
     Embedding,
     FixedColumns,
     Head,
-    KeyValueCache,
     Positions,
     TransformerLayer,
     dropout,
-    rotary_tables,
     seeded_generator,
 )
 

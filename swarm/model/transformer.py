@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
-from swarm.model.layers import DropoutKey, KeyValueCache
+from swarm.model.attention import KeyValueCache
+from swarm.model.layers import DropoutKey
 from swarm.model.stages import StageModule, initialise, token_loss
 
 

@@ -11,7 +11,7 @@ from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.generation.engine import LocalEngine, collect
 from swarm.generation.sampling import Sampling
 from swarm.interchange.source import Source
-from swarm.model.layers import KeyValueCache
+from swarm.model.attention import KeyValueCache
 from swarm.model.transformer import Transformer
 from tests.interchange.small_models import MODELS, POSITIONS, make_tokens, save
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import ModelConfig
+from swarm.model.attention import rotary_tables
 from swarm.model.functions import rms_norm, rotate, swiglu
-from swarm.model.layers import rotary_tables
 
 _EPSILON = 1e-5
 _TABLES = rotary_tables(ModelConfig(d_model=8, num_heads=1, rope_theta=100.0), 6, torch.device("cpu"))

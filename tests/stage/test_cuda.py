@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from swarm.config import RunConfig, StagesConfig, WireConfig
-from swarm.model.layers import attention
+from swarm.model.attention import attention
 from swarm.model.masks import random_mask
 from swarm.stage.staging import PIECE_ELEMENTS, CudaStaging
 from swarm.stage.state import digest_of
