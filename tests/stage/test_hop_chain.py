@@ -465,7 +465,7 @@ async def test_who_gives_up_while_it_waits_for_a_peers_commit_leaves_nothing(mon
         waiting.cancel()
         await eventually(lambda: second.stage.admission.num_admitted == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= num_tasks)
-        assert second.servicer._callers.num_bytes == 0
+        assert second.callers.num_bytes == 0
         assert second.stage.ledger.find(8) is None
         chain.assert_idle()
 
@@ -511,7 +511,7 @@ async def test_a_link_is_measured_with_a_credit_and_without_one(eager: bool, mon
 
         async def slowly(incoming: Incoming, *args: float) -> Any:
             message = await read(incoming, *args)
-            if incoming._callers is chain.peers[1].servicer._callers and not message.HasField("ack"):
+            if incoming._callers is chain.peers[1].callers and not message.HasField("ack"):
                 clock.advance(0.5)
             return message
 

@@ -194,7 +194,7 @@ async def test_who_sends_eagerly_over_a_slow_line_hears_that_a_peer_is_busy(
         await call.write(_open(eager=True))
         for part in _tensors(tokens=_TOKENS, hidden=_HIDDEN):
             await asyncio.sleep(0.5)
-            assert peer.servicer._callers.num_bytes == 0
+            assert peer.callers.num_bytes == 0
             await call.write(part)
         await call.done_writing()
         assert (await call.read()).HasField("busy")

@@ -23,6 +23,7 @@ from swarm.model.layers import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
+from swarm.rpc.callers import Callers
 from swarm.rpc.channels import SERVER_OPTIONS, ChannelPool, bind_server
 from swarm.rpc.v1 import stage_pb2 as pb
 from swarm.rpc.v1.stage_pb2_grpc import add_StageServiceServicer_to_server
@@ -143,7 +144,9 @@ class Peer:
         )
         self.stage = stage_of(context)
         self.stage.admission.open()
-        self.servicer = StageServicer(self.stage, describe=partial(pb.DescribeReply, run_id=config.run_id))
+        self.callers = Callers()
+        describe = partial(pb.DescribeReply, run_id=config.run_id)
+        self.servicer = StageServicer(self.stage, describe=describe, callers=self.callers)
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         add_StageServiceServicer_to_server(self.servicer, self.server)
         self.record = PeerRecord(
