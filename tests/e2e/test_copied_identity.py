@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     folder = tmp_path_factory.mktemp("copied")
-    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(folder, children)
         swarm.start_peers([0])
         swarm.start_peers([1])

@@ -8,7 +8,7 @@ import pytest
 
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, run, wait_until
+from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -35,7 +35,7 @@ def swarm(tmp_path: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> It
     (tmp_path / "own_model.py").write_text(OWN_MODEL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("IMPORTED", str(imported))
-    with Supervisor(tmp_path / "logs", grace_seconds=3.0) as children:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(tmp_path, children)
         text = swarm.config.read_text(encoding="utf-8")
         swarm.config.write_text(text.replace("[model]", '[model]\ncustom_class = "own_model:Model"'), encoding="utf-8")
@@ -46,15 +46,19 @@ def swarm(tmp_path: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> It
 def test_a_joiner_imports_what_its_user_named_and_nothing_else(swarm: RealSwarm, imported: Path) -> None:
     assert imported.read_text().count("imported") == 1, "whoever has the configuration needs no option"
     own = ["--host", "127.0.0.1", "--threads", "1", "--identity", str(swarm.folder / "second.pem")]
-    for options in ([], ["--allow-class", "own_model:Other"]):
-        result = run("peer", "--stage", "1", "--initial-peers", swarm.address, *own, *options)
+    refused = ["--stage", "1", "--initial-peers", swarm.address, "--host", "127.0.0.1", "--threads", "1"]
+    others = [["--allow-class", "own_model:Other"], []]
+    keys = (str(swarm.folder / f"{number}.pem") for number in range(2))
+    for result in run_all(
+        *(["peer", *refused, "--identity", key, *more] for key, more in zip(keys, others, strict=True))
+    ):
         assert result.returncode == 2
         assert len(result.stderr.splitlines()) == 1, result.stderr
         assert result.stderr.endswith("if you trust that code, add --allow-class own_model:Model\n")
     assert imported.read_text().count("imported") == 1
 
-    log = (swarm.folder / "logs" / "peer-1.log").read_text()
-    printed = next(line for line in log.splitlines() if line.strip().startswith("join:"))
+    log = whole_lines(swarm.folder / "logs" / "peer-1.log")
+    printed = next(line for line in log if line.strip().startswith("join:"))
     line = ["1" if word == "N" else word for word in shlex.split(printed)[2:]]
     ready = swarm.folder / "second.json"
     second = swarm.children.start("second", command_line("peer", [*line, *own, "--ready-file", str(ready)]))

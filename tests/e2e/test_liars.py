@@ -25,7 +25,7 @@ STAGE = 1
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     folder = tmp_path_factory.mktemp("liars")
-    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(folder, children)
         swarm.start_peers([0])
         swarm.start_peers([STAGE] * 2)

@@ -8,7 +8,7 @@ import pytest
 from peers.commands import command_line
 from peers.local.supervisor import Supervisor
 from tests.support import locked
-from tests.support.swarm import RealSwarm, run, wait_until
+from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -18,14 +18,14 @@ PEER_TOKEN, TRAINER_TOKEN = str(locked.PEER_TOKEN), str(locked.TRAINER_TOKEN)
 def _printed(swarm: RealSwarm, which: str) -> list[str]:
     """What the first peer says to type, after the program's name."""
     log = swarm.folder / "logs" / "peer-1.log"
-    lines = [line for line in log.read_text().splitlines() if line.strip().startswith(f"{which}:")]
+    lines = [line for line in whole_lines(log) if line.strip().startswith(f"{which}:")]
     return lines[0].split()[2:]
 
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     folder = tmp_path_factory.mktemp("locked")
-    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(folder, children)
         swarm.start_peers([0], "--token", PEER_TOKEN)
         yield swarm
@@ -48,13 +48,17 @@ def test_a_peer_and_a_trainer_join_by_the_printed_lines(swarm: RealSwarm) -> Non
 
 
 def test_strangers_are_refused_in_one_line(swarm: RealSwarm, tmp_path: Path) -> None:
-    own = ["--stage", "1", "--host", "127.0.0.1", "--identity", str(tmp_path / "intruder.pem")]
     foreign = str(locked.issue(by=locked.STRANGER))
-    for address, expected in {
+    told = {
         swarm.address: "is locked: ask its owner for a token",
         f"{swarm.address}#{foreign}": "the token is for the run of owner",
-    }.items():
-        result = run("peer", *own, "--initial-peers", address)
+    }
+    own = ["peer", "--stage", "1", "--host", "127.0.0.1"]
+    keys = (str(tmp_path / f"{number}.pem") for number in range(len(told)))
+    results = run_all(
+        *([*own, "--identity", key, "--initial-peers", address] for key, address in zip(keys, told, strict=True))
+    )
+    for result, expected in zip(results, told.values(), strict=True):
         assert result.returncode == 2
         assert expected in result.stderr
         assert len(result.stderr.splitlines()) == 1, result.stderr
@@ -62,8 +66,8 @@ def test_strangers_are_refused_in_one_line(swarm: RealSwarm, tmp_path: Path) -> 
 
 def test_whoever_has_a_token_sees_the_members_and_nobody_else(swarm: RealSwarm) -> None:
     line = [word.replace("#TOKEN", f"#{TRAINER_TOKEN}") for word in _printed(swarm, "watch") if word != "--watch"]
-    for where in (line, ["--initial-peers", f"{swarm.address}#{TRAINER_TOKEN}"]):
-        result = run("status", *where, "--json")
+    through_dht = ["--initial-peers", f"{swarm.address}#{TRAINER_TOKEN}"]
+    for result in run_all(*(["status", *where, "--json"] for where in (line, through_dht))):
         assert result.returncode == 0, result.stderr
         assert '"state": "serving"' in result.stdout
         assert "unreachable" not in result.stdout
@@ -72,11 +76,12 @@ def test_whoever_has_a_token_sees_the_members_and_nobody_else(swarm: RealSwarm) 
 
 def test_whoever_has_no_token_or_a_wrong_one_sees_nothing(swarm: RealSwarm) -> None:
     entry = swarm.peers[0].entry
-    for address, expected in {
+    told = {
         entry: "is locked: ask its owner for a token",
         f"{entry}#{locked.issue(by=locked.STRANGER)}": "no peer of the run answers",
-    }.items():
-        result = run("status", "--peer", address, "--json")
+    }
+    results = run_all(*(["status", "--peer", address, "--json"] for address in told))
+    for result, expected in zip(results, told.values(), strict=True):
         assert result.returncode in (1, 2)
         assert expected in result.stderr
         assert len(result.stderr.splitlines()) == 1, result.stderr

@@ -38,14 +38,15 @@ def test_members_with_different_processors_have_equal_states(tmp_path: Path) -> 
 
 def _live_through_a_kill_and_a_join(folder: Path) -> None:
     folder.mkdir()
-    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(folder, children)
         swarm.config.write_text(ONE_STAGE.format(dataset=swarm.text, setting=folder.name), encoding="utf-8")
         [first] = swarm.start_peers([0])
         [second] = swarm.start_peers([0], environment=ANOTHER_PROCESSOR)
         swarm.start_trainer("trainer", steps=10_000)
+        launched = swarm.launch(0)
         _wait_for_equal_rounds(swarm, first, second)
-        [joiner] = swarm.start_peers([0])
+        joiner = swarm.arrived(*launched)
         swarm.kill(first)
         _wait_for_equal_rounds(swarm, joiner, second)
         downloads = [event for event in _events(swarm, joiner, "install") if event["source"] == "download"]

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
-    with Supervisor(tmp_path / "logs", grace_seconds=3.0) as children:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(tmp_path, children)
         # Activations that do not fit into what a process happens to have free.
         text = swarm.config.read_text(encoding="utf-8")

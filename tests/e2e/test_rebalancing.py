@@ -114,7 +114,7 @@ class Watch:
 @pytest.fixture(params=["diloco", "synchronous"])
 def swarm(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     monkeypatch.setenv(PACE, str(SECONDS_PER_SAMPLE))
-    with Supervisor(tmp_path / "logs", grace_seconds=3.0) as children:
+    with Supervisor(tmp_path / "logs", grace_seconds=0.0) as children:
         yield Swarm(tmp_path, children, request.param)
 
 

@@ -72,7 +72,7 @@ class Swarm(RealSwarm):
 @pytest.fixture(scope="module")
 def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
     """Ends whatever is left."""
-    with Supervisor(tmp_path_factory.mktemp("logs"), grace_seconds=3.0) as children:
+    with Supervisor(tmp_path_factory.mktemp("logs"), grace_seconds=0.0) as children:
         yield children
 
 

@@ -4,15 +4,13 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from peers.local.supervisor import Supervisor
-from tests.support.swarm import RealSwarm, run, wait_until, whole_lines
+from tests.support.swarm import RealSwarm, run_all, wait_until, whole_lines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -30,7 +28,7 @@ TRAINER_STALL_SECONDS = 10.0
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSwarm]:
     """Peers of both stages; the tests below leave at least one at each."""
     folder = tmp_path_factory.mktemp("swarm")
-    with Supervisor(folder / "logs", grace_seconds=3.0) as children:
+    with Supervisor(folder / "logs", grace_seconds=0.0) as children:
         swarm = RealSwarm(folder, children)
         swarm.start_peers([0])
         swarm.start_peers([1, 0, 1])
@@ -138,9 +136,10 @@ def test_an_empty_stage_is_named_and_waited_for(swarm: RealSwarm) -> None:
     for peer in [peer for peer in swarm.peers if peer.stage == 1]:
         swarm.kill(peer)
     log = swarm.folder / "logs" / "waiting.log"
+    # It waits as well, until the dead ones are announced no longer.
+    refused, _ = swarm.launch(1)
     wait_until(lambda: "stage 1 has no peer" in log.read_text(), 30.0, "the trainer to name the empty stage")
     before = len(swarm.steps("waiting"))
-    refused, _ = swarm.launch(1)
     swarm.wait_for_end(refused)
     assert "nobody holds stage 1 any more: begin with its checkpoint" in refused.log.read_text().splitlines()[-1]
     swarm.start_peers([1, 1], "--start-over")
@@ -162,12 +161,10 @@ def test_faults_of_users_are_one_line_and_harm_nobody(swarm: RealSwarm, tmp_path
         "is different text here": ("trainer", "--dataset", str(other_text), "--output", str(tmp_path / "out"), *joined),
     }
 
-    def attempt(number: int, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        own = ["--host", "127.0.0.1", "--identity", str(tmp_path / f"{number}.pem")] if arguments[0] == "peer" else []
-        return run(*arguments, *own)
+    def own(number: int, program: str) -> Sequence[str]:
+        return ["--host", "127.0.0.1", "--identity", str(tmp_path / f"{number}.pem")] if program == "peer" else []
 
-    with ThreadPoolExecutor() as pool:
-        results = list(pool.map(attempt, range(len(cases)), cases.values()))
+    results = run_all(*([*command, *own(number, command[0])] for number, command in enumerate(cases.values())))
     for expected, result in zip(cases, results, strict=True):
         assert result.returncode in (1, 2), expected
         assert expected in result.stderr

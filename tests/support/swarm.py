@@ -5,6 +5,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ def run(program: str, *arguments: str, timeout_seconds: float = 60.0) -> subproc
     return subprocess.run(
         command_line(program, arguments), capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
+
+
+def run_all(*commands: Sequence[str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run programs beside each other to their ends: the program first, then its arguments. Gives them in this order."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda command: run(*command), commands))
 
 
 def wait_until(condition: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
@@ -121,13 +128,14 @@ class RealSwarm:
     ) -> list[RealPeer]:
         """Start peers at once, with more options if wanted, and wait until all of them serve."""
         started = [self.launch(stage, *options, environment=environment) for stage in stages]
-        peers = []
-        for child, ready_file in started:
-            wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
-            ready = json.loads(ready_file.read_text())
-            peers.append(RealPeer(child=child, stage=ready["stage"], ready=ready))
-        self.peers += peers
-        return peers
+        return [self.arrived(child, ready_file) for child, ready_file in started]
+
+    def arrived(self, child: Child, ready_file: Path) -> RealPeer:
+        """Wait until a peer that was launched serves."""
+        wait_until(ready_file.exists, self.start_seconds, f"{child.name} to serve; see {child.log}")
+        ready = json.loads(ready_file.read_text())
+        self.peers.append(RealPeer(child=child, stage=ready["stage"], ready=ready))
+        return self.peers[-1]
 
     def launch(
         self, stage: int | str, *options: str, environment: Mapping[str, str] | None = None
