@@ -73,7 +73,8 @@ def test_aborted_rounds_leave_nothing_behind_and_lose_nothing(
             await until(lambda: all(stage.round == 1 for stage in stages), LONG_SECONDS)
             mean = torch.stack([gradient(index).double() for index in range(6)]).mean(0)
             for stage in stages:
-                torch.testing.assert_close(stage.anchor.double(), -mean, rtol=1e-6, atol=1e-6)
+                # torch.testing would import half of torch here, with all its memory traced.
+                assert torch.allclose(stage.anchor.double(), -mean, rtol=1e-6, atol=1e-6)
 
     tracemalloc.start()
     try:
