@@ -22,7 +22,7 @@ from peers.shared import cli
 from scripts.benches.shared.common import BenchOptions, SwarmProcesses, largest_of, say, with_corpus
 from scripts.benches.shared.judged import MORE
 from scripts.benches.sides.reference import Reference
-from swarm.averaging.state_transfer import StateTransfer
+from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.transport import GrpcTransport
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.credentials import identity

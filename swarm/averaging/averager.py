@@ -9,33 +9,33 @@ from collections.abc import Collection
 from functools import partial
 
 from swarm.averaging import messages
-from swarm.averaging.advance import Advance
-from swarm.averaging.barrier import Barrier
-from swarm.averaging.beginning import Beginning
-from swarm.averaging.blame import Blame
-from swarm.averaging.branches import Branches
-from swarm.averaging.broadcast import Broadcast
 from swarm.averaging.calls import Calls
-from swarm.averaging.catch_up import CatchUp
+from swarm.averaging.catching_up.advance import Advance
+from swarm.averaging.catching_up.branches import Branches
+from swarm.averaging.catching_up.catch_up import CatchUp
+from swarm.averaging.catching_up.donor import Donor
+from swarm.averaging.catching_up.entry import Entry
+from swarm.averaging.catching_up.lookout import Lookout
+from swarm.averaging.catching_up.state_transfer import StateTransfer
 from swarm.averaging.changes import Changes, wait
 from swarm.averaging.context import Context
-from swarm.averaging.donor import Donor
-from swarm.averaging.entry import Entry
+from swarm.averaging.exchanging.own_round import OwnRound
+from swarm.averaging.exchanging.participant import Participant
+from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.handlers import Handlers
-from swarm.averaging.lead_loop import LeadLoop
-from swarm.averaging.leader import Leader
-from swarm.averaging.lookout import Lookout
-from swarm.averaging.own_round import OwnRound
-from swarm.averaging.participant import Participant
+from swarm.averaging.leading.barrier import Barrier
+from swarm.averaging.leading.beginning import Beginning
+from swarm.averaging.leading.blame import Blame
+from swarm.averaging.leading.broadcast import Broadcast
+from swarm.averaging.leading.lead_loop import LeadLoop
+from swarm.averaging.leading.leader import Leader
+from swarm.averaging.leading.watch import RoundWatch
+from swarm.averaging.members.report_answers import ReportAnswers
+from swarm.averaging.members.reporter import Reporter
+from swarm.averaging.members.roster import Roster
+from swarm.averaging.members.survey import Survey
 from swarm.averaging.place import KEPT_OUTCOMES, Place
-from swarm.averaging.report_answers import ReportAnswers
-from swarm.averaging.reporter import Reporter
-from swarm.averaging.roster import Roster
-from swarm.averaging.shared import SharedBlocks
-from swarm.averaging.state_transfer import StateTransfer
-from swarm.averaging.survey import Survey
 from swarm.averaging.view import AveragingStatistics, GroupView
-from swarm.averaging.watch import RoundWatch
 from swarm.training.round_member import RoundMember
 
 

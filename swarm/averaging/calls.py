@@ -1,6 +1,6 @@
 """One peer's calls to others: those that fail tell that a peer is gone, and those to itself need no network.
 
-Used by averaging/survey, averaging/barrier and, through averaging/broadcast, by averaging/leader. Never retries.
+Used by members/survey, leading/barrier and, through leading/broadcast, by leading/leader. Never retries.
 """
 
 import asyncio
@@ -9,8 +9,8 @@ from typing import Any
 
 from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
-from swarm.averaging.participant import Participant
-from swarm.averaging.roster import Roster
+from swarm.averaging.exchanging.participant import Participant
+from swarm.averaging.members.roster import Roster
 from swarm.averaging.transport import ABORT, AVERAGE, BEGIN, COMMIT, Method, Reply, Request
 from swarm.errors import DeadlineExceeded, NotReady, PeerUnavailable
 from swarm.types import PeerId, PeerRecord

@@ -1,6 +1,6 @@
 """Signals between the parts of one peer's averaging: something has changed, or a report is due.
 
-Others wait for a change of the round; the reporter (averaging/reporter) waits for something to tell.
+Others wait for a change of the round; the reporter (members/reporter) waits for something to tell.
 """
 
 import asyncio

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from swarm.averaging.barrier import Barrier
+from swarm.averaging.catching_up.donor import Donor
 from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
-from swarm.averaging.donor import Donor
-from swarm.averaging.participant import Participant
-from swarm.averaging.reduction import Payload
-from swarm.averaging.report_answers import ReportAnswers
-from swarm.averaging.shared import SharedBlocks
+from swarm.averaging.exchanging.participant import Participant
+from swarm.averaging.exchanging.reduction import Payload
+from swarm.averaging.exchanging.shared import SharedBlocks
+from swarm.averaging.leading.barrier import Barrier
+from swarm.averaging.members.report_answers import ReportAnswers
 from swarm.averaging.transport import ABORT, AVERAGE, BARRIER, BEGIN, COMMIT, REPORT, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.machine.out_of_memory import is_out_of_memory

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from swarm.averaging.group import Ballot
-from swarm.averaging.reduction import MemberFailed
-from swarm.averaging.shares import Share, Shares
+from swarm.averaging.exchanging.reduction import MemberFailed
+from swarm.averaging.exchanging.shares import Share, Shares
+from swarm.averaging.leading.group import Ballot
 from swarm.errors import MalformedMessage
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.lineage import next_lineage

@@ -1,6 +1,6 @@
 """One peer's place in its group: where it stands, how the last rounds ended, what it promises and leads in this one.
 
-Moved by averaging/advance, averaging/catch_up and averaging/leader, and read by all other parts. Never touches the
+Moved by catching_up/advance, catching_up/catch_up and leading/leader, and read by all other parts. Never touches the
 stage.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from swarm.averaging.branches import Branches
-from swarm.averaging.group import Ballot, Group
+from swarm.averaging.catching_up.branches import Branches
+from swarm.averaging.leading.group import Ballot, Group
 from swarm.averaging.messages import Standing
 from swarm.rpc.v1 import averaging_pb2 as pb
 

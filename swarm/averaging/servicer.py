@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from swarm.averaging import messages
-from swarm.averaging.reduction import MemberFailed
+from swarm.averaging.exchanging.reduction import MemberFailed
 from swarm.averaging.transport import (
     ABORT,
     AVERAGE,

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from swarm.averaging.reduction import MemberFailed, Payload
+from swarm.averaging.exchanging.reduction import MemberFailed, Payload
 from swarm.compression.buffers import Received
 from swarm.compression.codec import Buffer
 from swarm.credentials.certificates import peer_id_of

@@ -1,8 +1,8 @@
 """A leader's attempt at a round, in virtual time: Begin to all, Average to all, Commit to all, or Abort.
 
 Used by simulated_member. The real functions decide when a round is complete, what an earlier attempt left, and which
-member owns which part. The order of the calls is as in averaging/leader, and a leader waits for the same members as in
-averaging/broadcast. There are no deadlines, because no member is slow, and no other stages.
+member owns which part. The order of the calls is as in averaging/leading/leader, and a leader waits for the same
+members as in averaging/leading/broadcast. There are no deadlines, because no member is slow, and no other stages.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from swarm.averaging import messages
-from swarm.averaging.group import Ballot
+from swarm.averaging.exchanging.shares import Offer, divide
+from swarm.averaging.leading.group import Ballot
+from swarm.averaging.leading.rules import unfinished
 from swarm.averaging.messages import Standing
-from swarm.averaging.rules import unfinished
-from swarm.averaging.shares import Offer, divide
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.simulation.simulated_exchange import SimulatedExchange, exchange_seconds
 from swarm.simulation.simulated_participant import TIMING, Network, SimulatedParticipant
@@ -32,11 +32,11 @@ class Failure:
 
 
 IsComplete = Callable[[int, Collection[int], int], bool]
-"""averaging/rules.is_complete, with a run's configuration."""
+"""averaging/leading/rules.is_complete, with a run's configuration."""
 
 
 class SimulatedAttempt:
-    """A leader's way from Begin to Commit or Abort, as in averaging/leader."""
+    """A leader's way from Begin to Commit or Abort, as in averaging/leading/leader."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SimulatedAttempt:
 
 
 class _Broadcast:
-    """One call to many, as in averaging/broadcast: members that are silent are not waited for."""
+    """One call to many, as in averaging/leading/broadcast: members that are silent are not waited for."""
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ Used by simulated_attempt, which has the members divided by the real shares. Mov
 from collections.abc import Callable, Mapping
 
 from swarm.averaging import messages
-from swarm.averaging.group import Ballot
+from swarm.averaging.exchanging.shares import Shares
+from swarm.averaging.leading.group import Ballot
 from swarm.averaging.messages import Standing
-from swarm.averaging.shares import Shares
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.simulation.timeline import Timeline
 from swarm.types import PeerId

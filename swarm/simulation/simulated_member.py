@@ -2,7 +2,7 @@
 
 Made by simulated_stage. The member's own real Roster decides which members take part, are silent, or have to catch up.
 The functions that a real peer asks decide which member leads, when a round is complete, and whether it has a quorum.
-The member does things in the order of averaging/reporter and averaging/lead_loop.
+The member does things in the order of averaging/members/reporter and averaging/leading/lead_loop.
 """
 
 from collections import Counter
@@ -10,9 +10,9 @@ from collections.abc import Collection
 from functools import partial
 
 from swarm.averaging import messages
-from swarm.averaging.group import Ballot
+from swarm.averaging.leading.group import Ballot
+from swarm.averaging.leading.rules import leader_of
 from swarm.averaging.messages import Standing
-from swarm.averaging.rules import leader_of
 from swarm.averaging.transport import contact_of
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.simulation.simulated_attempt import Failure, SimulatedAttempt
@@ -70,7 +70,7 @@ class SimulatedMember(SimulatedParticipant):
     def _look_for_leader(self) -> None:
         self._target = self.roster.leader(self.standing)
 
-    # -- reports, as in averaging/reporter ---------------------------------------------------------------------------
+    # -- reports, as in averaging/members/reporter ---------------------------------------------------------------------
 
     def _beat(self) -> None:
         if self.is_gone:
@@ -165,7 +165,7 @@ class SimulatedMember(SimulatedParticipant):
         self._num_failures = 0
         self._look_for_leader()
 
-    # -- leading, as in averaging/lead_loop ---------------------------------------------------------------------------
+    # -- leading, as in averaging/leading/lead_loop --------------------------------------------------------------------
 
     def _consider(self) -> None:
         """Begin an attempt if the round can be ended now."""

@@ -1,7 +1,8 @@
 """A member that takes part in its stage's rounds, and how members reach each other, in virtual time.
 
 Base of the members in simulated_member; leaders (simulated_attempt) call it. Promises, joins, prepares, commits and
-aborts are the real Group's to take or refuse; what surrounds them is as in averaging/participant. Never leads.
+aborts are the real Group's to take or refuse; what surrounds them is as in averaging/exchanging/participant. Never
+leads.
 """
 
 from collections.abc import Callable, Collection
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from swarm.averaging import messages
-from swarm.averaging.group import Ballot, Group, Refused
+from swarm.averaging.leading.group import Ballot, Group, Refused
+from swarm.averaging.leading.rules import has_quorum
+from swarm.averaging.members.roster import Roster
 from swarm.averaging.messages import Standing
-from swarm.averaging.roster import Roster
-from swarm.averaging.rules import has_quorum
 from swarm.averaging.timing import Timing
 from swarm.config import Quorum
 from swarm.rpc.v1 import averaging_pb2 as pb

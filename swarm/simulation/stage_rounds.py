@@ -8,8 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
+from swarm.averaging.leading.rules import is_complete
 from swarm.averaging.messages import Standing
-from swarm.averaging.rules import is_complete
 from swarm.config import AveragingConfig, Quorum, RoundsConfig, RunConfig, StagesConfig
 from swarm.machine.clock import Clock
 from swarm.simulation.simulated_participant import SAMPLES_PER_SECOND

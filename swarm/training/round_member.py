@@ -76,7 +76,7 @@ class RoundCost:
     Attributes:
         bytes_sent: payload that it sent.
         bytes_received: payload that it received.
-        compression_ratio: see averaging/allreduce.
+        compression_ratio: see averaging/exchanging/allreduce.
         seconds: time from its closing to the commit.
         exchange_seconds: the part of that time which the exchange itself took.
         contribution_norm: norm of its own contribution.

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from swarm.averaging.averager import Averager
-from swarm.averaging.branches import Branches
+from swarm.averaging.catching_up.branches import Branches
 from swarm.averaging.context import Context, Tasks
+from swarm.averaging.exchanging.reduction import Payload
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import KEPT_OUTCOMES, Place
-from swarm.averaging.reduction import Payload
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request, Transport
 from swarm.compression.codec import Buffer

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swarm.averaging.reduction import Payload, Reduction, Side
+from swarm.averaging.exchanging.reduction import Payload, Reduction, Side
 from swarm.compression.codec import Buffer
 from swarm.errors import PeerUnavailable
 

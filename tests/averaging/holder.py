@@ -9,10 +9,10 @@ from typing import cast
 import torch
 
 from swarm.averaging import messages
-from swarm.averaging.donor import Donor, snapshot_id
-from swarm.averaging.group import Ballot
+from swarm.averaging.catching_up.donor import Donor, snapshot_id
+from swarm.averaging.catching_up.results import Committed
+from swarm.averaging.leading.group import Ballot
 from swarm.averaging.messages import Standing, lineage_after
-from swarm.averaging.results import Committed
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarm.averaging.allreduce import OWNER_PATIENCE
+from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
 from swarm.averaging.place import KEPT_OUTCOMES
 from swarm.averaging.transport import BEGIN, COMMIT
 from swarm.errors import PeerUnavailable

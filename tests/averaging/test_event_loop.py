@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from swarm.averaging.shared import SharedBlocks
+from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.transport import Transport, contact_of
 from swarm.compression.codec import Buffer
 from swarm.config import ModelConfig

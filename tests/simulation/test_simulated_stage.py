@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from swarm.averaging.group import Phase
-from swarm.averaging.shares import Offer, divide
+from swarm.averaging.exchanging.shares import Offer, divide
+from swarm.averaging.leading.group import Phase
 from swarm.simulation.simulated_exchange import exchange_seconds
 from swarm.simulation.simulated_member import SimulatedMember
 from swarm.simulation.simulated_participant import TIMING

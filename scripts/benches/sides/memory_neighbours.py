@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swarm.averaging.reduction import Payload
+from swarm.averaging.exchanging.reduction import Payload
 from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.hop.answers import HopListener, HopReply, Tensors

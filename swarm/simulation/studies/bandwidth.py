@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swarm.averaging.shares import part_sizes
+from swarm.averaging.exchanging.shares import part_sizes
 from swarm.compression.codec import contribution_codec, result_codec
 from swarm.config import AveragingConfig, load_preset
 from swarm.simulation.study import StudyOptions

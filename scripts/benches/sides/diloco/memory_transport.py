@@ -8,7 +8,7 @@ whatever is exchanged until it is opened.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 
-from swarm.averaging.reduction import Payload
+from swarm.averaging.exchanging.reduction import Payload
 from swarm.averaging.transport import AveragingHandlers, Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, PeerUnavailable

@@ -1,0 +1,239 @@
+"""How a member gets from one round to another: by a commit, by a round that others committed, or by their state.
+
+Used by exchanging/participant and members/survey, which hear of commits, and by catching_up/catch_up. Each of these
+ways changes the stage once and tells the other parts where it stands then. Applies nothing but committed results.
+"""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up import results
+from swarm.averaging.catching_up.donor import Donor
+from swarm.averaging.catching_up.results import Committed
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.exchanging.own_round import OwnRound
+from swarm.averaging.exchanging.shared import SharedBlocks
+from swarm.averaging.leading.group import Refused
+from swarm.averaging.members.roster import Roster
+from swarm.averaging.place import Place
+from swarm.errors import IntegrityError, MalformedMessage, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundMember, Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class Advance:
+    """One member's way from round to round."""
+
+    def __init__(
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        own_round: OwnRound,
+        *,
+        shared: SharedBlocks,
+        donor: Donor,
+        roster: Roster,
+        changes: Changes,
+    ) -> None:
+        """
+        Args:
+            donor: is told of every commit.
+            roster: is told of every move.
+        """
+        self._own_id = context.own_id
+        self._clock = context.clock
+        self._spawn = context.tasks.spawn
+        self._place = place
+        self._lock = place.lock
+        self._group = place.group
+        self._member = member
+        self._own_round = own_round
+        self._exchanges = own_round.exchanges
+        self._shared = shared
+        self._donor = donor
+        self._roster = roster
+        self._changes = changes
+        self._state_digest: asyncio.Future[str] | None = None
+        """Of the state at the beginning of the round; taken beside training."""
+
+    @contextmanager
+    def catching_up(self) -> Iterator[None]:
+        """The member is on its way to its group meanwhile: it promises no attempt, and the stage takes less."""
+        with self._place.catching_up():
+            self._member.set_behind(True)
+            try:
+                yield
+            finally:
+                self._member.set_behind(False)
+
+    async def apply(self, outcome: pb.Outcome) -> None:
+        """Apply the prepared result, once. Raises Refused if it is not the prepared one."""
+        refused: Refused | None = await asyncio.shield(self._spawn(self._apply(outcome)))
+        if refused is not None:
+            raise refused
+
+    async def _apply(self, outcome: pb.Outcome) -> Refused | None:
+        round_number, digest = outcome.round, outcome.prepared.digest
+        async with self._lock:
+            try:
+                if not self._group.check_commit(round_number, digest):
+                    return None
+                kept = self._own_round.result
+                assert kept is not None
+                results.require_norms(outcome, kept.prepared.squared_norm)
+            except MalformedMessage as error:
+                # The round is decided: what it was clipped by, this member may hear from another one.
+                logger.warning("the commit of round %d is refused: %s", round_number, error)
+                return Refused(str(error))
+            except Refused as refused:
+                return refused
+            await self._own_round.stop("the round was committed")
+            tensors = dict(kept.round_result.tensors)
+            if self._shared.is_due(round_number):
+                try:
+                    tensors |= await self._shared.sum(round_number, outcome.partners)
+                except SwarmError as error:
+                    # The round is decided: this member will find itself behind, and catch up.
+                    return Refused(str(error))
+            outcome.prepared.CopyFrom(kept.prepared)
+            self._exchanges.committed(kept.fragment, kept.residual)
+            self._own_round.let_go()
+            result = dataclasses.replace(
+                kept.round_result,
+                tensors=tensors,
+                total_squared_norm=outcome.total_squared_norm,
+                lineage=messages.lineage_after(self._place.standing.lineage, outcome),
+                partners=messages.digests_of(outcome.partners),
+                cost=dataclasses.replace(
+                    kept.round_result.cost,
+                    seconds=self._clock.monotonic() - kept.began_at,
+                    residual_bytes=self._exchanges.residual_bytes,
+                ),
+            )
+            self._state_digest = await self._member.apply(result)
+            before = self._place.standing
+            self._group.commit(round_number, digest)
+            self._place.committed(messages.standing_of(self._member.progress()), outcome)
+            self._moved()
+            after, digests = self._place.standing, self._state_digest
+            self._donor.committed(
+                Committed(before=before, after=after, result=result, outcome=outcome, state_digest=digests)
+            )
+        return None
+
+    async def state_digest(self) -> str:
+        """Wait for the digest of the state at the beginning of the round; some result has been applied."""
+        assert self._state_digest is not None, "a result was applied"
+        return await asyncio.shield(self._state_digest)
+
+    async def install(self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]) -> None:
+        """Become a downloaded state. Runs to its end even if the caller is cancelled.
+
+        Args:
+            outcomes: how the last rounds before it were committed.
+            past: the lineages of the last rounds before it, oldest first.
+
+        Raises:
+            IntegrityError: it does not fit this stage.
+        """
+        unfit: IntegrityError | None = await asyncio.shield(self._spawn(self._install(snapshot, outcomes, past)))
+        if unfit is not None:
+            raise unfit
+
+    async def _install(
+        self, snapshot: Snapshot, outcomes: list[pb.Outcome], past: Sequence[str]
+    ) -> IntegrityError | None:
+        async with self._lock:
+            await self._own_round.stop("a newer state was downloaded")
+            try:
+                await self._member.install(snapshot, carry=self._gave_nothing_until(snapshot, outcomes))
+            except IntegrityError as unfit:
+                return unfit
+            self._exchanges.reset()
+            self._donor.jumped()
+            self._group.install(snapshot.round)
+            self._place.installed(messages.standing_of(self._member.progress()), outcomes, past)
+            self._moved()
+        return None
+
+    def _gave_nothing_until(self, snapshot: Snapshot, outcomes: list[pb.Outcome]) -> bool:
+        """Whether a later state of this member's own branch came about without anything of it since `standing`.
+
+        False where that cannot be told: only the last rounds are known.
+        """
+        lineage, known = self._place.standing.lineage, {outcome.round: outcome for outcome in outcomes}
+        for number in range(self._place.standing.round, snapshot.round):
+            outcome = known.get(number)
+            if outcome is None or self._own_id in outcome.prepared.member_ids:
+                return False
+            lineage = messages.lineage_after(lineage, outcome)
+        return self._place.is_sound and lineage == snapshot.lineage
+
+    async def replay(self, committed: Committed) -> None:
+        """Apply a round that the group committed without this member. Nothing happens unless it stands right before.
+
+        Runs to its end even if the caller is cancelled.
+
+        Raises:
+            IntegrityError: it does not fit this stage; or it gave another state, and then this one is not sound.
+        """
+        wrong: IntegrityError | None = await asyncio.shield(self._spawn(self._replay(committed)))
+        if wrong is not None:
+            raise wrong
+
+    async def _replay(self, committed: Committed) -> IntegrityError | None:
+        async with self._lock:
+            if committed.before != self._place.standing or not self._place.is_sound:
+                return None
+            await self._own_round.stop("the round was committed without this member")
+            # Closed as before any commit: nothing may be in flight, and the contribution has the average's shapes.
+            contribution = await self._member.close(self._place.standing.round, drop=())
+            try:
+                await asyncio.to_thread(results.require_applicable, committed.result, contribution.tensors)
+            except IntegrityError as wrong:
+                self._group.step_back()
+                await self._own_round.reopen("a result came that cannot be this round's")
+                return wrong
+            contributed = self._own_id in committed.result.members
+            kept = self._own_round.result
+            if kept is not None and kept.prepared.digest == committed.result.digest:
+                # It took part, and lost sight of the others before the end.
+                self._exchanges.committed(kept.fragment, kept.residual)
+            elif contributed:
+                # What it owed is in the result; what the encoding dropped then is not known any more.
+                self._exchanges.forget(contribution.fragment)
+            self._state_digest = await self._member.apply(
+                dataclasses.replace(committed.result, contributed=contributed)
+            )
+            reached = messages.standing_of(self._member.progress())
+            ours, theirs = [await asyncio.shield(digest) for digest in (self._state_digest, committed.state_digest)]
+            if (ours, reached) != (theirs, committed.after):
+                self._place.spoiled()
+                self._group.install(committed.before.round)
+                self._own_round.end()
+                self._donor.jumped()
+                return IntegrityError(f"round {committed.before.round} gave another state here than at its members")
+            self._group.install(reached.round, last_digest=committed.result.digest)
+            self._place.replayed(reached, committed.outcome)
+            self._moved()
+            self._donor.committed(committed)
+        return None
+
+    async def snapshot(self) -> Snapshot:
+        """The state at the last committed round."""
+        async with self._lock:
+            return await self._member.snapshot()
+
+    def _moved(self) -> None:
+        self._own_round.end()
+        self._roster.moved(self._place.standing, self._place.last_members)
+        self._changes.progressed()
+        self._changes.notify()

@@ -1,0 +1,281 @@
+"""The branches of a run on which a stage's holders stand, and on which of them this peer should be.
+
+Told by averaging/place of every move of this peer, and by members/reporter of what others answered it. Pure but
+for the clock. A claim to be ahead costs nothing to make up, so no holder is believed for how far it says that it is:
+what counts is how many holders stand behind a branch. Never looks at a state: whether that is sound is checked where
+it is installed.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up.run_pace import RunPace
+from swarm.averaging.messages import PAST, Standing
+from swarm.machine.clock import Clock
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+
+KEPT = 1024
+"""Lineages of its own that a peer remembers: a peer that stands at one of them is behind, and on the same branch."""
+MOST_DOUBTS = 256
+"""Holders elsewhere that are remembered."""
+SHOWN_SECONDS = 60.0
+"""For how long after its last answer a holder that is not followed is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voice:
+    """What a holder answered: where it stands, and the lineages of the rounds before, oldest first."""
+
+    standing: Standing
+    past: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Doubt:
+    since: float
+    heard_at: float
+    standing: Standing
+    line: str
+
+
+class Branches:
+    """One peer's view of where the holders of its stage stand."""
+
+    def __init__(
+        self,
+        own: Standing,
+        *,
+        clock: Clock,
+        more_samples_win: bool,
+        patience_seconds: float,
+        run_round: Callable[[], int | None],
+    ) -> None:
+        """
+        Args:
+            run_round: gives the round that the stages have reached which commit every round together with this one;
+                None where there are none, or that is not known.
+            more_samples_win: of two branches with as many holders the one with more samples wins; otherwise only one
+                that is rounds ahead does.
+            patience_seconds: for how long a holder that stands elsewhere, and is not followed, is waited for: it may be
+                the first to commit a round.
+        """
+        self._clock = clock
+        self._more_samples_win = more_samples_win
+        self._patience_seconds = patience_seconds
+        self._run_round = run_round
+        self._own = own
+        self._past: dict[str, Standing | None] = {own.lineage: own}
+        """Where this peer was, oldest first, itself included; None where only the lineage is known."""
+        self._has_voice = own.round > 0
+        """Whether it has committed the place where it stands, or resumed from it; False if it had it from others."""
+        self._pace = RunPace(own, clock)
+        self._voices: dict[PeerId, Voice] = {}
+        self._announced: Mapping[PeerId, Standing] = {}
+        """Where peers were that did not answer, if this peer never was there."""
+        self._doubts: dict[PeerId, _Doubt] = {}
+
+    # -- this peer's moves ---------------------------------------------------------------------------------------------
+
+    def committed(self, after: Standing) -> None:
+        """It committed a round, as one of its members."""
+        self._pace.committed(after)
+        self._has_voice = True
+        self._move(after)
+
+    def replayed(self, after: Standing) -> None:
+        """It applied a round that others committed."""
+        self._pace.moved(after)
+        self._has_voice = False
+        self._move(after)
+
+    def installed(self, own: Standing, past: Sequence[str]) -> None:
+        """It became a state that others hold; `past` is what they tell of the rounds before."""
+        self._past = dict.fromkeys(past[-PAST:])
+        self.replayed(own)
+
+    def _move(self, own: Standing) -> None:
+        self._own = own
+        self._past.pop(own.lineage, None)
+        self._past[own.lineage] = own
+        for oldest in list(itertools.islice(self._past, max(0, len(self._past) - KEPT))):
+            del self._past[oldest]
+        self._doubts = {peer: doubt for peer, doubt in self._doubts.items() if not self.is_known(doubt.standing)}
+
+    @property
+    def told(self) -> list[str]:
+        """The lineages of the last rounds before this one, for others; oldest first."""
+        return list(self._past)[-PAST - 1 : -1]
+
+    def is_known(self, standing: Standing) -> bool:
+        """Whether this peer stands there or did so before. No peer that stands there is ahead of it."""
+        return standing.lineage in self._past and self._past[standing.lineage] in (None, standing)
+
+    # -- where others stand --------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Begin to ask anew."""
+        self._voices.clear()
+
+    def heard(self, peer_id: PeerId, voice: Voice) -> None:
+        """A holder answered."""
+        self._voices[peer_id] = voice
+        if self.is_known(voice.standing):
+            self._doubts.pop(peer_id, None)
+
+    def behind(self, standing: Standing) -> set[PeerId]:
+        """The holders that answered that they stand there, or did."""
+        return {peer for peer, voice in self._voices.items() if _has_passed(voice, standing)}
+
+    def choose(self, *, is_sound: bool, announced: Mapping[PeerId, Standing]) -> Standing | None:
+        """Where this peer should go; None if it is to stay where it is.
+
+        Of all places where others stand and this peer never did, those come into question behind which stand more
+        holders than behind this peer's own. Of two that as many stand behind, the one with more samples wins. The word
+        of a single holder is taken for no more than what the run can have done meanwhile. Of the places that are left,
+        the one that most hold is taken, and then the farthest.
+
+        Args:
+            is_sound: whether this peer's own state is what it should be; if not, its place counts like others'.
+            announced: where peers said that they were, in records that they signed. They count for a place where some
+                holder can be had, though they themselves may have died since; for staying they do not.
+        """
+        self._announced = {
+            peer: standing
+            for peer, standing in announced.items()
+            if peer not in self._voices and not self.is_known(standing)
+        }
+        elsewhere = {
+            place
+            for place in {voice.standing for voice in self._voices.values()} | set(self._announced.values())
+            if place.round > 0
+            and (not self.is_known(place) or (not is_sound and place == self._own))
+            and self.behind(place)
+        }
+        due = [place for place in elsewhere if not is_sound or self._yields_to(place)]
+        return max(due, key=lambda place: (self._num_behind(place), self._order(place)), default=None)
+
+    def _num_behind(self, place: Standing) -> int:
+        return len(self.behind(place)) + sum(standing == place for standing in self._announced.values())
+
+    def _yields_to(self, theirs: Standing) -> bool:
+        if not self._more_samples_win and theirs.round <= self._own.round:
+            return False
+        num_theirs, num_ours = self._num_behind(theirs), len(self._ours(theirs))
+        if not self._is_credible(theirs, num_theirs):
+            return False
+        if num_theirs != num_ours:
+            return num_theirs > num_ours
+        # A state that it had from others is not left for another one that as many peers hold.
+        return self._has_voice and self._order(theirs) > self._order(self._own) and not self._has_stragglers
+
+    def _is_credible(self, theirs: Standing, num_holders: int) -> bool:
+        return num_holders > 1 or self._pace.allows(theirs)
+
+    def _order(self, standing: Standing) -> tuple[int, int, str]:
+        numbers = (standing.run_samples, standing.round) if self._more_samples_win else (standing.round, 0)
+        return *numbers, standing.lineage
+
+    def _ours(self, theirs: Standing) -> list[str]:
+        """The peers that stand behind this peer's place and not behind `theirs`, this peer included.
+
+        A peer that stands where both come from has not decided yet. This peer cannot stay where the other stages have
+        committed two rounds without it: some holders of this stage must have been there.
+        """
+        if (run_round := self._run_round()) is not None and run_round > self._own.round + 1:
+            return []
+        before = set[str]().union(*(self._voices[peer].past for peer in self.behind(theirs)))
+        ours = ["this peer"] if self._has_voice else []
+        for peer, voice in self._voices.items():
+            place = voice.standing
+            undecided = place.lineage in before and place != self._own
+            # At the very beginning no peer holds more than what the configuration tells.
+            if place.round > 0 and self.is_known(place) and not undecided and not _has_passed(voice, theirs):
+                ours.append(peer)
+        return ours
+
+    @property
+    def _has_stragglers(self) -> bool:
+        """Whether a peer is behind on this peer's own branch, and about to come."""
+        places = (voice.standing for voice in self._voices.values())
+        return any(place.round > 0 and self.is_known(place) and place != self._own for place in places)
+
+    # -- those that are not followed -----------------------------------------------------------------------------------
+
+    def stay(self) -> list[str]:
+        """This peer stays where it is. Gives a line for each holder elsewhere that has now been there for long."""
+        now, refused = self._clock.monotonic(), []
+        for peer, voice in self._voices.items():
+            if self.is_known(voice.standing):
+                continue
+            before, line = self._doubts.get(peer), self._describe(peer, voice.standing)
+            doubt = _Doubt(since=before.since if before else now, heard_at=now, standing=voice.standing, line=line)
+            if self._is_refused(doubt) and not (before and self._is_refused(before)):
+                refused.append(line)
+            self._doubts[peer] = doubt
+        for peer in sorted(self._doubts, key=lambda peer: self._doubts[peer].heard_at)[:-MOST_DOUBTS]:
+            del self._doubts[peer]
+        return refused
+
+    def is_elsewhere(self, peer_id: PeerId) -> bool:
+        """Whether a holder stands elsewhere, and all were asked and this peer stayed where it is."""
+        return peer_id in self._doubts
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether there is such a holder of late: it may be the first to have committed a round."""
+        latest = self._clock.monotonic() - self._patience_seconds
+        return any(doubt.since > latest for doubt in self._doubts.values())
+
+    def _is_refused(self, doubt: _Doubt) -> bool:
+        return doubt.heard_at - doubt.since >= self._patience_seconds
+
+    @property
+    def refusals(self) -> list[str]:
+        """A line for each holder that was refused, as of its last answer."""
+        oldest = self._clock.monotonic() - SHOWN_SECONDS
+        doubts = [self._doubts[peer] for peer in sorted(self._doubts)]
+        return [doubt.line for doubt in doubts if self._is_refused(doubt) and doubt.heard_at >= oldest]
+
+    def _describe(self, peer_id: PeerId, theirs: Standing) -> str:
+        num_theirs, num_ours = self._num_behind(theirs), len(self._ours(theirs))
+        why = f"{num_theirs} of {num_theirs + num_ours} stand behind it"
+        if not self._is_credible(theirs, num_theirs):
+            why += ", and the run cannot have come so far at the pace at which it went on here"
+        return (
+            f"{peer_id} says that it is at round {theirs.round} of another branch, with {theirs.run_samples} samples "
+            f"(lineage {theirs.lineage[:12]}): {why}; this peer stays at round {self._own.round}"
+        )
+
+
+def _has_passed(voice: Voice, standing: Standing) -> bool:
+    """Whether a holder stands there, or says that it did."""
+    num_since = voice.standing.round - standing.round
+    return voice.standing == standing or (
+        0 < num_since <= len(voice.past) and voice.past[-num_since] == standing.lineage
+    )
+
+
+def voice_of(message: pb.ReportReply | pb.SnapshotHeader) -> Voice:
+    """Where its sender stands. Raises MalformedMessage."""
+    return Voice(standing=messages.unpack_standing(message.standing), past=messages.unpack_past(message.past))
+
+
+def most_held(offers: Mapping[bytes, Voice], num_holders: Mapping[bytes, int]) -> list[bytes]:
+    """Names of offers, the best first: the farthest behind which more than half of the holders stand; the others follow
+    by the number of holders behind them.
+
+    Args:
+        num_holders: how many make each of them.
+    """
+    num_all = sum(num_holders.values())
+
+    def rank(name: bytes) -> tuple[bool, int, Standing, int]:
+        standing = offers[name].standing
+        num_behind = sum(num_holders[other] for other, voice in offers.items() if _has_passed(voice, standing))
+        is_held = 2 * num_behind > num_all
+        return is_held, 0 if is_held else num_behind, standing, num_holders[name]
+
+    return sorted(offers, key=rank, reverse=True)

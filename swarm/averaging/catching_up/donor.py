@@ -1,0 +1,263 @@
+"""What a peer keeps for those behind it: snapshots that others fetch, and the results committed since.
+
+Used by averaging/handlers, which hand it Download requests, and by catching_up/advance, which tells it of every commit.
+A snapshot stays as it was when it was first asked for, whatever is committed meanwhile. Keeps nothing while nobody
+asks, and nothing without a bound. Never touches weights.
+"""
+
+import asyncio
+import hashlib
+import logging
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up import results
+from swarm.averaging.catching_up.results import Committed
+from swarm.averaging.catching_up.tensor_bytes import TensorBytes, describe
+from swarm.averaging.leading.group import Phase
+from swarm.averaging.messages import Standing
+from swarm.averaging.place import Place
+from swarm.errors import MalformedMessage, NotReady
+from swarm.machine.clock import Clock
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundMember, Snapshot
+
+logger = logging.getLogger(__name__)
+
+PIN_SECONDS = 30.0
+"""How long after the last request a snapshot, and what was committed since, is kept."""
+NUM_PINS = 2
+SEGMENT_BYTES = 4 << 20
+RESULTS_BYTES = 2 << 30
+LOOK_SECONDS = 1.0
+"""Between two looks at what nobody asks for any more."""
+YIELD_SECONDS = 5.0
+"""A piece waits at most so long for an exchange under way here, which needs the line first. The peer that downloads
+waits three times as long for the next piece before it gives the donor up."""
+YIELD_LOOK_SECONDS = 0.1
+RESULTS_FACTOR = 4
+"""Results may take RESULTS_BYTES, or so many times a snapshot's size if that is more."""
+
+
+@dataclass(eq=False)
+class _Pin:
+    snapshot: Snapshot
+    content: TensorBytes
+    outcomes: list[pb.Outcome]
+    past: list[str]
+    expires_at: float
+    header: pb.SnapshotHeader | None = None
+    snapshot_id: bytes = b""
+    is_fetched: bool = False
+    """More than the header was asked for."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    committed: Committed
+    content: TensorBytes
+
+
+class Donor:
+    """One peer's pinned snapshots and its log of results, which reaches back to the oldest of them."""
+
+    def __init__(self, place: Place, member: RoundMember, clock: Clock) -> None:
+        self._place = place
+        self._member = member
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        """Held while a snapshot is made: peers that ask meanwhile get the same one."""
+        self._pins: list[_Pin] = []
+        """By round, oldest first."""
+        self._log: dict[int, _Kept] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is held for others."""
+        return sum(pin.content.num_bytes for pin in self._pins) + self._log_bytes
+
+    def serve(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]:
+        """Answer a peer that is behind.
+
+        Raises:
+            NotReady: what it asks for is not kept here, or not any more.
+            MalformedMessage: it asks for nothing that there is.
+        """
+        match request.WhichOneof("wanted"):
+            case "offer":
+                return self._offer(request.offer)
+            case "segment":
+                return self._segment(request.segment)
+            case "results":
+                return self._results(messages.unpack_standing(request.results.standing))
+        raise MalformedMessage("the request does not say what is wanted")
+
+    async def run(self) -> None:
+        """Let go of what nobody asks for any more, until cancelled."""
+        while True:
+            await self._clock.sleep(LOOK_SECONDS)
+            self.expire()
+
+    # -- what the participant tells ----------------------------------------------------------------------------------
+
+    def committed(self, committed: Committed) -> None:
+        """This peer applied a round."""
+        self.expire()
+        if not self._pins:
+            return
+        self._log[committed.before.round] = _Kept(committed, TensorBytes(committed.result.tensors.values()))
+        while self._pins and self._log_bytes > self._limit:
+            lost = self._pins.pop(0)
+            logger.warning(
+                "the snapshot of round %d is given up: %.0f MB of results have come since",
+                lost.snapshot.round,
+                self._log_bytes / 1e6,
+            )
+            self._prune()
+
+    def jumped(self) -> None:
+        """This peer became another state: what it kept leads nowhere any more."""
+        self._pins.clear()
+        self._log.clear()
+
+    def expire(self) -> None:
+        """Let go of what nobody has asked for lately."""
+        now = self._clock.monotonic()
+        self._pins = [pin for pin in self._pins if pin.expires_at > now]
+        self._prune()
+
+    # -- what others ask -----------------------------------------------------------------------------------------------
+
+    async def _offer(self, request: pb.OfferRequest) -> AsyncIterator[pb.DownloadReply]:
+        async with self._lock:
+            self.expire()
+            pin = self._find(request.begun) or self._reusable() or await self._pin()
+            self._renew(pin)
+            if pin.header is None:
+                # To digest a large state may take longer than a pin lasts.
+                pin.expires_at = math.inf
+                try:
+                    header = await asyncio.to_thread(self._describe, pin)
+                finally:
+                    self._renew(pin)
+                pin.snapshot_id, pin.header = snapshot_id(header), header
+        yield pb.DownloadReply(header=pin.header)
+
+    async def _segment(self, request: pb.SegmentRequest) -> AsyncIterator[pb.DownloadReply]:
+        self.expire()
+        pin = self._find(request.snapshot)
+        if pin is None:
+            raise NotReady("that snapshot is not kept here any more")
+        start = request.index * SEGMENT_BYTES
+        if start >= pin.content.num_bytes:
+            raise MalformedMessage(f"the snapshot has no segment {request.index}")
+        pin.is_fetched = True
+        for piece in pin.content.pieces(start, min(pin.content.num_bytes, start + SEGMENT_BYTES)):
+            self._renew(pin)
+            await self._yield_to_exchange()
+            yield pb.DownloadReply(data=piece)
+
+    async def _results(self, standing: Standing) -> AsyncIterator[pb.DownloadReply]:
+        self.expire()
+        begins_at = standing.round
+        while standing != self._place.standing:
+            kept = self._log.get(standing.round)
+            if kept is None or kept.committed.before != standing:
+                raise NotReady(f"the results from round {standing.round} on are not kept here")
+            content = kept.content
+            sha256 = await asyncio.to_thread(content.sha256, 0, content.num_bytes)
+            yield pb.DownloadReply(
+                result=await results.pack(kept.committed, sha256, lambda: self._place.standing.round)
+            )
+            for piece in content.pieces(0, content.num_bytes):
+                for pin in [pin for pin in self._pins if pin.snapshot.round <= begins_at][-1:]:
+                    pin.is_fetched = True
+                    self._renew(pin)
+                await self._yield_to_exchange()
+                yield pb.DownloadReply(data=piece)
+            standing = kept.committed.after
+
+    async def _yield_to_exchange(self) -> None:
+        until = self._clock.monotonic() + YIELD_SECONDS
+        while self._place.group.phase is Phase.EXCHANGING and self._clock.monotonic() < until:
+            await self._clock.sleep(YIELD_LOOK_SECONDS)
+
+    # -- pins ----------------------------------------------------------------------------------------------------------
+
+    def _find(self, wanted: bytes) -> _Pin | None:
+        return next((pin for pin in self._pins if pin.header is not None and pin.snapshot_id == wanted), None)
+
+    def _reusable(self) -> _Pin | None:
+        """The snapshot of the present, or, where no more can be kept, the newest that others fetch."""
+        if self._pins and messages.standing_of(self._pins[-1].snapshot) == self._place.standing:
+            return self._pins[-1]
+        if len(self._pins) < NUM_PINS:
+            return None
+        unwanted = next((pin for pin in self._pins if not pin.is_fetched), None)
+        if unwanted is None:
+            return self._pins[-1]
+        self._pins.remove(unwanted)
+        self._prune()
+        return None
+
+    async def _pin(self) -> _Pin:
+        async with self._place.lock:
+            snapshot = await self._member.snapshot()
+        # Not interrupted between the copy and its registration, so that no result in between is missed.
+        if messages.standing_of(snapshot) != self._place.standing:
+            raise NotReady("this peer is about to move")
+        pin = _Pin(
+            snapshot=snapshot,
+            content=TensorBytes(tensor for _, tensor in sorted(snapshot.tensors.items())),
+            outcomes=[outcome for outcome in self._place.outcomes.values() if outcome.round < snapshot.round],
+            past=self._place.branches.told,
+            expires_at=0.0,
+        )
+        self._pins.append(pin)
+        return pin
+
+    def _describe(self, pin: _Pin) -> pb.SnapshotHeader:
+        content, size = pin.content, SEGMENT_BYTES
+        digests = [
+            content.sha256(start, min(content.num_bytes, start + size)) for start in range(0, content.num_bytes, size)
+        ]
+        return pb.SnapshotHeader(
+            standing=messages.pack_standing(messages.standing_of(pin.snapshot)),
+            state_digest=pin.snapshot.digest,
+            tensors=describe(dict(sorted(pin.snapshot.tensors.items()))),
+            outcomes=pin.outcomes,
+            segment_bytes=size,
+            segment_digests=digests,
+            past=pin.past,
+        )
+
+    def _renew(self, pin: _Pin) -> None:
+        pin.expires_at = self._clock.monotonic() + PIN_SECONDS
+
+    # -- the log -------------------------------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        oldest = self._pins[0].snapshot.round if self._pins else None
+        self._log = {number: kept for number, kept in self._log.items() if oldest is not None and number >= oldest}
+
+    @property
+    def _log_bytes(self) -> int:
+        return sum(kept.content.num_bytes for kept in self._log.values())
+
+    @property
+    def _limit(self) -> int:
+        return max(RESULTS_BYTES, RESULTS_FACTOR * self._pins[0].content.num_bytes)
+
+
+def snapshot_id(header: pb.SnapshotHeader) -> bytes:
+    """Names a snapshot: equal at all peers that hold the same bits at the same standing.
+
+    What a peer still knows of earlier rounds is no part of it.
+    """
+    named = pb.SnapshotHeader()
+    named.CopyFrom(header)
+    named.ClearField("outcomes")
+    named.ClearField("past")
+    return hashlib.sha256(named.SerializeToString(deterministic=True)).digest()

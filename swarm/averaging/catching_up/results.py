@@ -1,0 +1,141 @@
+"""A committed round as members keep it and pass it on to one that was not there.
+
+Made by catching_up/advance at a commit, kept by catching_up/donor, rebuilt by catching_up/state_transfer, and
+applied by another peer's catching_up/advance. Knows nothing of how it travels.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up.tensor_bytes import TensorBytes, allocate, describe
+from swarm.averaging.exchanging.reduction import LARGEST_CONTRIBUTION
+from swarm.averaging.messages import Standing
+from swarm.errors import IntegrityError, MalformedMessage
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundResult, Tensors, known
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Committed:
+    """All that it takes to commit a round again elsewhere.
+
+    Attributes:
+        before: where a member must stand for it.
+        after: where it stands then.
+        result: the averaged tensors, which are not written to any more, and what belongs to them.
+        state_digest: what `apply` gave: it may take a while until it is known.
+    """
+
+    before: Standing
+    after: Standing
+    result: RoundResult
+    outcome: pb.Outcome
+    state_digest: asyncio.Future[str]
+
+
+async def pack(committed: Committed, sha256: bytes, donor_round: Callable[[], int]) -> pb.ResultHeader:
+    """To the wire, but for the tensors' bytes, of which `sha256` is the digest. Waits until the state's is known.
+
+    Args:
+        donor_round: the round that this peer is in, once it does not wait any more.
+    """
+    state_digest = await asyncio.shield(committed.state_digest)
+    return pb.ResultHeader(
+        outcome=committed.outcome,
+        standing=messages.pack_standing(committed.after),
+        state_digest=state_digest,
+        tensors=describe(committed.result.tensors),
+        sha256=sha256,
+        donor_round=donor_round(),
+    )
+
+
+def _unpack(before: Standing, header: pb.ResultHeader, tensors: Mapping[str, torch.Tensor]) -> Committed:
+    """From the wire. It cost this peer nothing.
+
+    Raises:
+        MalformedMessage: it does not follow from `before`, or was clipped by a norm that cannot be.
+    """
+    outcome, prepared = header.outcome, header.outcome.prepared
+    after, members = messages.unpack_standing(header.standing), tuple(prepared.member_ids)
+    lineage = messages.lineage_after(before.lineage, outcome)
+    if outcome.round != before.round or (after.round, after.lineage) != (before.round + 1, lineage):
+        raise MalformedMessage(f"a result of round {outcome.round} does not follow from round {before.round} here")
+    require_norms(outcome, prepared.squared_norm)
+    result = RoundResult(
+        round=before.round,
+        tensors=tensors,
+        num_samples=prepared.num_samples,
+        squared_norm=prepared.squared_norm,
+        total_squared_norm=outcome.total_squared_norm,
+        members=members,
+        lineage=lineage,
+        attempts=prepared.ballot.attempt,
+        digest=prepared.digest,
+        partners=messages.digests_of(outcome.partners),
+    )
+    return Committed(
+        before=before, after=after, result=result, outcome=outcome, state_digest=known(header.state_digest)
+    )
+
+
+def require_norms(outcome: pb.Outcome, squared_norm: float) -> None:
+    """Raise MalformedMessage unless what a round is clipped by can be the norm of a model with this stage in it."""
+    # In a gather the norm may differ in the last bits between kinds of processors.
+    if not 0.0 <= squared_norm * 0.999 <= outcome.total_squared_norm < math.inf:
+        raise MalformedMessage(
+            f"the model's squared norm is said to be {outcome.total_squared_norm:g} in round {outcome.round}, where "
+            f"this stage's is {squared_norm:g}"
+        )
+
+
+def require_applicable(result: RoundResult, contribution: Tensors) -> None:
+    """Raise IntegrityError unless a result that came from elsewhere can be the average of such contributions. Blocks.
+
+    Its names and shapes are the contribution's. Its numbers are float32, finite, and bounded as each contribution is.
+    """
+    expected = {name: tensor.shape for name, tensor in contribution.items()}
+    if {name: tensor.shape for name, tensor in result.tensors.items()} != expected:
+        raise IntegrityError(f"the result of round {result.round} does not fit this stage")
+    for name, tensor in result.tensors.items():
+        is_bounded = tensor.dtype is torch.float32 and (
+            tensor.numel() == 0 or all(abs(float(extreme)) <= LARGEST_CONTRIBUTION for extreme in torch.aminmax(tensor))
+        )
+        if not is_bounded:
+            raise IntegrityError(
+                f"the result of round {result.round} holds NaN, infinity, numbers beyond {LARGEST_CONTRIBUTION:.0e}, "
+                f"or none in float32, in {name}"
+            )
+
+
+class IncomingResult:
+    """A result whose bytes are coming."""
+
+    def __init__(self, before: Standing, header: pb.ResultHeader, max_bytes: int) -> None:
+        """Raises MalformedMessage for a header that makes no sense."""
+        self.header = header
+        tensors = allocate(header.tensors, max_bytes)
+        self.committed = _unpack(before, header, tensors)
+        self._content = TensorBytes(tensors.values())
+        self._num_filled = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all bytes are here."""
+        return self._num_filled == self._content.num_bytes
+
+    def feed(self, data: bytes) -> None:
+        """Take the next piece. Raises MalformedMessage if it is too much."""
+        if not 0 < len(data) <= self._content.num_bytes - self._num_filled:
+            raise MalformedMessage(f"a result does not come in {self._content.num_bytes} bytes")
+        self._content.write(self._num_filled, data)
+        self._num_filled += len(data)
+
+    def sha256(self) -> bytes:
+        """SHA-256 of all its bytes."""
+        return self._content.sha256(0, self._content.num_bytes)

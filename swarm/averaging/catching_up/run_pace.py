@@ -1,0 +1,54 @@
+"""How fast the run goes on, as one peer measured it by the rounds that it committed itself.
+
+Used by catching_up/branches, which takes the word of a single holder for no more than what that pace allows. Pure but
+for the clock.
+"""
+
+from swarm.averaging.messages import Standing
+from swarm.machine.clock import Clock
+
+PACE_FACTOR = 4.0
+"""So many times as fast as in its fastest round the run may have gone on while this peer was away."""
+PACE_ROUNDS = 4
+"""Rounds of the largest size that it may have been ahead besides."""
+
+
+class RunPace:
+    """The fastest pace that this peer has seen, and the time since it moved."""
+
+    def __init__(self, own: Standing, clock: Clock) -> None:
+        self._clock = clock
+        self._own = own
+        self._since = self._now()
+        self._fastest = (0.0, 0.0)
+        """Samples and rounds a second."""
+        self._largest = 0
+        """Samples of a round."""
+
+    def committed(self, after: Standing) -> None:
+        """This peer committed a round with others."""
+        num_samples, seconds = after.run_samples - self._own.run_samples, max(1e-3, self._elapsed())
+        self._fastest = max(self._fastest[0], num_samples / seconds), max(self._fastest[1], 1.0 / seconds)
+        self._largest = max(self._largest, num_samples)
+        self.moved(after)
+
+    def moved(self, own: Standing) -> None:
+        """It stands elsewhere now, by whatever way."""
+        self._own, self._since = own, self._now()
+
+    def allows(self, theirs: Standing) -> bool:
+        """Whether a peer can have got that far since; true as long as nothing was measured."""
+        if not self._largest:
+            return True
+        seconds = PACE_FACTOR * self._elapsed()
+        num_samples = self._fastest[0] * seconds + PACE_ROUNDS * self._largest
+        num_rounds = self._fastest[1] * seconds + PACE_ROUNDS
+        own = self._own
+        return theirs.run_samples - own.run_samples <= num_samples and theirs.round - own.round <= num_rounds
+
+    def _elapsed(self) -> float:
+        # Some clocks stand still while a machine sleeps, and others are set; the run goes on.
+        return max(now - since for now, since in zip(self._now(), self._since, strict=True))
+
+    def _now(self) -> tuple[float, float]:
+        return self._clock.monotonic(), self._clock.time()

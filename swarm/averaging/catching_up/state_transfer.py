@@ -1,0 +1,251 @@
+"""Fetches from donors what a peer that is behind needs: a snapshot, from several at once, and later results.
+
+Used by catching_up/catch_up. Segments that have come are kept when donors fail, for the next try. Every byte is
+checked before another part sees it. Decides nothing, and leaves it to others to install and to apply.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up.branches import most_held, voice_of
+from swarm.averaging.catching_up.donor import snapshot_id
+from swarm.averaging.catching_up.partial_snapshot import PartialSnapshot
+from swarm.averaging.catching_up.results import Committed, IncomingResult
+from swarm.averaging.messages import Standing
+from swarm.averaging.transport import Transport
+from swarm.errors import IntegrityError, MalformedMessage, NotReady, PeerUnavailable, SwarmError
+from swarm.rpc.bounds import require_bounds
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.rpc.v1.stage_pb2 import Address
+from swarm.training.round_member import Snapshot
+from swarm.types import PeerRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_SOURCES = 4
+"""Donors that are asked, and send, at the same time."""
+GRACE_SECONDS = 1.0
+"""Least time that other donors get to make an offer after the first has."""
+OFFER_BYTES_PER_SECOND = 2e8
+"""The slowest donor that is waited for while it copies and digests its state."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    donor: PeerRecord
+    header: pb.SnapshotHeader
+    snapshot_id: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fetched:
+    """A snapshot, how the last rounds before it were committed, the lineages of some more, and its holders."""
+
+    snapshot: Snapshot
+    outcomes: list[pb.Outcome]
+    past: tuple[str, ...]
+    sources: list[PeerRecord]
+
+
+class StateTransfer:
+    """One peer's downloads: what is here already, and which peers sent wrong bytes."""
+
+    def __init__(self, transport: Transport, *, address: Address, own_id: str, silence_seconds: float) -> None:
+        """`silence_seconds` is the longest wait for a donor's next piece."""
+        self._transport = transport
+        self._address = address
+        self._own_id = own_id
+        self._silence_seconds = silence_seconds
+        self._partial: PartialSnapshot | None = None
+        self._distrusted: set[str] = set()
+
+    def distrust(self, donor: PeerRecord) -> None:
+        """It sent what cannot be right: it is asked again only when no other peer is left."""
+        self._distrusted.add(donor.peer_id)
+
+    def forget(self) -> None:
+        """Let go of a snapshot that was begun: it is of no use any more."""
+        self._partial = None
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    async def snapshot(
+        self, donors: Sequence[PeerRecord], *, max_bytes: int, wanted: Callable[[Standing], bool]
+    ) -> Fetched:
+        """Fetch the farthest snapshot that most of the donors stand behind, from all of these that hold the same bits.
+
+        A failure, or cancellation, loses no whole segment: the next call goes on with the same snapshot while
+        some peer still keeps it.
+
+        Args:
+            donors: the best first; the first few that answer are used.
+            max_bytes: a larger snapshot is refused.
+            wanted: whether a snapshot of that standing is of any use.
+
+        Raises:
+            PeerUnavailable: no peer offers what is wanted, or no source is left before all of it is here.
+        """
+        partial = await self._begin(donors, max_bytes, wanted)
+        async with asyncio.TaskGroup() as workers:
+            for donor in partial.sources:
+                workers.create_task(self._work(donor, partial))
+        if partial.num_missing:
+            raise PeerUnavailable(
+                f"no source is left, {partial.num_missing} of {partial.num_segments} segments are missing"
+            )
+        self._partial = None
+        return Fetched(
+            snapshot=partial.snapshot,
+            outcomes=list(partial.header.outcomes),
+            past=voice_of(partial.header).past,
+            sources=partial.sources,
+        )
+
+    async def _begin(
+        self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
+    ) -> PartialSnapshot:
+        """Ask a few at a time, those that hold what was begun first and those that sent wrong bytes last."""
+        former = {donor.peer_id for donor in self._partial.sources} if self._partial else set()
+        ranked = sorted(donors, key=lambda donor: donor.peer_id not in former)
+        for group in (
+            [donor for donor in ranked if donor.peer_id not in self._distrusted],
+            [donor for donor in ranked if donor.peer_id in self._distrusted],
+        ):
+            for start in range(0, len(group), MAX_SOURCES):
+                offers = await self._offers(group[start : start + MAX_SOURCES], max_bytes, wanted)
+                if (partial := self._choose(offers, max_bytes)) is not None:
+                    return partial
+        raise PeerUnavailable("no peer offers a snapshot that would be of use")
+
+    async def _offers(
+        self, donors: Sequence[PeerRecord], max_bytes: int, wanted: Callable[[Standing], bool]
+    ) -> list[_Offer]:
+        """Ask several at once; once one has answered, the others get as long again."""
+        offers: list[_Offer] = []
+
+        async def ask(donor: PeerRecord) -> None:
+            try:
+                offers.append(await self._ask(donor, max_bytes, wanted))
+            except SwarmError as error:
+                logger.info("no snapshot from %s: %s", donor.peer_id, error)
+
+        time = asyncio.get_running_loop().time
+        began_at = time()
+        async with asyncio.TaskGroup() as tasks:
+            asking = {tasks.create_task(ask(donor)) for donor in donors}
+            while asking and not offers:
+                _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            if asking:
+                _, asking = await asyncio.wait(asking, timeout=max(GRACE_SECONDS, time() - began_at))
+            for task in asking:
+                task.cancel()
+        return offers
+
+    async def _ask(self, donor: PeerRecord, max_bytes: int, wanted: Callable[[Standing], bool]) -> _Offer:
+        silence_seconds = self._silence_seconds + max_bytes / OFFER_BYTES_PER_SECOND
+        begun = self._partial.snapshot_id if self._partial else b""
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, offer=pb.OfferRequest(begun=begun))
+        async for reply in self._transport.download(donor, request, silence_seconds=silence_seconds):
+            if reply.WhichOneof("message") != "header":
+                raise MalformedMessage("an offer is a header")
+            require_bounds(reply.header, finite=True)
+            if not wanted(voice_of(reply.header).standing):
+                raise NotReady("it is of no use here")
+            return _Offer(donor=donor, header=reply.header, snapshot_id=snapshot_id(reply.header))
+        raise PeerUnavailable("it ended before the header came")
+
+    def _choose(self, offers: list[_Offer], max_bytes: int) -> PartialSnapshot | None:
+        """The snapshot that was begun; else that of the farthest place behind which most offers stand, as most of the
+        place's donors hold it."""
+        begun = self._partial.snapshot_id if self._partial else b""
+        donors: dict[bytes, list[PeerRecord]] = {}
+        headers = {offer.snapshot_id: offer.header for offer in offers}
+        for offer in offers:
+            donors.setdefault(offer.snapshot_id, []).append(offer.donor)
+
+        best_first = most_held(
+            {name: voice_of(header) for name, header in headers.items()},
+            {name: len(holders) for name, holders in donors.items()},
+        )
+        for best in sorted(best_first, key=lambda name: name != begun):
+            try:
+                if self._partial is None or best != begun:
+                    self._partial = None
+                    self._partial = PartialSnapshot(headers[best], best, max_bytes)
+            except MalformedMessage as error:
+                for donor in donors[best]:
+                    logger.warning("no snapshot from %s: %s", donor.peer_id, error)
+                    self.distrust(donor)
+                continue
+            self._partial.sources = donors[best]
+            return self._partial
+        return None
+
+    async def _work(self, donor: PeerRecord, partial: PartialSnapshot) -> None:
+        """Fetch segments from one source, until all are here or it fails."""
+        while (index := await partial.take()) is not None:
+            try:
+                await self._fetch(donor, partial, index)
+            except SwarmError as error:
+                logger.warning("%s is no source any more: %s", donor.peer_id, error)
+                if isinstance(error, IntegrityError):
+                    self.distrust(donor)
+                return
+            finally:
+                partial.give_back(index)
+
+    async def _fetch(self, donor: PeerRecord, partial: PartialSnapshot, index: int) -> None:
+        start, stop = partial.span(index)
+        at = start
+        wanted = pb.SegmentRequest(snapshot=partial.snapshot_id, index=index)
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, segment=wanted)
+        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+            if not 0 < len(reply.data) <= stop - at:
+                raise MalformedMessage(f"segment {index} does not come in {stop - start} bytes")
+            partial.content.write(at, reply.data)
+            at += len(reply.data)
+        if at != stop:
+            raise PeerUnavailable(f"segment {index} ended early")
+        if await asyncio.to_thread(partial.content.sha256, start, stop) != partial.header.segment_digests[index]:
+            raise IntegrityError(f"segment {index} does not match its digest")
+        partial.finish(index)
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    async def results(
+        self, donor: PeerRecord, standing: Standing, *, max_bytes: int
+    ) -> AsyncGenerator[tuple[Committed, int], None]:
+        """The rounds committed after `standing`, in order, each with the round that the donor was in when it sent it.
+
+        Ends where the donor stands.
+
+        Args:
+            max_bytes: a larger result is refused.
+
+        Raises:
+            NotReady: it does not keep them.
+            PeerUnavailable, DeadlineExceeded: it is gone, or was silent for too long.
+            MalformedMessage, IntegrityError: what it sent cannot be right.
+        """
+        wanted = pb.ResultsRequest(standing=messages.pack_standing(standing))
+        request = pb.DownloadRequest(address=self._address, peer_id=self._own_id, results=wanted)
+        incoming: IncomingResult | None = None
+        async for reply in self._transport.download(donor, request, silence_seconds=self._silence_seconds):
+            match reply.WhichOneof("message"):
+                case "result" if incoming is None:
+                    require_bounds(reply.result, finite=True)
+                    incoming = IncomingResult(standing, reply.result, max_bytes)
+                case "data" if incoming is not None:
+                    incoming.feed(reply.data)
+                case _:
+                    raise MalformedMessage("the pieces of a result come in the wrong order")
+            if incoming.is_whole:
+                if await asyncio.to_thread(incoming.sha256) != incoming.header.sha256:
+                    raise IntegrityError(f"the result of round {standing.round} does not match its digest")
+                yield incoming.committed, incoming.header.donor_round
+                standing, incoming = incoming.committed.after, None
+        if incoming is not None:
+            raise PeerUnavailable(f"the result of round {standing.round} ended early")

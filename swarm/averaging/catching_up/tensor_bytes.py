@@ -1,0 +1,88 @@
+"""Tensors as one string of bytes, one after the other: how a snapshot is addressed, read and written in pieces.
+
+Used by both ends of a download (catching_up/donor, catching_up/state_transfer). Reads and writes the tensors' own
+memory, so nothing is held twice. Allocates no more than its caller allows.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from swarm.errors import MalformedMessage
+from swarm.rpc.v1.tensor_pb2 import TensorHeader
+from swarm.rpc.wire import CHUNK_BYTES, DTYPES
+
+_ENCODINGS = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorBytes:
+    """CPU tensors laid end to end. Written to only where they are contiguous."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._spans: list[tuple[int, memoryview]] = []
+        self.num_bytes = 0
+        for tensor in tensors:
+            raw = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+            self._spans.append((self.num_bytes, raw))
+            self.num_bytes += raw.nbytes
+
+    def pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        """The bytes from `start` to `stop`, cut into messages."""
+        for begin in range(start, stop, CHUNK_BYTES):
+            yield b"".join(self._views(begin, min(stop, begin + CHUNK_BYTES)))
+
+    def write(self, start: int, data: bytes) -> None:
+        """Put bytes in their place. They must fit in."""
+        filled = 0
+        for view in self._views(start, start + len(data)):
+            view[:] = data[filled : filled + view.nbytes]
+            filled += view.nbytes
+        assert filled == len(data)
+
+    def sha256(self, start: int, stop: int) -> bytes:
+        """Digest of the bytes from `start` to `stop`."""
+        digest = hashlib.sha256()
+        for view in self._views(start, stop):
+            digest.update(view)
+        return digest.digest()
+
+    def _views(self, start: int, stop: int) -> Iterator[memoryview]:
+        for begin, raw in self._spans:
+            first, last = max(start, begin) - begin, min(stop, begin + raw.nbytes) - begin
+            if first < last:
+                yield raw[first:last]
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> list[TensorHeader]:
+    """What a receiver has to know of tensors of the DTYPES, in their order."""
+    return [
+        TensorHeader(name=name, encoding=_ENCODINGS[t.dtype], shape=tuple(t.shape), num_bytes=t.nbytes)
+        for name, t in tensors.items()
+    ]
+
+
+def allocate(headers: Iterable[TensorHeader], max_bytes: int) -> dict[str, torch.Tensor]:
+    """Memory for the tensors that a peer describes.
+
+    Raises:
+        MalformedMessage: unknown types, names that come twice, sizes that contradict themselves, or more than
+            `max_bytes` in all. Nothing was allocated then.
+    """
+    described = list(headers)
+    if any(header.encoding not in DTYPES for header in described):
+        raise MalformedMessage("tensors of an unknown type are announced")
+    if len({header.name for header in described}) != len(described):
+        raise MalformedMessage("a tensor is announced twice")
+    for header in described:
+        # An extent of 0 must not hide others that no machine can address.
+        extents = [max(1, extent) for extent in header.shape]
+        if len(extents) > 64 or math.prod(extents) > max_bytes:
+            raise MalformedMessage(f"tensor {header.name[:64]!r} is announced with the shape {list(header.shape)[:8]}")
+        if header.num_bytes != math.prod(header.shape) * DTYPES[header.encoding].itemsize:
+            raise MalformedMessage(f"tensor {header.name[:64]!r} has a size that contradicts its shape")
+    num_bytes = sum(header.num_bytes for header in described)
+    if num_bytes > max_bytes:
+        raise MalformedMessage(f"{num_bytes} bytes are announced, more than the {max_bytes} that are sensible here")
+    return {header.name: torch.empty(tuple(header.shape), dtype=DTYPES[header.encoding]) for header in described}

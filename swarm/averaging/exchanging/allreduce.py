@@ -1,0 +1,150 @@
+"""All-reduce: the members' vectors become one weighted sum, the same bits at every member.
+
+There are two ways. Butterfly (exchanging/butterfly): every member owns one part of the vector, sums it for all, and
+hands it back; the owner encodes the sum once, and all members apply those bytes. Gather (exchanging/gather), for sparse
+codecs in small groups: every member gets all contributions as they are and sums them itself, in the same order and with
+the same roundings. This file holds what both have in common. Used by exchanging/exchange. Knows nothing of rounds or of
+gRPC. Work on whole vectors runs in threads, never on the event loop.
+
+Shapes: D elements of the vector.
+"""
+
+import asyncio
+import struct
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+
+from swarm.averaging.exchanging.feedback import Residual
+from swarm.averaging.exchanging.reduction import MemberFailed, Payload, Side
+from swarm.averaging.exchanging.shares import Share, Shares
+from swarm.compression.codec import Buffer, Codec
+from swarm.errors import SwarmError
+
+OWNER_PATIENCE = 0.8
+"""Share of an exchange's time after which an owner names the member that it still waits for. The others wait for the
+owner, and would name the owner a little later. In a gather every member does as an owner does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """What all members end with: the vector, the digest and the samples are the same everywhere.
+
+    Attributes:
+        squared_norm: of the vector; with Gather it may differ in the last bits between kinds of processors.
+        compression_ratio: bytes that this member would have sent in a butterfly of float32 among the same members, over
+            `bytes_sent`; 1 where it sent nothing.
+        residual: what error feedback is to keep if this is committed.
+        upload_bytes_per_second: what this member's line carried away; 0 if it sent nothing that could tell.
+    """
+
+    vector_D: torch.Tensor
+    digest: str
+    squared_norm: float
+    num_samples: int
+    bytes_sent: int
+    bytes_received: int
+    compression_ratio: float
+    residual: Residual
+    upload_bytes_per_second: float
+
+
+class AllReduceTransport(Protocol):
+    """How a member reaches another one."""
+
+    async def exchange(self, peer_id: str, part: Buffer, reply_bytes: int, *, waits: bool = True) -> Payload:
+        """Send a part (or nothing) and wait for what comes back, `reply_bytes` long.
+
+        Args:
+            waits: whether the peer itself has to wait for other members before it can answer. One that has not may
+                not be silent for long.
+
+        Raises:
+            MemberFailed: the peer says that another member failed.
+            SwarmError: the peer itself failed, or refused.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What one member's exchange goes by.
+
+    Attributes:
+        codec: of the contributions.
+        result_codec: of the sums; a gather makes none that travel.
+        timeout_seconds: for the whole exchange.
+    """
+
+    own_id: str
+    shares: Shares
+    codec: Codec
+    result_codec: Codec
+    transport: AllReduceTransport
+    timeout_seconds: float
+
+    @property
+    def own(self) -> Share:
+        """This member's share."""
+        return self.shares.of(self.own_id)
+
+
+async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]], own_id: str, side: Side) -> None:
+    """Do all at once. If one fails, the others end, and the members that wait for this one are told why."""
+
+    # An exception that left the task group would hold the group, and all frames with their vectors, in a cycle.
+    failures: list[MemberFailed] = []
+
+    async def one(peer_id: str) -> None:
+        try:
+            await fetches[peer_id]()
+        except MemberFailed as error:
+            failures.append(error.anew())
+        except SwarmError as error:
+            failures.append(MemberFailed(peer_id, str(error), noticed_by=own_id))
+        if failures:
+            for other in running:
+                other.cancel()
+
+    running: list[asyncio.Task[None]] = []
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running += [tasks.create_task(one(peer_id)) for peer_id in fetches]
+    except BaseException as error:
+        side.fail(MemberFailed(own_id, "the exchange was given up", noticed_by=own_id))
+        # A cancellation does leave it, and makes two cycles. One goes through the group's frame, which keeps the error
+        # and is in its traceback; the other through the group, which keeps the task that the error ends.
+        error.__traceback__ = None
+        raise
+    finally:
+        running.clear()
+        del tasks
+    if failures:
+        side.fail(failures[0])
+        raise failures[0].anew()
+
+
+def late(peer_id: str, seconds: float, own_id: str) -> MemberFailed:
+    """That a member has sent nothing for too long."""
+    return MemberFailed(peer_id, f"its contribution did not come within {seconds:.1f} s", noticed_by=own_id)
+
+
+def digest_of(shares: Shares, payloads: dict[str, Payload], *, with_norms: bool) -> str:
+    """BLAKE3 over the members and the bytes that they apply, in hexadecimal."""
+    digest = blake3(shares.digest.encode())
+    for share in shares.members:
+        if (payload := payloads.get(share.peer_id)) is not None:
+            digest.update(payload.encoded)
+            if with_norms:
+                digest.update(struct.pack("<d", payload.squared_norm))
+    return digest.hexdigest()
+
+
+def compression_ratio(shares: Shares, own: Share, bytes_sent: int) -> float:
+    """See `Average`. In a butterfly a member sends its contribution to the other owners, and its sum to all others."""
+    contributed = shares.num_elements - own.num_elements if own.num_samples else 0
+    handed_back = own.num_elements * (len(shares.members) - 1)
+    return torch.float32.itemsize * (contributed + handed_back) / bytes_sent if bytes_sent else 1.0

@@ -1,0 +1,158 @@
+"""One attempt, as its member lives it. The member is closed, then exchanges; the attempt may be given up at any time.
+
+Made by exchanging/own_round when a leader says Begin. Knows nothing of rounds, promises and commits.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from swarm.averaging.context import Context
+from swarm.averaging.exchanging.allreduce import AllReduceTransport, Average
+from swarm.averaging.exchanging.closing import Closing
+from swarm.averaging.exchanging.exchange import Exchanges
+from swarm.averaging.exchanging.reduction import MemberFailed, Payload, Reduction, Side
+from swarm.averaging.exchanging.shares import Shares
+from swarm.averaging.leading.group import Ballot, Refused
+from swarm.compression.buffers import Received
+from swarm.rpc.wire import CHUNK_BYTES
+
+
+class Attempt:
+    """What belongs to the attempt for which a member is closed.
+
+    Attributes:
+        closed: the contribution, frozen.
+        began_at: by the member's clock.
+    """
+
+    def __init__(self, context: Context, exchanges: Exchanges, *, ballot: Ballot, closing: Closing) -> None:
+        """
+        Args:
+            closing: is over.
+        """
+        self.ballot = ballot
+        self.closed = closing.closed
+        self.began_at = closing.began_at
+        self._own_id = context.own_id
+        self._exchanges = exchanges
+        self._clock = context.clock
+        self._timing = context.timing
+        self._heard_at: dict[str, float] = {}
+        """When a piece of each member's part came last."""
+        self._shares = Shares(())
+        self._side: asyncio.Future[Side] = asyncio.get_running_loop().create_future()
+        """This member's side of the exchange. It comes with Average; other members may call before that."""
+        self._scopes: set[asyncio.Timeout] = set()
+        """Of the exchange under way, and of what others are sending; expiring a scope ends what runs in it."""
+        self._sending: set[str] = set()
+        """Members whose part is on its way here, or is being taken in."""
+        self._end = ""
+
+    def open(self, shares: Shares) -> None:
+        """The leader has named the members: these may exchange with this one from now on."""
+        self._shares = shares
+        self._side.set_result(self._exchanges.open(self.closed, shares))
+
+    async def exchange(self, transport: AllReduceTransport, timeout_seconds: float) -> tuple[Average, float]:
+        """Exchange with the other members; gives the average and the seconds it took.
+
+        Raises:
+            Refused: the attempt was given up, or it took too long.
+            MemberFailed: a member failed.
+        """
+        side = self._side.result()
+        try:
+            async with self._ends_with_attempt(timeout_seconds):
+                watching = asyncio.create_task(self._watch(side))
+                try:
+                    return await self._exchanges.run(self.closed, self._shares, side, transport, timeout_seconds)
+                finally:
+                    watching.cancel()
+        except TimeoutError:
+            reason = self._end or f"it took longer than {timeout_seconds:.1f} s"
+            raise Refused(f"attempt {self.ballot.attempt} was given up: {reason}") from None
+
+    def silence_seconds(self) -> float:
+        """For how long nothing may come from a member, however slow its line and its processor are.
+
+        Messages of its parts go to all owners in turn; before the first one it has a whole vector to encode.
+        """
+        vector_D, timing = self.closed.vector_D, self._timing
+        turn_seconds = len(self._shares.members) * CHUNK_BYTES / timing.bytes_per_second
+        return timing.silence_seconds + turn_seconds + vector_D.nbytes / timing.work_bytes_per_second
+
+    async def _watch(self, side: Side) -> None:
+        """Name a member that answers, and sends nothing."""
+        began_at, seconds = self._clock.monotonic(), self.silence_seconds()
+        while side.missing:
+            looked_at = self._clock.monotonic()
+            await self._clock.sleep(self._timing.heartbeat_seconds)
+            if self._clock.monotonic() - looked_at > 2 * self._timing.heartbeat_seconds:
+                # This peer itself stood still. What others have sent meanwhile is still to be read.
+                began_at = self._clock.monotonic()
+            for peer_id in side.missing:
+                last_at = max(began_at, self._heard_at.get(peer_id, began_at))
+                if peer_id != self._own_id and self._clock.monotonic() - last_at > seconds:
+                    reason = f"nothing of its contribution came for {seconds:.1f} s"
+                    side.fail(MemberFailed(peer_id, reason, noticed_by=self._own_id))
+                    return
+
+    async def serve(self, peer_id: str, shares_digest: str, pieces: AsyncIterator[bytes]) -> Payload:
+        """Take another member's part and answer with the sum, or hand out this member's contribution.
+
+        Raises:
+            Refused: the attempt was given up, is among other members, or the member is sending its part already.
+            MemberFailed: there will be no answer.
+            MalformedMessage: more bytes than the part has, or no member.
+        """
+        try:
+            async with asyncio.timeout(self.silence_seconds()):
+                side = await asyncio.shield(self._side)
+        except TimeoutError:
+            raise Refused("the leader has not named the members here") from None
+        if shares_digest != self._shares.digest:
+            raise Refused("the member lists differ")
+        num_bytes = side.num_bytes_from(peer_id)
+        if peer_id in self._sending:
+            # Each member gets memory for one part, however often it calls.
+            raise Refused(f"{peer_id} is sending its part already")
+        self._sending.add(peer_id)
+        try:
+            received = await self._receive(peer_id, num_bytes, pieces)
+            if isinstance(side, Reduction) and peer_id in side.missing:
+                await side.add(peer_id, received.whole())
+        finally:
+            self._sending.discard(peer_id)
+        return await side.result()
+
+    async def _receive(self, peer_id: str, num_bytes: int, pieces: AsyncIterator[bytes]) -> Received:
+        try:
+            async with self._ends_with_attempt(None):
+                received = Received(num_bytes)
+                async for piece in pieces:
+                    received.add(piece)
+                    self._heard_at[peer_id] = self._clock.monotonic()
+        except TimeoutError:
+            raise Refused(f"attempt {self.ballot.attempt} was given up: {self._end}") from None
+        return received
+
+    def end(self, reason: str) -> None:
+        """Give it up: all that wait for it, here and elsewhere, are told."""
+        self._end = reason
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+        if not self._side.done():
+            self._side.set_exception(Refused(reason))
+            self._side.exception()  # Retrieved, or asyncio would complain where no caller waits.
+
+    @asynccontextmanager
+    async def _ends_with_attempt(self, timeout_seconds: float | None) -> AsyncIterator[None]:
+        """Ends what runs inside, with a TimeoutError, after so long or when the attempt is given up."""
+        async with asyncio.timeout(timeout_seconds) as scope:
+            self._scopes.add(scope)
+            try:
+                yield
+            finally:
+                self._scopes.discard(scope)

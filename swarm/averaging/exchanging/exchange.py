@@ -1,0 +1,174 @@
+"""One member's exchanges: its closed contribution, how it travels, and what error feedback keeps of it.
+
+Used by exchanging/attempt and catching_up/advance. Chooses between the two ways of all-reduce. Knows nothing of
+attempts and phases.
+
+Shapes: D elements of the vector.
+"""
+
+import asyncio
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import torch
+
+from swarm.averaging.exchanging.allreduce import AllReduceTransport, Average, Terms
+from swarm.averaging.exchanging.butterfly import butterfly
+from swarm.averaging.exchanging.feedback import ErrorFeedback, Owed, Residual
+from swarm.averaging.exchanging.gather import gather
+from swarm.averaging.exchanging.reduction import HandOut, MemberFailed, Reduction, Side, squared_norm
+from swarm.averaging.exchanging.shares import Shares
+from swarm.compression import layout
+from swarm.compression.codec import contribution_codec, result_codec
+from swarm.config import AveragingConfig
+from swarm.machine.memory import Recycler
+from swarm.training.round_member import Contribution
+
+SMOOTHING = 0.3
+"""Weight of the newest measurement of the own line."""
+LEAST_WEIGHT = 0.01
+"""Share of the mean weight. A contribution that counts for less carries nothing of what is owed to sums: divided by its
+weight, that would be nearly all that is sent, or out of range."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Closed:
+    """A contribution as it will be exchanged.
+
+    Attributes:
+        vector_D: the contribution with what earlier rounds owe.
+        norm: of that; not finite if some element is not.
+    """
+
+    contribution: Contribution
+    vector_D: torch.Tensor
+    norm: float
+
+
+class Exchanges:
+    """What a member knows from one exchange to the next."""
+
+    def __init__(self, config: AveragingConfig, own_id: str) -> None:
+        self.codec = contribution_codec(config)
+        self.result_codec = result_codec(config)
+        self.bytes_per_second = 0.0
+        """What this member's line carries away, as far as it was measured."""
+        tiled = self.codec.tile == layout.TILE
+        self._flatten = layout.flatten if tiled else layout.concatenate
+        self.unflatten = layout.unflatten if tiled else layout.cut
+        """Makes tensors of an averaged vector, given tensors with the same names and shapes."""
+        self._config = config
+        self._own_id = own_id
+        self.feedback: dict[int, ErrorFeedback] = {}
+        """What encoding dropped, by fragment."""
+        self._last: Closed | None = None
+        self._memory = Recycler()
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory that error feedback takes."""
+        return sum(feedback.num_bytes for feedback in self.feedback.values())
+
+    async def close(self, contribution: Contribution) -> Closed:
+        """Make a contribution ready; the same one gives the same vector, attempt after attempt."""
+        if self._last is None or self._last.contribution is not contribution:
+            self._last = await asyncio.to_thread(self._close, contribution)
+        return self._last
+
+    def _close(self, contribution: Contribution) -> Closed:
+        num_elements = sum(tensor.numel() for tensor in contribution.tensors.values())
+        vector_D = self._flatten(contribution.tensors, self._memory.vector(num_elements))
+        if contribution.num_samples and contribution.fragment in self.feedback:
+            vector_D = self.feedback[contribution.fragment].compensate(vector_D)
+        return Closed(contribution=contribution, vector_D=vector_D, norm=squared_norm(vector_D) ** 0.5)
+
+    def open(self, closed: Closed, shares: Shares) -> Side:
+        """What the other members of an exchange will ask this one for."""
+        if self._gathers(shares):
+            return HandOut(shares)
+        own_part, feedback = self._own_part(shares), self.feedback.get(closed.contribution.fragment)
+        return Reduction(
+            shares,
+            self._own_id,
+            codec=self.codec,
+            result_codec=self.result_codec,
+            owed=(lambda: feedback.owed(own_part)) if feedback else lambda: None,
+        )
+
+    async def run(
+        self, closed: Closed, shares: Shares, side: Side, transport: AllReduceTransport, timeout_seconds: float
+    ) -> tuple[Average, float]:
+        """Exchange with the other members; gives the average and the seconds it took. See `butterfly`."""
+        started_at = time.perf_counter()
+        try:
+            # The weight is not known before this.
+            vector_D, elsewhere = await asyncio.to_thread(self._carry, closed, shares)
+        except BaseException:
+            # Other members may be asking for this member's part already.
+            side.fail(MemberFailed(self._own_id, "the exchange was given up", noticed_by=self._own_id))
+            raise
+        terms = Terms(
+            own_id=self._own_id,
+            shares=shares,
+            codec=self.codec,
+            result_codec=self.result_codec,
+            transport=transport,
+            timeout_seconds=timeout_seconds,
+        )
+        if isinstance(side, HandOut):
+            average = await gather(vector_D, side, terms)
+        else:
+            average = await butterfly(vector_D, side, terms, self._memory)
+        if (rate := average.upload_bytes_per_second) > 0:
+            self.bytes_per_second += (SMOOTHING if self.bytes_per_second else 1.0) * (rate - self.bytes_per_second)
+        if elsewhere:
+            residual = await asyncio.to_thread(self._settle, average.residual, shares, elsewhere)
+            average = dataclasses.replace(average, residual=residual)
+        return average, time.perf_counter() - started_at
+
+    def _carry(self, closed: Closed, shares: Shares) -> tuple[torch.Tensor, list[Owed]]:
+        """The contribution with what this member owes to sums that it does not make now, and what it owes to them."""
+        feedback = self.feedback.get(closed.contribution.fragment)
+        elsewhere = feedback.elsewhere(self._own_part(shares)) if feedback else []
+        if feedback is None or not elsewhere or not self._carries(shares):
+            return closed.vector_D, elsewhere
+        return feedback.carry(closed.vector_D, elsewhere, shares.of(self._own_id).weight), elsewhere
+
+    def _settle(self, residual: Residual, shares: Shares, elsewhere: list[Owed]) -> Residual:
+        """The residual of such a contribution; if the contribution carried nothing, all stays owed as it was."""
+        if residual.contribution_D is not None and self._carries(shares):
+            weight = shares.of(self._own_id).weight
+            elsewhere = ErrorFeedback.still_owed(residual.contribution_D, elsewhere, weight)
+        return dataclasses.replace(residual, elsewhere=elsewhere)
+
+    def _carries(self, shares: Shares) -> bool:
+        own = shares.of(self._own_id)
+        return own.num_samples > 0 and own.weight * len(shares.senders) >= LEAST_WEIGHT
+
+    def committed(self, fragment: int, residual: Residual) -> None:
+        """The exchange that left this residual was committed."""
+        self._last = None
+        if self.codec.needs_feedback and self._config.feedback_decay > 0:
+            feedback = self.feedback.setdefault(fragment, ErrorFeedback(self._config.feedback_decay))
+            feedback.commit(residual)
+
+    def forget(self, fragment: int) -> None:
+        """An exchange was committed, but what it left this member owing is lost."""
+        self._last = None
+        self.feedback.pop(fragment, None)
+
+    def reset(self) -> None:
+        """Another state was installed: what this member owed was about weights that it no longer has."""
+        self._last = None
+        self.feedback.clear()
+
+    def _own_part(self, shares: Shares) -> slice:
+        """What this member sums for all: nothing in a gather."""
+        if self._gathers(shares):
+            return slice(0, 0)
+        return shares.parts[[share.peer_id for share in shares.members].index(self._own_id)]
+
+    def _gathers(self, shares: Shares) -> bool:
+        is_small = len(shares.members) <= self._config.gather_members
+        return self.codec.is_sparse and is_small and not shares.has_one_owner

@@ -1,0 +1,126 @@
+"""Error feedback: what encoding dropped from this member's contributions, to be added to later ones.
+
+Used by exchanging/exchange. As in SparseLoCo (arXiv 2508.15706) the residual e of a contribution c that was
+encoded to C(decay * e + c) is decay * e + c - C(decay * e + c). It is transactional: an exchange only stages the new
+residual, and the commit of that very exchange makes it real, so an attempt that comes to nothing loses nothing.
+
+The owner of a part encodes the sum again. What that drops is kept likewise, and added to the next sum over the same
+elements. Sometimes this member does not make that sum: parts move, and in a gather no member makes one. Then its
+contribution carries what is owed, divided by the weight with which it will be multiplied. What encoding drops of it
+there stays owed to sums, by that weight. As a residual of the contribution it would count by the weight of another
+round, and several times over where members come and go.
+
+Shapes: D elements of the vector, P of a part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Owed:
+    """What encoding sums over a part's elements dropped."""
+
+    part: slice
+    sum_P: torch.Tensor
+
+    def within(self, start: int, stop: int) -> "Owed | None":
+        """What is owed to these elements alone; shares memory."""
+        start, stop = max(start, self.part.start), min(stop, self.part.stop)
+        if start >= stop:
+            return None
+        return Owed(slice(start, stop), self.sum_P[start - self.part.start : stop - self.part.start])
+
+    def outside(self, part: slice) -> "list[Owed]":
+        """What is owed to all elements but a part's."""
+        if self.within(part.start, part.stop) is None:
+            return [self]
+        rests = (self.within(self.part.start, part.start), self.within(part.stop, self.part.stop))
+        # These are copies, or what was cut off would stay in memory.
+        return [Owed(rest.part, rest.sum_P.clone()) for rest in rests if rest is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """What one exchange dropped.
+
+    Attributes:
+        contribution_D: of this member's contribution; None if it sent none.
+        part: the part that this member owned.
+        sum_P: of the sum there; None if nothing was encoded again.
+        elsewhere: what earlier sums over other elements still owe.
+    """
+
+    contribution_D: torch.Tensor | None
+    part: slice
+    sum_P: torch.Tensor | None
+    elsewhere: Sequence[Owed] = ()
+
+
+class ErrorFeedback:
+    """The residual of one vector, from round to round.
+
+    Args:
+        decay: share that is kept each round.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._contribution_D: torch.Tensor | None = None
+        self._sums: list[Owed] = []
+        """No two of the same elements."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the residual takes."""
+        own_bytes = 0 if self._contribution_D is None else self._contribution_D.nbytes
+        return own_bytes + sum(owed.sum_P.nbytes for owed in self._sums)
+
+    def compensate(self, contribution_D: torch.Tensor) -> torch.Tensor:
+        """The contribution with what earlier rounds owe; may be the same tensor, never writes to it."""
+        if self._contribution_D is None:
+            return contribution_D
+        return torch.add(contribution_D, self._contribution_D, alpha=self._decay)
+
+    def owed(self, part: slice) -> torch.Tensor | None:
+        """What earlier sums over a part's elements owe, shape (P,)."""
+        sums = [owed for owed in (known.within(part.start, part.stop) for known in self._sums) if owed is not None]
+        if not sums:
+            return None
+        owed_P = torch.zeros(part.stop - part.start)
+        for owed in sums:
+            owed_P[owed.part.start - part.start : owed.part.stop - part.start] = owed.sum_P
+        return owed_P.mul_(self._decay)
+
+    def elsewhere(self, part: slice) -> list[Owed]:
+        """What earlier sums over other elements owe, as it was dropped."""
+        return [rest for owed in self._sums for rest in owed.outside(part)]
+
+    def carry(self, vector_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> torch.Tensor:
+        """A contribution with what is owed elsewhere; never writes to it.
+
+        Args:
+            weight: of the contribution in the sum.
+        """
+        vector_D = vector_D.clone()
+        for owed in elsewhere:
+            vector_D[owed.part].add_(owed.sum_P, alpha=self._decay / weight)
+        return vector_D
+
+    @staticmethod
+    def still_owed(residual_D: torch.Tensor, elsewhere: Sequence[Owed], weight: float) -> list[Owed]:
+        """Take out of such a contribution's residual what is owed to sums."""
+        still = [Owed(owed.part, residual_D[owed.part] * weight) for owed in elsewhere]
+        for owed in elsewhere:
+            residual_D[owed.part] = 0.0
+        return still
+
+    def commit(self, residual: Residual) -> None:
+        """The exchange that left this residual was committed."""
+        if residual.contribution_D is not None:
+            self._contribution_D = residual.contribution_D
+        self._sums = list(residual.elsewhere)
+        if residual.sum_P is not None:
+            self._sums.append(Owed(residual.part, residual.sum_P))

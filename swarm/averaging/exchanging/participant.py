@@ -1,0 +1,253 @@
+"""A member's duties: what it does when a leader says begin, average, commit or abort.
+
+Called by averaging/handlers; the leader is a participant as well. Joins the pure group state to what this member has
+under way (exchanging/own_round) and to the exchange. Never decides anything about a round.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up.advance import Advance
+from swarm.averaging.context import Context
+from swarm.averaging.exchanging.allreduce import Average
+from swarm.averaging.exchanging.attempt import Attempt
+from swarm.averaging.exchanging.other_members import OtherMembers
+from swarm.averaging.exchanging.own_round import OwnRound, Result
+from swarm.averaging.exchanging.reduction import MemberFailed, Payload
+from swarm.averaging.exchanging.shared import SharedBlocks
+from swarm.averaging.exchanging.shares import Shares
+from swarm.averaging.leading.group import Ballot, Refused
+from swarm.averaging.place import Place
+from swarm.averaging.transport import record_of
+from swarm.events.kinds import Begin, Prepare
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundCost, RoundResult
+
+
+class Participant:
+    """One member of one stage's group."""
+
+    def __init__(
+        self, context: Context, place: Place, own_round: OwnRound, advance: Advance, shared: SharedBlocks
+    ) -> None:
+        self._context = context
+        self._own_id = context.own_id
+        self._events = context.events
+        self._place = place
+        self._lock = place.lock
+        self._group = place.group
+        self._own_round = own_round
+        self._exchanges = own_round.exchanges
+        self._advance = advance
+        self._shared = shared
+
+    # -- first phase -------------------------------------------------------------------------------------------------
+
+    async def begin(self, request: pb.BeginRequest) -> pb.BeginReply:
+        """Promise the attempt and close the contribution, or say how far that is.
+
+        Cancelled, it leaves the closing to go on. Raises MalformedMessage for another leader's attempt.
+        """
+        ballot = messages.own_ballot(request)
+        clock = self._context.clock
+        gives_up_at = clock.monotonic() + max(0.0, min(request.wait_seconds, self._context.timing.begin_seconds))
+        try:
+            async with asyncio.timeout(gives_up_at - clock.monotonic()):
+                await self._lock.acquire()
+        except TimeoutError:  # A commit may be waiting for the compute thread.
+            return pb.BeginReply(closing=self._own_round.closing_report())
+        try:
+            try:
+                if self._place.is_catching_up:
+                    raise Refused("this member is catching up")
+                if messages.unpack_standing(request.standing) != self._place.standing:
+                    raise Refused(f"this member is at round {self._group.round}, or on another branch")
+                self._group.begin(request.standing.round, ballot)
+            except Refused as refused:
+                return pb.BeginReply(refusal=self._refusal(refused))
+            self._own_round.end_exchange(f"attempt {ballot.attempt} of {ballot.leader_id} began")
+            closing = self._own_round.close(frozenset(messages.unpack_indices(request.drop_gaps)))
+        finally:
+            self._lock.release()
+        if not await closing.wait(max(0.0, gives_up_at - clock.monotonic())):
+            return pb.BeginReply(closing=self._own_round.closing_report())
+        # What freezing failed with comes first: an attempt that is merely refused would be tried again and again.
+        closed = closing.closed
+        async with self._lock:
+            if not self._own_round.begin(ballot, closing):
+                return pb.BeginReply(refusal=self._refusal(Refused(f"attempt {ballot.attempt} was given up")))
+            standing, contribution, result = self._place.standing, closed.contribution, self._own_round.result
+            self._events.write(
+                Begin(round=standing.round, lineage=standing.lineage, attempt=ballot.attempt, leader=ballot.leader_id)
+            )
+            return pb.BeginReply(
+                num_samples=contribution.num_samples,
+                round_samples=contribution.round_samples,
+                committed_gaps=messages.pack_indices(contribution.committed),
+                prepared=result.prepared if result and self._group.prepared else None,
+                since=messages.pack_ballot(self._group.since),
+                norm=closed.norm,
+                num_elements=closed.vector_D.numel(),
+                bytes_per_second=self._exchanges.bytes_per_second,
+            )
+
+    async def average(self, request: pb.AverageRequest) -> pb.AverageReply:
+        """Exchange with the other members and keep the result. Ended by an abort, a doubt, or a newer attempt.
+
+        Raises MalformedMessage for another leader's attempt, or for shares that make no sense.
+        """
+        ballot = messages.own_ballot(request)
+        shares = messages.unpack_shares(request.shares)
+        try:
+            async with self._lock:
+                attempt = self._join(request, ballot, shares)
+            average, seconds = await attempt.exchange(self._others(request, attempt), request.timeout_seconds)
+            result = await asyncio.to_thread(self._result_of, average, seconds, attempt, shares)
+            # This comes before it is prepared: if the leader ends here, no other peer may have the average.
+            await self._shared.offer(request.round, average.digest, result.round_result.tensors)
+            async with self._lock:
+                self._group.prepare(request.round, ballot, average.digest)
+                self._own_round.keep(result)
+                self._events.write(
+                    Prepare(
+                        round=request.round,
+                        lineage=self._place.standing.lineage,
+                        attempt=ballot.attempt,
+                        leader=ballot.leader_id,
+                        digest=average.digest,
+                        samples=average.num_samples,
+                        members=result.round_result.members,
+                    )
+                )
+        except Refused as refused:
+            return pb.AverageReply(refusal=self._refusal(refused))
+        except MemberFailed as failed:
+            return pb.AverageReply(failure=messages.pack_failure(failed))
+        return pb.AverageReply(prepared=result.prepared)
+
+    def _join(self, request: pb.AverageRequest, ballot: Ballot, shares: Shares) -> Attempt:
+        attempt = self._own_round.attempt
+        if attempt is None or attempt.ballot != ballot:
+            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
+        own, contribution = shares.of(self._own_id), attempt.closed.contribution
+        if (own.num_samples, shares.num_elements) != (contribution.num_samples, attempt.closed.vector_D.numel()):
+            raise Refused("the shares do not name this member's contribution")
+        self._group.join(request.round, ballot, shares.digest)
+        attempt.open(shares)
+        return attempt
+
+    def _others(self, request: pb.AverageRequest, attempt: Attempt) -> OtherMembers:
+        opening = pb.ExchangeOpen(
+            address=self._context.address,
+            peer_id=self._own_id,
+            round=request.round,
+            ballot=request.ballot,
+            shares_digest=self._group.shares_digest,
+        )
+        stage = self._context.own.stage
+        records = {share.contact.peer_id: record_of(share.contact, stage) for share in request.shares}
+        return OtherMembers(
+            context=self._context,
+            records=records,
+            opening=opening,
+            timeout_seconds=request.timeout_seconds,
+            silence_seconds=attempt.silence_seconds(),
+        )
+
+    def _result_of(self, average: Average, seconds: float, attempt: Attempt, shares: Shares) -> Result:
+        standing, closed = self._place.standing, attempt.closed
+        member_ids = [share.peer_id for share in shares.members]
+        tensors = self._exchanges.unflatten(average.vector_D, closed.contribution.tensors)
+        squared_norm = average.squared_norm
+        if self._shared.is_due(standing.round):
+            squared_norm = self._shared.squared_norm_of_rest(tensors)
+        prepared = pb.Prepared(
+            ballot=messages.pack_ballot(attempt.ballot),
+            digest=average.digest,
+            squared_norm=squared_norm,
+            member_ids=member_ids,
+            num_samples=average.num_samples,
+        )
+        cost = RoundCost(
+            bytes_sent=average.bytes_sent,
+            bytes_received=average.bytes_received,
+            compression_ratio=average.compression_ratio,
+            exchange_seconds=seconds,
+            contribution_norm=closed.norm if closed.contribution.num_samples else 0.0,
+        )
+        result = RoundResult(
+            round=standing.round,
+            tensors=tensors,
+            num_samples=average.num_samples,
+            squared_norm=average.squared_norm,
+            total_squared_norm=average.squared_norm,
+            members=tuple(member_ids),
+            # It depends on what the other stages decide.
+            lineage="",
+            attempts=attempt.ballot.attempt,
+            digest=average.digest,
+            cost=cost,
+        )
+        return Result(
+            prepared=prepared,
+            round_result=result,
+            residual=average.residual,
+            fragment=closed.contribution.fragment,
+            began_at=attempt.began_at,
+        )
+
+    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload:
+        """Take another member's part and answer with the sum, or hand out this member's contribution.
+
+        Raises:
+            Refused: not this attempt, or not these members.
+            MemberFailed: there will be no answer.
+            MalformedMessage: more bytes than the part has.
+        """
+        attempt = self._own_round.attempt
+        ballot = messages.unpack_ballot(opening.ballot)
+        if attempt is None or self._group.active is None or attempt.ballot != ballot:
+            raise Refused(f"attempt {opening.ballot.attempt} of {opening.ballot.leader_id} is not under way here")
+        return await attempt.serve(opening.peer_id, opening.shares_digest, pieces)
+
+    # -- second phase ------------------------------------------------------------------------------------------------
+
+    async def commit(self, request: pb.CommitRequest) -> pb.CommitReply:
+        """Apply the prepared result. Runs to its end even if the leader hangs up."""
+        outcome = pb.Outcome(
+            round=request.round,
+            prepared=pb.Prepared(digest=request.digest),
+            partners=request.partners,
+            total_squared_norm=request.total_squared_norm,
+            stage_squared_norm=request.stage_squared_norm,
+        )
+        try:
+            await self._advance.apply(outcome)
+        except Refused as refused:
+            return pb.CommitReply(refusal=self._refusal(refused))
+        return pb.CommitReply(state_digest=await self._advance.state_digest())
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortReply:
+        """Give the attempt up, with what it prepared, and go on training.
+
+        Runs to its end even if the leader hangs up. Raises MalformedMessage for another leader's attempt.
+        """
+        ballot = messages.own_ballot(request)
+        refused: Refused | None = await asyncio.shield(self._context.tasks.spawn(self._abort(request, ballot)))
+        return pb.AbortReply(refusal=self._refusal(refused)) if refused is not None else pb.AbortReply()
+
+    async def _abort(self, request: pb.AbortRequest, ballot: Ballot) -> Refused | None:
+        async with self._lock:
+            try:
+                was_active = self._group.active
+                self._group.abort(request.round, ballot, void=request.void)
+            except Refused as refused:
+                return refused
+            if was_active == ballot:
+                await self._own_round.reopen(request.reason, ballot)
+        return None
+
+    def _refusal(self, refused: Refused) -> pb.Refusal:
+        promised = messages.pack_ballot(self._group.promised)
+        return pb.Refusal(reason=str(refused), promised=promised, round=self._group.round)

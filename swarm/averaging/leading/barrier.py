@@ -1,0 +1,153 @@
+"""The barrier between stages: a round is committed only once the others have decided theirs as well.
+
+In the synchronous setting it is run-wide: no stage steps before all hold their averaged gradient. With DiLoCo only
+stages that share a block wait for each other. Used by leading/leader, once its own stage's result is decided, and by
+averaging/handlers, where another stage asks. The answers carry squared norms, because clipping goes by the norm of the
+whole model.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection
+
+from swarm.averaging.changes import Changes, wait
+from swarm.averaging.context import Context
+from swarm.averaging.exchanging.shared import SharedBlocks
+from swarm.averaging.leading.rules import leader_of
+from swarm.averaging.leading.watch import RoundWatch
+from swarm.averaging.place import Place
+from swarm.averaging.transport import BARRIER, Caller, contact_of, record_of
+from swarm.errors import MalformedMessage, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerRecord, PeerState
+
+logger = logging.getLogger(__name__)
+
+RELAYED = 3
+"""After so many relayed answers that did not help, peers that could not be reached are tried again."""
+
+
+class Barrier:
+    """One stage's side of it, for those that ask and those that are asked."""
+
+    def __init__(
+        self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller, changes: Changes
+    ) -> None:
+        self._context = context
+        self._place = place
+        self._shared = shared
+        self._watch = watch
+        self._call = call
+        self._changes = changes
+        self._timing = context.timing
+
+    # -- for this stage ----------------------------------------------------------------------------------------------
+
+    async def wait_for(self, stages: Collection[int], round_number: int) -> dict[int, pb.BarrierReply] | None:
+        """Wait until every one of these stages has decided the round; gives their answers, in the order of stages.
+
+        Waits for as long as it takes: the own stage's result is decided, so there is no way back.
+
+        Returns:
+            None if another leader of this stage committed the round meanwhile.
+        """
+        replies: dict[int, pb.BarrierReply | None] = dict.fromkeys(sorted(stages))
+
+        async def ask(stage: int) -> None:
+            replies[stage] = await self._until_ready(stage, round_number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for stage in stages:
+                tasks.create_task(ask(stage))
+        ready = {stage: reply for stage, reply in replies.items() if reply is not None}
+        return ready if len(ready) == len(replies) else None
+
+    async def _until_ready(self, stage: int, round_number: int) -> pb.BarrierReply | None:
+        hint: PeerRecord | None = None
+        unreachable: set[str] = set()
+        failed: set[str] = set()
+        num_relayed = 0
+        while self._place.standing.round == round_number:
+            target, hint = hint or self._next_to_ask(stage, unreachable), None
+            if target is not None:
+                # While one that failed before is tried again, another one may be ready.
+                is_trial = target.peer_id in failed
+                wait_seconds = 0.0 if is_trial else self._timing.barrier_seconds
+                request = pb.BarrierRequest(
+                    address=self._context.address_of(stage),
+                    peer_id=self._context.own_id,
+                    round=round_number,
+                    wait_seconds=wait_seconds,
+                    relay=bool(unreachable),
+                )
+                # One that relays waits for another's answer.
+                patience_seconds = wait_seconds + self._timing.report_seconds * (1 + request.relay)
+                timeout_seconds = self._timing.call_seconds if is_trial else patience_seconds
+                try:
+                    reply = await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+                    if not (math.isfinite(reply.squared_norm) and reply.squared_norm >= 0.0):
+                        raise MalformedMessage(f"{target.peer_id} names a squared norm of {reply.squared_norm}")
+                    failed.discard(target.peer_id)
+                    if reply.ready:
+                        return reply
+                    num_relayed += request.relay
+                    if num_relayed >= RELAYED:
+                        unreachable.clear()
+                        num_relayed = 0
+                    if reply.leader.peer_id not in (target.peer_id, *unreachable):
+                        hint = record_of(reply.leader, stage)
+                except SwarmError as error:
+                    logger.debug("stage %d: %s", stage, error)
+                    unreachable.add(target.peer_id)
+                    failed.add(target.peer_id)
+            await self._context.clock.sleep(self._timing.retry_seconds)
+        return None
+
+    def _next_to_ask(self, stage: int, unreachable: set[str]) -> PeerRecord | None:
+        """The leader of those that can be reached as far as is known, or else of all again."""
+        serving = [record for record in self._context.peers(stage) if record.state is PeerState.SERVING]
+        reachable = [record for record in serving if record.peer_id not in unreachable]
+        if not reachable:
+            unreachable.clear()
+        by_id = {record.peer_id: record for record in reachable or serving}
+        return by_id[leader_of(by_id)] if by_id else None
+
+    # -- for another stage -------------------------------------------------------------------------------------------
+
+    async def answer(self, request: pb.BarrierRequest) -> pb.BarrierReply:
+        """Say whether this stage has decided a round; waits for that for a while, at the leader or by way of it."""
+        clock, own = self._context.clock, contact_of(self._context.own)
+        deadline = clock.monotonic() + min(request.wait_seconds, self._timing.barrier_seconds)
+        if request.round == self._place.standing.round and self._shared.partners(request.round):
+            self._place.awaited(clock.monotonic())
+        while True:
+            outcome, decision = self._place.outcomes.get(request.round), self._place.decision
+            if outcome is not None:
+                norm, digest = outcome.stage_squared_norm, outcome.prepared.digest
+                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
+            if decision is not None and decision.round == request.round:
+                norm, digest = decision.squared_norm, decision.prepared.digest
+                return pb.BarrierReply(ready=True, squared_norm=norm, digest=digest, leader=own)
+            leader, remaining = self._watch.leader_contact(), deadline - clock.monotonic()
+            leads = leader.peer_id == own.peer_id
+            if request.relay and not leads:
+                return await self._ask_leader(leader, request.round, remaining)
+            if remaining <= 0 or not leads:
+                return pb.BarrierReply(leader=leader)
+            await wait(self._changes.next, remaining)
+
+    async def _ask_leader(self, leader: pb.Contact, round_number: int, seconds: float) -> pb.BarrierReply:
+        request = pb.BarrierRequest(
+            address=self._context.address,
+            peer_id=self._context.own_id,
+            round=round_number,
+            wait_seconds=max(0.0, seconds),
+        )
+        target = record_of(leader, self._context.own.stage)
+        timeout_seconds = request.wait_seconds + self._timing.report_seconds
+        try:
+            return await self._call(target, BARRIER, request, timeout_seconds=timeout_seconds)
+        except SwarmError as error:
+            logger.debug("this peer does not get through to its leader either: %s", error)
+            return pb.BarrierReply(leader=leader)

@@ -1,0 +1,161 @@
+"""How an attempt begins: all members promise it and close their contributions, and these make up a whole round.
+
+Used by leading/leader. Never touches tensors.
+"""
+
+import logging
+import math
+from collections.abc import Collection
+
+from swarm.averaging import messages
+from swarm.averaging.context import Context
+from swarm.averaging.leading.blame import SLOW, Blame
+from swarm.averaging.leading.broadcast import Broadcast, Members
+from swarm.averaging.leading.duplicates import duplicates
+from swarm.averaging.leading.group import Ballot
+from swarm.averaging.leading.rules import Begun, unfinished
+from swarm.averaging.leading.watch import RoundWatch
+from swarm.averaging.messages import Standing
+from swarm.averaging.transport import BEGIN
+from swarm.errors import DeadlineExceeded, MalformedMessage, NotReady, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+TELL_SECONDS = 10.0
+"""Least time between two lines about members that are still closing."""
+
+
+class Beginning:
+    """The beginnings of one leader's attempts."""
+
+    def __init__(self, context: Context, watch: RoundWatch, broadcast: Broadcast, blame: Blame) -> None:
+        self._context = context
+        self._watch = watch
+        self._broadcast = broadcast
+        self._blame = blame
+        self._clock = context.clock
+        self._timing = context.timing
+        self._rounds = context.config.rounds
+        self._told_at = -math.inf
+
+    async def of(self, members: Members, standing: Standing, ballot: Ballot) -> Begun:
+        """Have members begin an attempt.
+
+        Returns:
+            What those answered that did. Either something an earlier attempt left has to be finished, or they hold all
+            that the round needs, and none of them what another one has.
+
+        Raises:
+            AttemptFailed: it cannot go on.
+        """
+
+        def request(drop: Collection[int] = ()) -> pb.BeginRequest:
+            return pb.BeginRequest(
+                address=self._context.address,
+                peer_id=self._context.own_id,
+                ballot=messages.pack_ballot(ballot),
+                standing=messages.pack_standing(standing),
+                drop_gaps=messages.pack_indices(drop),
+            )
+
+        replies = await self._close(members, dict.fromkeys(members, request()))
+        begun = {peer: reply for peer, reply in replies.items() if isinstance(reply, pb.BeginReply)}
+        unreached = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        self._require_obedience(begun, unreached)
+        if unfinished(begun) is not None:
+            return begun
+        if self._rounds.synchronous:
+            # What is left they may have to compute again, a microbatch at a time.
+            drops = {peer: request(drop) for peer, drop in duplicates(begun).items()}
+            for peer, reply in (await self._close(members, drops)).items():
+                if isinstance(reply, SwarmError) or reply.HasField("refusal"):
+                    raise self._blame.failure("a member could not drop a duplicate", {peer: reply})
+                begun[peer] = reply
+        self._require_whole_round(standing.round, begun, unreached)
+        return begun
+
+    def _require_obedience(self, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
+        refused = {peer: reply.refusal for peer, reply in begun.items() if reply.HasField("refusal")}
+        if refused:
+            failed = self._blame.failure("a member refused to begin", unreached)
+            failed.refused = set(refused)
+            failed.promised_attempt = max(refusal.promised.attempt for refusal in refused.values())
+            raise failed
+        is_slow = any(isinstance(error, SLOW) for error in unreached.values())
+        if self._blame.is_first_timeout(is_slow):
+            raise self._blame.failure("a member is slow", unreached)
+        if not self._watch.has_quorum(begun.keys()):
+            raise self._blame.failure("too few members for a quorum", unreached)
+
+    def _require_whole_round(self, round_number: int, begun: Begun, unreached: dict[PeerId, SwarmError]) -> None:
+        committed = frozenset[int]().union(*(messages.unpack_indices(r.committed_gaps) for r in begun.values()))
+        num_samples = sum(reply.round_samples for reply in begun.values())
+        if not self._watch.is_complete(round_number, committed, num_samples, begun.keys()):
+            failed = self._blame.failure("the round is not complete any more", unreached)
+            failed.void = True
+            raise failed
+        if self._rounds.synchronous and num_samples != self._rounds.round_samples:
+            # Nobody may find out by the weights that something is in a sum and not among the ids, or twice.
+            reason = f"{num_samples} samples were contributed to a round of another size"
+            raise self._blame.failure(reason, unreached)
+
+    async def _close(
+        self, members: Members, requests: dict[PeerId, pb.BeginRequest]
+    ) -> dict[PeerId, pb.BeginReply | SwarmError]:
+        """Have members close, and wait for as long as those that are still at it get on with it."""
+        started_at = self._clock.monotonic()
+        timeout_seconds = self._blame.deadline(self._timing.begin_seconds, 0.0)
+        wait_seconds = min(self._timing.closing_seconds, timeout_seconds / 2)
+        for request in requests.values():
+            request.wait_seconds = wait_seconds
+        answers: dict[PeerId, pb.BeginReply | SwarmError] = {}
+        waiting = dict(requests)
+        while waiting:
+            asked, asked_at = {peer: members[peer] for peer in waiting}, self._clock.monotonic()
+            for peer, answer in (await self._broadcast(asked, BEGIN, waiting, timeout_seconds)).items():
+                reply = _checked(answer)
+                if isinstance(reply, pb.BeginReply) and reply.HasField("closing"):
+                    late = self._too_late(reply.closing, self._clock.monotonic() - started_at, timeout_seconds)
+                    if late is None:
+                        continue
+                    reply = late
+                del waiting[peer]
+                answers[peer] = reply
+                if isinstance(reply, pb.BeginReply) and reply.HasField("refusal"):
+                    # There will be another attempt, which joins what the others have begun.
+                    return answers
+            if waiting:
+                # A member may answer at once that it is still at it.
+                await self._clock.sleep(max(0.0, asked_at + wait_seconds - self._clock.monotonic()))
+                self._tell_of(waiting)
+        return answers
+
+    def _too_late(self, closing: pb.Closing, seconds: float, timeout_seconds: float) -> SwarmError | None:
+        """Why a member that is still closing after so many seconds is not waited for any more; None if it is."""
+        if seconds > self._timing.max_closing_seconds:
+            # It has only its own word that it will ever be done.
+            return NotReady(f"it has not closed its contribution in {seconds:.0f} s")
+        if closing.quiet_seconds > timeout_seconds + 3 * closing.expected_seconds:
+            return DeadlineExceeded(f"it closes since {seconds:.0f} s, and does not get on with it")
+        return None
+
+    def _tell_of(self, waiting: Collection[PeerId]) -> None:
+        if self._clock.monotonic() - self._told_at >= TELL_SECONDS:
+            self._told_at = self._clock.monotonic()
+            logger.info("waits for members that close their contributions: %s", ", ".join(sorted(waiting)))
+
+
+def _checked(reply: pb.BeginReply | SwarmError) -> pb.BeginReply | SwarmError:
+    """An answer, or that it makes no sense."""
+    if isinstance(reply, SwarmError) or reply.HasField("refusal") or reply.HasField("closing"):
+        return reply
+    try:
+        messages.unpack_indices(reply.committed_gaps)
+        messages.require_ballot(reply.since)
+        if reply.HasField("prepared"):
+            messages.require_ballot(reply.prepared.ballot)
+    except MalformedMessage as error:
+        return error
+    return reply

@@ -1,0 +1,138 @@
+"""A member's fenced state in the two-phase commit of a round. Pure: no clock, no network, no tensors.
+
+    idle -> begun -> exchanging -> prepared -> (committed: the next round, idle)
+
+Used by exchanging/participant and catching_up/advance. Attempts are ordered by ballot, as in Paxos: a member obeys the
+highest that it has promised and refuses lower ones. A prepared result outlives its attempt's leader: it is given up
+only for the exchange of a higher attempt, by its own leader's abort, by an abort of a higher attempt that voids earlier
+results, by a commit or by a download.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from swarm.errors import TryLater
+
+
+@dataclass(frozen=True, order=True)
+class Ballot:
+    """Names one attempt at a round: its number, then the peer id of its leader."""
+
+    attempt: int
+    leader_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedResult:
+    """An exchanged result that waits for its commit."""
+
+    ballot: Ballot
+    digest: str
+
+
+class Phase(StrEnum):
+    """Where a member is within an attempt."""
+
+    IDLE = "idle"
+    BEGUN = "begun"
+    EXCHANGING = "exchanging"
+    PREPARED = "prepared"
+
+
+class Refused(TryLater):
+    """A leader's request is not obeyed; the member's promise and round stand in the answer."""
+
+
+class Group:
+    """The state machine. Every method either makes its transition or raises Refused and changes nothing."""
+
+    def __init__(self, round_number: int) -> None:
+        self.install(round_number)
+
+    def install(self, round_number: int, *, last_digest: str = "") -> None:
+        """Begin a round in which nothing is promised.
+
+        Args:
+            last_digest: of the result that was applied before it; empty after a download.
+        """
+        self.round = round_number
+        self.last_digest = last_digest
+        self.promised: Ballot | None = None
+        self.since: Ballot | None = None
+        """The first ballot promised in this round: of earlier attempts this member knows nothing."""
+        self.active: Ballot | None = None
+        """The attempt for which the member is closed."""
+        self.shares_digest = ""
+        self.prepared: PreparedResult | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """What the active attempt has come to."""
+        if self.active is None:
+            return Phase.IDLE
+        if self.prepared is not None and self.prepared.ballot == self.active:
+            return Phase.PREPARED
+        return Phase.EXCHANGING if self.shares_digest else Phase.BEGUN
+
+    def begin(self, round_number: int, ballot: Ballot) -> None:
+        """Promise an attempt. A repeated Begin is obeyed until the exchange starts."""
+        self._require_round(round_number)
+        if self.promised is not None and ballot < self.promised:
+            raise Refused(f"attempt {self.promised.attempt} of {self.promised.leader_id} is promised")
+        if ballot == self.promised and (ballot != self.active or self.shares_digest):
+            raise Refused(f"attempt {ballot.attempt} is over or under way")
+        self.promised = self.active = ballot
+        self.since = self.since or ballot
+        self.shares_digest = ""
+
+    def join(self, round_number: int, ballot: Ballot, shares_digest: str) -> None:
+        """Start the exchange among the members that the digest stands for."""
+        self._require_round(round_number)
+        if self.phase is not Phase.BEGUN or ballot != self.active:
+            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} has not begun here")
+        # Its leader has asked all members within reach: no earlier attempt was, or can be, decided.
+        self.prepared = None
+        self.shares_digest = shares_digest
+
+    def prepare(self, round_number: int, ballot: Ballot, digest: str) -> None:
+        """The exchange is done."""
+        self._require_round(round_number)
+        if self.phase is not Phase.EXCHANGING or ballot != self.active:
+            raise Refused(f"attempt {ballot.attempt} of {ballot.leader_id} was given up")
+        self.prepared = PreparedResult(ballot=ballot, digest=digest)
+
+    def check_commit(self, round_number: int, digest: str) -> bool:
+        """Whether the prepared result is to be applied; False if it has been already.
+
+        It does not matter which peer asks: that a result may be committed follows from its digest alone.
+        """
+        if round_number + 1 == self.round and digest == self.last_digest != "":
+            return False
+        self._require_round(round_number)
+        if self.prepared is None or self.prepared.digest != digest:
+            raise Refused("that result is not prepared here")
+        return True
+
+    def commit(self, round_number: int, digest: str) -> None:
+        """The prepared result was applied."""
+        assert self.check_commit(round_number, digest)
+        self.install(round_number + 1, last_digest=digest)
+
+    def abort(self, round_number: int, ballot: Ballot, *, void: bool) -> None:
+        """The leader gives its attempt up, with what that prepared, and if `void` also what earlier ones did."""
+        self._require_round(round_number)
+        if self.promised is not None and ballot < self.promised:
+            raise Refused(f"attempt {self.promised.attempt} of {self.promised.leader_id} is promised")
+        if self.prepared is not None and (self.prepared.ballot == ballot or (void and self.prepared.ballot < ballot)):
+            self.prepared = None
+        if ballot == self.active:
+            self.step_back()
+
+    def step_back(self) -> None:
+        """The leader is gone, or leads this attempt no more: leave it, but keep what is prepared."""
+        self.active = None
+        self.shares_digest = ""
+
+    def _require_round(self, round_number: int) -> None:
+        if round_number != self.round:
+            raise Refused(f"this member is at round {self.round}, not {round_number}")

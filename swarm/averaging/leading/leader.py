@@ -1,0 +1,253 @@
+"""A leader's duties: one attempt at committing a round.
+
+    Begin to all, and again to those that are still closing -> (an earlier result may have been decided: take that) or
+    Average to all -> Barrier with the other stages -> Commit to all; or, before anything is decided, Abort to all
+
+Used by leading/lead_loop, which decides when to try. A result is decided once every member of its exchange
+has prepared it; from then on no leader ever aborts it. Never touches tensors.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.averaging import messages
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
+from swarm.averaging.exchanging.shared import SharedBlocks
+from swarm.averaging.exchanging.shares import Offer, Shares, divide
+from swarm.averaging.leading.barrier import Barrier
+from swarm.averaging.leading.beginning import Beginning
+from swarm.averaging.leading.blame import SLOW, AttemptFailed, Blame, without_the_useless
+from swarm.averaging.leading.broadcast import Broadcast, Members
+from swarm.averaging.leading.group import Ballot
+from swarm.averaging.leading.rules import Begun, unfinished
+from swarm.averaging.messages import Standing
+from swarm.averaging.place import Decision, Place
+from swarm.averaging.transport import ABORT, AVERAGE, COMMIT, contact_of
+from swarm.compression.codec import contribution_codec
+from swarm.errors import SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LeaderTimes:
+    """What attempts took, last and in all."""
+
+    average_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    total_exchange_seconds: float = 0.0
+    total_barrier_seconds: float = 0.0
+
+
+class Leader:
+    """Leads the attempts of one stage's group."""
+
+    def __init__(
+        self,
+        context: Context,
+        place: Place,
+        beginning: Beginning,
+        broadcast: Broadcast,
+        barrier: Barrier,
+        shared: SharedBlocks,
+        blame: Blame,
+        changes: Changes,
+    ) -> None:
+        self._context = context
+        self._place = place
+        self._beginning = beginning
+        self._broadcast = broadcast
+        self._barrier = barrier
+        self._shared = shared
+        self._blame = blame
+        self._changes = changes
+        self._config = context.config
+        self._clock = context.clock
+        self._timing = context.timing
+        self._codec = contribution_codec(context.config.averaging)
+        self._vector_bytes = 0
+        """Of a contribution in float32, as far as one was exchanged."""
+        self.times = LeaderTimes()
+
+    async def attempt(self, members: Members, standing: Standing, number: int) -> None:
+        """Try to commit the round among `members`.
+
+        Returns when a result is decided and its commit was sent. Cancellation leaves the members in doubt.
+
+        Raises:
+            AttemptFailed: nothing was decided.
+        """
+        ballot = Ballot(number, self._context.own_id)
+        with self._place.leading(ballot):
+            try:
+                begun = await self._beginning.of(members, standing, ballot)
+                prepared = unfinished(begun)
+                if prepared is None:
+                    prepared = await self._average(members, begun, standing, ballot)
+                    holders = list(begun)
+                else:
+                    logger.info("finishing attempt %d of %s", prepared.ballot.attempt, prepared.ballot.leader_id)
+                    holders = [peer for peer, reply in begun.items() if reply.prepared.digest == prepared.digest]
+                await self._finish(standing.round, prepared, {peer: members[peer] for peer in holders})
+            except AttemptFailed as failed:
+                reachable = {peer: record for peer, record in members.items() if peer not in failed.unreachable}
+                await self._abort(reachable, standing.round, ballot, failed)
+                raise
+
+    # -- before anything is decided ----------------------------------------------------------------------------------
+
+    async def _average(self, members: Members, begun: Begun, standing: Standing, ballot: Ballot) -> pb.Prepared:
+        started_at = self._clock.monotonic()
+        through_one = self._blame.goes_through_one(standing.round, begun)
+        shares = self._shares(begun, only_owner=self._context.own_id if through_one else None)
+        self._vector_bytes = 4 * shares.num_elements
+        # Every member sends all of it and gets it back; at worst all of that goes over one line.
+        num_times = 2 * (len(begun) - 1) if through_one else 4
+        num_bytes = num_times * self._codec.num_bytes(shares.num_elements)
+        floor = self._timing.average_seconds + num_bytes / self._timing.bytes_per_second
+        request = pb.AverageRequest(
+            address=self._context.address,
+            peer_id=self._context.own_id,
+            round=standing.round,
+            ballot=messages.pack_ballot(ballot),
+            shares=[
+                pb.Share(
+                    contact=contact_of(members[PeerId(share.peer_id)]),
+                    num_samples=share.num_samples,
+                    round_samples=share.round_samples,
+                    weight=share.weight,
+                    num_elements=share.num_elements,
+                )
+                for share in shares.members
+            ],
+            timeout_seconds=self._blame.deadline(floor, self.times.average_seconds),
+        )
+        replies = await self._broadcast(
+            {peer: members[peer] for peer in begun},
+            AVERAGE,
+            dict.fromkeys(begun, request),
+            request.timeout_seconds + self._timing.grace_seconds,
+            until=_is_prepared,
+        )
+        results = [reply.prepared for reply in replies.values() if isinstance(reply, pb.AverageReply)]
+        digests = {prepared.digest for prepared in results}
+        if len(results) < len(begun) or "" in digests:
+            took_long = self._clock.monotonic() - started_at >= OWNER_PATIENCE * request.timeout_seconds
+            raise self._blame.failed_exchange(replies, begun.keys(), standing.round, ballot, took_long=took_long)
+        if len(digests) > 1:
+            raise AttemptFailed("members came to different results")
+        self.times.average_seconds = self._clock.monotonic() - started_at
+        self.times.total_exchange_seconds += self.times.average_seconds
+        self._blame.exchanged()
+        return results[0]
+
+    def _shares(self, begun: Begun, only_owner: str | None) -> Shares:
+        """Each member's weight and part in the exchange; raises AttemptFailed if a contribution is of no use."""
+        sizes = Counter(reply.num_elements for reply in begun.values())
+        own = begun.get(self._context.own_id)
+        size = own.num_elements if own is not None else sizes.most_common(1)[0][0]
+        if (failed := without_the_useless(begun, size)) is not None:
+            raise failed
+        offers = [
+            Offer(
+                peer_id=peer,
+                num_samples=reply.num_samples,
+                round_samples=reply.round_samples,
+                norm=reply.norm,
+                bytes_per_second=reply.bytes_per_second,
+            )
+            for peer, reply in sorted(begun.items())
+        ]
+        # Clipped, the gradients would not add up to that of a single process.
+        clip_to_median = 0.0 if self._config.rounds.synchronous else self._config.averaging.clip_to_median
+        return divide(
+            offers, num_elements=size, tile=self._codec.tile, clip_to_median=clip_to_median, only_owner=only_owner
+        )
+
+    async def _abort(self, members: Members, round_number: int, ballot: Ballot, failed: AttemptFailed) -> None:
+        request = pb.AbortRequest(
+            address=self._context.address,
+            peer_id=self._context.own_id,
+            round=round_number,
+            ballot=messages.pack_ballot(ballot),
+            reason=str(failed),
+            void=failed.void,
+        )
+        await self._broadcast(members, ABORT, dict.fromkeys(members, request), self._timing.begin_seconds)
+
+    # -- once it is ---------------------------------------------------------------------------------------------------
+
+    async def _finish(self, round_number: int, prepared: pb.Prepared, holders: Members) -> None:
+        """Commit what is decided, once the stages that have to be waited for have decided theirs."""
+        started_at = self._clock.monotonic()
+        stage = self._context.own.stage
+        norm = prepared.squared_norm
+        partners = self._shared.partners(round_number)
+        shares = [pb.Partner(stage=stage, digest=prepared.digest, contact=contact_of(next(iter(holders.values()))))]
+        ready: dict[int, pb.BarrierReply] = {}
+
+        async def wait_for(stages: Collection[int]) -> bool:
+            replies = await self._barrier.wait_for(stages, round_number)
+            ready.update(replies or {})
+            return replies is not None
+
+        if self._shared.counts_norm(round_number):
+            # The others need this stage's norm, and that needs the partners' averages: they decide without this stage.
+            if not await wait_for(partners):
+                return
+            norm += await self._shared.squared_norm_of_sum(round_number, [*shares, *_partners(ready, partners)])
+        self._place.decide(Decision(round=round_number, prepared=prepared, squared_norm=norm))
+        self._changes.signal()
+        others = set(range(self._config.stages.num_stages)) - {stage} if self._config.rounds.synchronous else partners
+        if not await wait_for(others - ready.keys()):
+            return
+        self.times.total_barrier_seconds += self._clock.monotonic() - started_at
+        norms = {stage: norm} | {other: reply.squared_norm for other, reply in ready.items()}
+        # Added in the same order at every stage, so that the total has the same bits. Some releases of Python round
+        # otherwise in `sum`.
+        total_squared_norm = 0.0
+        for number in sorted(norms):
+            total_squared_norm += norms[number]
+        request = pb.CommitRequest(
+            address=self._context.address,
+            peer_id=self._context.own_id,
+            round=round_number,
+            digest=prepared.digest,
+            total_squared_norm=total_squared_norm,
+            stage_squared_norm=norm,
+            partners=[*shares, *_partners(ready, partners)] if partners else [],
+        )
+        await self._commit(holders, request)
+
+    async def _commit(self, holders: Members, request: pb.CommitRequest) -> None:
+        started_at = self._clock.monotonic()
+        floor = self._timing.commit_seconds + self._vector_bytes / self._timing.work_bytes_per_second
+        timeout_seconds = self._blame.deadline(floor, self.times.commit_seconds)
+        replies = await self._broadcast(holders, COMMIT, dict.fromkeys(holders, request), timeout_seconds)
+        if not any(isinstance(reply, SLOW) for reply in replies.values()):
+            # A time that a deadline has cut off says nothing; deadlines that followed from it would grow each round.
+            self.times.commit_seconds = self._clock.monotonic() - started_at
+        digests: dict[str, list[PeerId]] = {}
+        for peer, reply in replies.items():
+            if isinstance(reply, SwarmError):
+                # It finds out from any answer to its next report.
+                logger.warning("the commit did not reach %s: %s", peer, reply)
+            elif not reply.HasField("refusal"):
+                digests.setdefault(reply.state_digest, []).append(peer)
+        if len(digests) > 1:
+            logger.error("members differ after the same round %d: %s", request.round, digests)
+
+
+def _is_prepared(reply: Any) -> bool:
+    return isinstance(reply, pb.AverageReply) and reply.HasField("prepared")
+
+
+def _partners(ready: Mapping[int, pb.BarrierReply], stages: Collection[int]) -> list[pb.Partner]:
+    return [pb.Partner(stage=s, digest=ready[s].digest, contact=ready[s].leader) for s in sorted(stages)]

@@ -1,0 +1,95 @@
+"""The rules of a group's rounds: who leads, when a round is complete, who may commit it, and what has to be finished.
+
+Asked by the parts of an averager, by members/roster and leading/barrier, by a peer that would leave its stage, and
+by the simulator. Pure.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
+
+from swarm.averaging import messages
+from swarm.config import Quorum, RunConfig
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerId
+
+Begun = Mapping[PeerId, pb.BeginReply]
+"""What members answered that began an attempt."""
+
+_Id = TypeVar("_Id", bound=str)
+
+
+def leader_of(peer_ids: Iterable[_Id]) -> _Id:
+    """Who leads these peers of a stage: the one with the lowest id. There must be one at least."""
+    return min(peer_ids)
+
+
+def is_complete(
+    config: RunConfig,
+    round_number: int,
+    committed: Collection[int],
+    num_samples: int,
+    *,
+    absent_samples: int = 0,
+    is_late: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Whether a group holds everything that a round needs.
+
+    Synchronous: all its microbatches. DiLoCo: its number of samples; but a stage that lost some with a peer ends its
+    round early when it is late, or it would stay behind the others for good. One that shares a block with it cannot be
+    ahead of it: that one waits, and after a round's worth of samples lets none through any more.
+
+    With DiLoCo a round that has its samples is not committed while members that are left out hold more of it than the
+    others, and one that ends early ends with everybody: else a newcomer with one inner step would commit a round in
+    place of the member that has nearly all of it.
+
+    Args:
+        committed: microbatches of those that would commit it.
+        num_samples: of those that would commit it.
+        absent_samples: of the round, at living members that would be left out.
+        is_late: whether another stage is at a later round, or has waited for long for this one to decide a round; asked
+            only where it matters.
+    """
+    if config.rounds.synchronous:
+        size = config.microbatches_per_round
+        return all(index in committed for index in range(round_number * size, (round_number + 1) * size))
+    if num_samples >= config.rounds.round_samples:
+        return num_samples >= absent_samples
+    return absent_samples == 0 < num_samples and is_late()
+
+
+def has_quorum(
+    quorum: Quorum, present: Collection[str], *, last_members: Collection[str], announced: Callable[[], Collection[str]]
+) -> bool:
+    """Whether those that are present may commit a round.
+
+    With a majority no two parts of a group commit the same round, as long as its members stay: one that is started
+    again forgets what it had prepared, and may be in the majority for another result of that round.
+
+    Args:
+        last_members: of the round before; empty for a peer that knows of none. Most of them have to be there if a
+            majority is wanted.
+        announced: gives all that are, this peer included; asked only where they count, as long as no round is known.
+    """
+    if quorum == "available":
+        return True
+    electorate = set(last_members or announced())
+    return 2 * len(electorate & set(present)) > len(electorate)
+
+
+def unfinished(begun: Begun) -> pb.Prepared | None:
+    """The newest result of an earlier attempt, if it may have been decided: no member of its exchange knows better."""
+    prepared = [reply.prepared for reply in begun.values() if reply.HasField("prepared")]
+    if not prepared:
+        return None
+    newest = max(prepared, key=lambda p: messages.require_ballot(p.ballot))
+    ballot = messages.require_ballot(newest.ballot)
+    for peer in newest.member_ids:
+        reply = begun.get(PeerId(peer))
+        # One that was restarted since has no say: it may have prepared the result and forgotten.
+        if (
+            reply is not None
+            and reply.prepared.digest != newest.digest
+            and messages.require_ballot(reply.since) <= ballot
+        ):
+            return None
+    return newest

@@ -1,0 +1,161 @@
+"""Watches the round of this peer's group: what its members have of it, who leads, and whether an attempt may begin.
+
+Asked by leading/lead_loop, by leading/beginning during an attempt, and by the parts that tell others of the round.
+Draws on what peers reported and on this one's own progress. Changes nothing.
+"""
+
+import logging
+from collections.abc import Collection, Set
+from functools import partial
+
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.leading.rules import has_quorum, is_complete
+from swarm.averaging.members.reporter import Reporter
+from swarm.averaging.members.roster import Roster
+from swarm.averaging.place import Place
+from swarm.averaging.transport import contact_of
+from swarm.averaging.view import GroupView
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundMember
+from swarm.types import PeerId, PeerState
+
+logger = logging.getLogger(__name__)
+
+
+class RoundWatch:
+    """One peer's view of its group's round."""
+
+    def __init__(
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        roster: Roster,
+        reporter: Reporter,
+        changes: Changes,
+    ) -> None:
+        self._context = context
+        self._place = place
+        self._member = member
+        self._roster = roster
+        self._reporter = reporter
+        self._changes = changes
+        self._config = context.config
+        self._waits_for_quorum = False
+
+    # -- what there is of the round ----------------------------------------------------------------------------------
+
+    def view(self) -> GroupView:
+        """The round as this peer knows it."""
+        own, own_id, standing = self._member.progress(), self._context.own_id, self._place.standing
+        is_own_round = own.round == standing.round
+        progress = {own_id: own} if is_own_round and not self._roster.excludes_self else {}
+        progress |= {peer: report.progress for peer, report in self._roster.members(standing).items()}
+        overdue = self._overdue()
+        committed = frozenset[int]().union(*(p.committed for p in progress.values()))
+        shown = frozenset[int]().union(*(p.committed for peer, p in progress.items() if peer not in overdue))
+        num_samples = sum(p.num_samples for p in progress.values())
+        decision = self._place.decision
+        if decision is not None and decision.round == standing.round and self._config.rounds.synchronous:
+            # A member may have left since: what is decided holds all of the round's microbatches, and none is missing.
+            size = self._config.microbatches_per_round
+            committed = shown = committed | frozenset(range(standing.round * size, (standing.round + 1) * size))
+        leader_id = self.leader_id
+        return GroupView(
+            round=standing.round,
+            leader_id=leader_id,
+            is_leader=leader_id == own_id,
+            progress=progress,
+            committed=committed,
+            shown=shown,
+            # Also what this peer has while it is left out: it may be back with that before the round ends.
+            counted=self._roster.reports.counted | committed | (own.committed if is_own_round else frozenset()),
+            lost=self._roster.reports.lost - committed,
+            complete=self.is_complete(standing.round, committed, num_samples, progress.keys()),
+            highest_microbatch=max([own.highest_microbatch, *(p.highest_microbatch for p in progress.values())]),
+            quiet_seconds=self._changes.quiet_seconds,
+        )
+
+    def _overdue(self) -> Set[PeerId]:
+        # A peer that was stopped has heard of nobody, and during an attempt nothing can be added to a round.
+        is_of_use = not self._reporter.may_be_behind and self._place.leads is None
+        return self._roster.overdue(self._place.standing) if is_of_use else frozenset()
+
+    # -- who leads ---------------------------------------------------------------------------------------------------
+
+    @property
+    def leader_id(self) -> PeerId:
+        """The group's leader as far as this peer knows: this one for as long as an attempt of its own lasts."""
+        return self._context.own_id if self._place.leads else self._roster.leader(self._place.standing)
+
+    def leader_contact(self) -> pb.Contact:
+        """How the leader is reached."""
+        return contact_of(self._roster.contacts.record(self.leader_id) or self._context.own)
+
+    # -- what may be done --------------------------------------------------------------------------------------------
+
+    def is_complete(
+        self, round_number: int, committed: Collection[int], num_samples: int, present: Collection[PeerId]
+    ) -> bool:
+        """Whether those that are present, with so much of a round, have all it needs; see rules.is_complete."""
+        return is_complete(
+            self._config,
+            round_number,
+            committed,
+            num_samples,
+            absent_samples=self._absent_samples(present),
+            is_late=partial(self._is_late, round_number),
+        )
+
+    def _absent_samples(self, present: Collection[PeerId]) -> int:
+        """Samples of the round at living members, this peer included, that are not `present`.
+
+        None in the synchronous setting, where others have the microbatches of an absent one replayed.
+        """
+        if self._config.rounds.synchronous:
+            return 0
+        standing, own, own_id = self._place.standing, self._member.progress(), self._context.own_id
+        others = self._roster.absent_samples(standing, present)
+        if own_id in present or own.round != standing.round or self._roster.suspicions.has_failed_for_good(own_id):
+            return others
+        return others + own.num_samples
+
+    def _is_late(self, round_number: int) -> bool:
+        """Whether another stage is at a later round, or has waited for this one for long."""
+        since = self._place.awaited_since if round_number == self._place.standing.round else None
+        timing, now = self._context.timing, self._context.clock.monotonic()
+        if since is not None and now - since >= timing.awaited_seconds:
+            return True
+        stages = set(range(self._config.stages.num_stages)) - {self._context.own.stage}
+        records = (record for stage in stages for record in self._context.peers(stage))
+        return any(record.round > round_number for record in records if record.state is PeerState.SERVING)
+
+    def has_quorum(self, present: Collection[str]) -> bool:
+        """Whether those that are present may commit the round."""
+        return has_quorum(
+            self._config.averaging.quorum,
+            present,
+            last_members=self._place.last_members,
+            announced=lambda: {self._context.own_id, *self._roster.contacts.serving()},
+        )
+
+    def may_begin(self) -> bool:
+        """Whether this peer is to begin an attempt now."""
+        view, place = self.view(), self._place
+        if not view.is_leader or self._reporter.may_be_behind or place.group.active is not None:
+            return False
+        if place.branches.is_in_doubt:
+            # If it is this peer that was left behind, it would commit another result of a round that is over.
+            return False
+        members = self._roster.members(place.standing)
+        is_unfinished = place.group.prepared is not None or any(report.prepared for report in members.values())
+        # To begin without a sign of life of some member would hold up the replays of what it has.
+        is_ready = view.complete and not self._overdue() and not self._roster.awaits_members(place.standing)
+        if not (is_unfinished or is_ready):
+            return False
+        is_present = self.has_quorum(view.progress.keys())
+        if not is_present and not self._waits_for_quorum:
+            logger.warning("round %d waits for a majority of the last round's members", view.round)
+        self._waits_for_quorum = not is_present
+        return is_present

@@ -1,0 +1,124 @@
+"""How the peers of a stage are reached: as the directory lists them, and as they say themselves.
+
+Part of a roster (members/roster). With what peers say themselves a group goes on when the directory is out of reach.
+Bounded: a peer that speaks in the name of others that it made up does not fill the memory.
+"""
+
+from collections.abc import Callable, Iterable, Sequence, Set
+
+from swarm.averaging.messages import Standing
+from swarm.averaging.timing import Timing
+from swarm.machine.clock import Clock
+from swarm.types import PeerId, PeerRecord, PeerState
+
+MOST_UNLISTED = 64
+"""Peers that are remembered though the directory has not listed them: many more than join within the seconds that a
+record takes to spread."""
+
+
+class Contacts:
+    """The other peers of one peer's stage."""
+
+    def __init__(
+        self, own_id: str, directory: Callable[[], Sequence[PeerRecord]], *, clock: Clock, timing: Timing
+    ) -> None:
+        """
+        Args:
+            directory: gives the last known view of the stage.
+        """
+        self._own_id = PeerId(own_id)
+        self._directory = directory
+        self._clock = clock
+        self._timing = timing
+        self._heard_of: dict[PeerId, tuple[PeerRecord, float]] = {}
+        """What peers said of themselves, and when each gave its last sign of life."""
+        self._listed_at: dict[str, float] = {}
+        """When the directory listed a peer last, as far as was looked."""
+
+    # -- news --------------------------------------------------------------------------------------------------------
+
+    def add(self, record: PeerRecord) -> bool:
+        """Remember a peer that gave a sign of life; says whether others had to be forgotten for it."""
+        peer_id = PeerId(record.peer_id)
+        if peer_id == self._own_id:
+            return False
+        # Reports come many times a second, newcomers seldom.
+        is_new = peer_id not in self._heard_of
+        num_forgotten = self._make_room(peer_id) if is_new and len(self._heard_of) >= MOST_UNLISTED else 0
+        self._heard_of[peer_id] = record, self._clock.monotonic()
+        return num_forgotten > 0
+
+    def _make_room(self, peer_id: PeerId) -> int:
+        """Forget, of those that the directory has not listed, the ones heard of longest ago; gives how many."""
+        self._see_listed()
+        unlisted = sorted(self._heard_of.keys() - self._listed_at.keys(), key=lambda peer: self._heard_of[peer][1])
+        num_needless = len(unlisted) + (peer_id not in self._listed_at) - MOST_UNLISTED
+        needless = unlisted[: max(0, num_needless)]
+        for peer in needless:
+            del self._heard_of[peer]
+        return len(needless)
+
+    def answered(self, peer_id: PeerId) -> None:
+        """A peer gave a sign of life. One that leads does not report: it may be known by its answers alone."""
+        if (known := self._heard_of.get(peer_id)) is not None:
+            self._heard_of[peer_id] = known[0], self._clock.monotonic()
+
+    def forget_the_gone(self) -> None:
+        """Let go of peers that are not announced and were not heard of for long: in weeks they would become many."""
+        self._see_listed()
+        oldest = self._clock.monotonic() - self._timing.forget_seconds
+        self._heard_of = {peer: contact for peer, contact in self._heard_of.items() if contact[1] >= oldest}
+
+    def _see_listed(self) -> None:
+        """Remember whom the directory lists: where it is out of reach for a while, these are no strangers."""
+        now = self._clock.monotonic()
+        oldest = now - self._timing.forget_seconds
+        self._listed_at = {peer: at for peer, at in self._listed_at.items() if at >= oldest}
+        self._listed_at |= dict.fromkeys((record.peer_id for record in self._directory()), now)
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def all(self) -> dict[PeerId, PeerRecord]:
+        """All other peers of which it is known how they are reached."""
+        known = {peer_id: record for peer_id, (record, _) in self._heard_of.items()}
+        known |= {PeerId(record.peer_id): record for record in self._directory()}
+        known.pop(self._own_id, None)
+        return known
+
+    def serving(self) -> dict[PeerId, PeerRecord]:
+        """Those that serve: as they announce, or as they were heard of lately and do not announce that they leave."""
+        serving = {peer_id: self._heard_of[peer_id][0] for peer_id in self.recent()}
+        for record in self._directory():
+            if record.state is PeerState.SERVING:
+                serving[PeerId(record.peer_id)] = record
+            elif record.state is PeerState.LEAVING:
+                serving.pop(PeerId(record.peer_id), None)
+        serving.pop(self._own_id, None)
+        return serving
+
+    def recent(self) -> Set[PeerId]:
+        """Those that gave a sign of life lately."""
+        oldest = self._clock.monotonic() - self._timing.fresh_seconds
+        return {peer_id for peer_id, (_, heard_at) in self._heard_of.items() if heard_at >= oldest}
+
+    def is_recent(self, peer_id: PeerId) -> bool:
+        """Whether one of them is this; does not go through all."""
+        known = self._heard_of.get(peer_id)
+        return known is not None and known[1] >= self._clock.monotonic() - self._timing.fresh_seconds
+
+    def record(self, peer_id: PeerId) -> PeerRecord | None:
+        """How a peer is reached."""
+        return self.all().get(peer_id)
+
+    def records(self, peer_ids: Iterable[PeerId]) -> dict[PeerId, PeerRecord]:
+        """How these are reached, those of them that are known."""
+        known = self.all()
+        return {peer_id: known[peer_id] for peer_id in peer_ids if peer_id in known}
+
+    def standings_announced(self) -> dict[PeerId, Standing]:
+        """Where they were when they announced themselves last, by records that they signed."""
+        return {
+            PeerId(record.peer_id): Standing(run_samples=record.samples, round=record.round, lineage=record.lineage)
+            for record in self._directory()
+            if record.peer_id != self._own_id
+        }

@@ -1,0 +1,180 @@
+"""Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
+
+Run by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
+another place in the run, all holders are asked before anything follows (catching_up/lookout). Never leads.
+"""
+
+import asyncio
+import logging
+import math
+
+from swarm.averaging.catching_up.lookout import Lookout
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.exchanging.own_round import OwnRound
+from swarm.averaging.leading.group import Ballot
+from swarm.averaging.members.roster import Roster
+from swarm.averaging.members.survey import Survey
+from swarm.averaging.messages import Standing
+from swarm.averaging.place import Place
+from swarm.errors import SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundMember
+from swarm.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """One peer's reports, and what follows from them."""
+
+    def __init__(
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        roster: Roster,
+        own_round: OwnRound,
+        survey: Survey,
+        lookout: Lookout,
+        changes: Changes,
+    ) -> None:
+        self._context = context
+        self._place = place
+        self._member = member
+        self._roster = roster
+        self._own_round = own_round
+        self._survey = survey
+        self._lookout = lookout
+        self._changes = changes
+        self._under_way: set[PeerId] = set()
+        self._nudges: set[PeerId] = set()
+        self._connected: set[PeerId] = set()
+        """As of the last turn."""
+        self._turn_at = context.clock.monotonic()
+        """The last turn of `run`: nothing else here is as regular."""
+        self._is_waking = False
+        self.num_alive = 1
+        """Members alive, as the last answer had it."""
+
+    @property
+    def may_be_behind(self) -> bool:
+        """Whether the group may have gone on without this peer: it catches up, or was stopped and asks the others."""
+        return self._place.is_catching_up or self._is_waking or self._was_stopped()
+
+    def nudge(self, peer_id: PeerId) -> None:
+        """A peer is ahead: report to it, since its answer says how to get there."""
+        self._nudges.add(peer_id)
+        self._changes.report_again()
+
+    async def run(self) -> None:
+        """Report on every change, yet not too often, and now and then without one."""
+        clock, timing = self._context.clock, self._context.timing
+        last_heartbeat, last_progress = -math.inf, None
+        self._turn_at = clock.monotonic()
+        while True:
+            if self._was_stopped():
+                # It is noted at once: whatever begins before that task has its turn may be behind.
+                self._is_waking = True
+                self._context.tasks.spawn(self._wake())
+            self._turn_at = now = clock.monotonic()
+            if (progress := self._member.progress()) != last_progress:
+                last_progress = progress
+                self._changes.progressed()
+            targets, self._nudges = self._nudges | {self._target()} | self._cut_off(), set()
+            if now - last_heartbeat >= timing.heartbeat_seconds:
+                last_heartbeat = now
+                targets |= self._heartbeat_targets()
+            # In the same order in every run: that of a set of strings changes from process to process.
+            for peer_id in sorted(targets - {self._context.own_id} - self._under_way):
+                self._context.tasks.spawn(self._report(peer_id))
+            await clock.sleep(timing.report_gap_seconds)
+            await self._changes.until_report_due(timing.heartbeat_seconds - timing.report_gap_seconds)
+
+    async def ask_all(self) -> None:
+        """Report to every serving peer, and go where the group is."""
+        async with asyncio.TaskGroup() as calls:
+            for peer_id in sorted(self._roster.strangers(self._place.standing)):
+                calls.create_task(self._report(peer_id))
+
+    def _was_stopped(self) -> bool:
+        return self._context.clock.monotonic() - self._turn_at >= self._context.timing.late_seconds
+
+    async def _wake(self) -> None:
+        try:
+            # Calls that were under way time out now, though the peers that were called are not at fault.
+            await self._context.clock.sleep(self._context.timing.report_gap_seconds)
+            self._roster.forget()
+            await self.ask_all()
+        finally:
+            self._is_waking = False
+
+    def _target(self) -> PeerId:
+        # A member that is closed for an attempt stays with its leader, even if a lower id has turned up.
+        active = self._place.group.active
+        return PeerId(active.leader_id) if active else self._roster.leader(self._place.standing)
+
+    def _heartbeat_targets(self) -> set[PeerId]:
+        targets = set(self._roster.due_suspects())
+        if self._target() == self._context.own_id:
+            targets.update(self._roster.strangers(self._place.standing))
+        return targets
+
+    def _cut_off(self) -> set[PeerId]:
+        """Members to which the connection broke: whether they are still there shows as soon as they are called."""
+        members = self._roster.members(self._place.standing)
+        records, is_connected = self._roster.contacts.records(members), self._context.transport.is_connected
+        connected = {peer for peer, record in records.items() if is_connected(record)}
+        cut_off, self._connected = (self._connected & members.keys()) - connected, connected
+        return cut_off
+
+    # -- one report --------------------------------------------------------------------------------------------------
+
+    async def _report(self, peer_id: PeerId) -> None:
+        peer, version = self._roster.contacts.record(peer_id), self._changes.version
+        progress, standing = self._member.progress(), self._place.standing
+        group = self._place.group
+        active = group.active
+        if peer is None and active is not None and active.leader_id == peer_id:
+            # Nobody can be asked how this attempt ends.
+            await self._own_round.step_back("the leader is not known", only=active)
+        if peer is None or peer_id in self._under_way or progress.round != standing.round:
+            return
+        if self._place.is_catching_up:
+            # Others would take this peer for a member, or wait for it.
+            return
+        is_leader = peer_id == self._target()
+        timeout_seconds = self._context.timing.report_seconds if is_leader else self._context.timing.call_seconds
+        self._under_way.add(peer_id)
+        try:
+            request = self._survey.request(peer_id)
+            reply = await self._survey.tell(peer, request, timeout_seconds)
+            await self._act_on(peer_id, standing, active, reply)
+            if request.unanswered:
+                # Now it is answered: the next report counts.
+                self._changes.report_again()
+        except SwarmError as error:
+            self._survey.lost(peer_id, error)
+            self._changes.report_again()
+            if active is not None and active == group.active and active.leader_id == peer_id:
+                logger.warning("in doubt about round %d: its leader %s is gone", standing.round, peer_id)
+                await self._own_round.step_back("the leader is gone")
+        finally:
+            self._under_way.discard(peer_id)
+            if version != self._changes.version:
+                self._changes.report_again()
+
+    async def _act_on(self, peer_id: PeerId, standing: Standing, active: Ballot | None, reply: pb.ReportReply) -> None:
+        theirs, leading = await self._survey.take_in(peer_id, standing, reply)
+        self.num_alive = reply.num_alive
+        group = self._place.group
+        if active is not None and active == group.active and active.leader_id == peer_id and leading != active:
+            await self._own_round.step_back("the leader has given the attempt up")
+        if standing != self._place.standing:
+            return
+        if theirs == standing and (reply.counted_gaps or reply.num_samples):
+            self._roster.heard_of_round(peer_id, theirs, reply)
+        if not self._place.branches.is_known(theirs):
+            await self._lookout.look(peer_id)
+        elif reply.leader.peer_id not in (self._context.own_id, peer_id):
+            self._roster.learn(reply.leader)

@@ -1,0 +1,303 @@
+"""Which peers are in the group, as one of them sees it: reports, suspicions, and the leader.
+
+Used by all parts of an averager. Draws on the directory's last view and on what peers say themselves, so the group
+goes on when the directory is out of reach. Pure but for the clock it is given.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Collection, Sequence, Set
+
+from swarm.averaging import messages
+from swarm.averaging.leading.rules import leader_of
+from swarm.averaging.members.contacts import Contacts
+from swarm.averaging.members.round_reports import Report, RoundReports
+from swarm.averaging.members.suspicions import Suspicions
+from swarm.averaging.messages import Standing
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import record_of
+from swarm.machine.clock import Clock
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import Progress
+from swarm.types import PeerId, PeerRecord
+
+MOST_ASKED = 32
+"""Peers that are asked at once where they stand."""
+
+
+class Roster:
+    """One stage's peers.
+
+    Attributes:
+        contacts: how they are reached.
+        reports: what they have told of the round.
+        suspicions: which of them are not counted on.
+    """
+
+    def __init__(
+        self,
+        *,
+        own: PeerRecord,
+        directory: Callable[[], Sequence[PeerRecord]],
+        clock: Clock,
+        timing: Timing,
+        branches_yield: bool,
+        round_microbatches: int | None,
+        is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False,
+    ) -> None:
+        """
+        Args:
+            is_elsewhere: whether it is settled that a peer is in another place in the run, however far it says it is.
+            round_microbatches: of a synchronous round; None with DiLoCo.
+        """
+        self.contacts = Contacts(own.peer_id, directory, clock=clock, timing=timing)
+        self._own = own
+        self._own_id = PeerId(own.peer_id)
+        self._clock = clock
+        self._timing = timing
+        self._branches_yield = branches_yield
+        self._is_elsewhere = is_elsewhere
+        self.reports = RoundReports(round_microbatches)
+        self._standings: dict[PeerId, Standing] = {}
+        self._answered_at: dict[PeerId, float] = {}
+        """The last sign of life."""
+        self.suspicions = Suspicions(clock, timing)
+        self._moved_at = clock.monotonic()
+
+    # -- news --------------------------------------------------------------------------------------------------------
+
+    def learn(self, contact: pb.Contact) -> PeerRecord:
+        """Remember how a peer is reached. Raises MalformedMessage for a wrong contact."""
+        record = record_of(contact, self._own.stage)
+        if self.contacts.add(record):
+            self._forget_unknown()
+        return record
+
+    def hear(self, request: pb.ReportRequest) -> bool:
+        """Take a report; whether it tells of anything new. Raises MalformedMessage for one that makes no sense."""
+        standing, prepared = messages.unpack_standing(request.standing), messages.unpack_ballot(request.prepared)
+        peer_id = PeerId(self.learn(request.sender).peer_id)
+        progress = Progress(
+            round=standing.round,
+            lineage=standing.lineage,
+            run_samples=standing.run_samples,
+            num_samples=request.num_samples,
+            committed=self.reports.named(standing.round, request.committed_gaps),
+            highest_microbatch=request.highest_microbatch,
+        )
+        previous = self.reports.current.get(peer_id)
+        report = Report(progress=progress, prepared=prepared, heard_at=self._clock.monotonic())
+        self.reports.current[peer_id] = report
+        self.reports.hear(peer_id, report)
+        self.answered(peer_id, report.standing)
+        return previous is None or dataclasses.replace(previous, heard_at=report.heard_at) != report
+
+    def answered(self, peer_id: PeerId, standing: Standing | None) -> None:
+        """A peer gave a sign of life; `standing` is None while it is about to move."""
+        self.suspicions.answered(peer_id)
+        self._answered_at[peer_id] = self._clock.monotonic()
+        self.contacts.answered(peer_id)
+        if standing is not None:
+            self._standings[peer_id] = standing
+
+    def heard_of_round(self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply) -> None:
+        """A peer told what it has of the round, a leader also what all have: whichever leads next has to know."""
+        progress = Progress(
+            round=standing.round,
+            lineage=standing.lineage,
+            run_samples=standing.run_samples,
+            num_samples=reply.num_samples,
+            committed=self.reports.named(standing.round, reply.committed_gaps),
+            highest_microbatch=-1,
+        )
+        self.reports.count(self.reports.named(standing.round, reply.counted_gaps))
+        self.reports.hear(peer_id, Report(progress=progress, prepared=None, heard_at=self._clock.monotonic()))
+
+    def suspect(self, peer_id: PeerId, *, is_gone: bool = False) -> None:
+        """A call to a peer failed: it neither leads nor takes part until it gives a sign of life.
+
+        Args:
+            is_gone: nothing listens where it was: what it had committed in this round is lost.
+        """
+        self.suspicions.suspect(peer_id)
+        self.reports.current.pop(peer_id, None)
+        if is_gone:
+            self.reports.lose(peer_id)
+        self._standings.pop(peer_id, None)
+
+    def forget_report(self, peer_id: PeerId) -> None:
+        """What a peer reported turned out to be out of date."""
+        self.reports.current.pop(peer_id, None)
+
+    def forget(self) -> None:
+        """This peer heard nothing for a while, through no fault of the others: all have to be asked again."""
+        self.suspicions.suspect_none()
+        self.reports.current.clear()
+
+    def moved(self, own: Standing, members: Collection[str] = ()) -> None:
+        """This peer is at a new round: what is known of others at earlier ones is out of date.
+
+        Args:
+            members: of the round before.
+        """
+        self.suspicions.begin_round(members)
+        self._moved_at = self._clock.monotonic()
+        self.reports.begin_round()
+        self._standings = {peer: theirs for peer, theirs in self._standings.items() if not self.is_ahead(own, theirs)}
+        self.contacts.forget_the_gone()
+        self._forget_unknown()
+
+    def _forget_unknown(self) -> None:
+        """Let go of all that was noted of peers of which it is not known any more how they are reached."""
+        known = self.contacts.all().keys()
+        self.reports.forget_others(known)
+        self.suspicions.forget_others(known)
+        for by_peer in (self._standings, self._answered_at):
+            for peer_id in by_peer.keys() - known:
+                del by_peer[peer_id]
+
+    @property
+    def num_remembered(self) -> int:
+        """Peers of which anything is noted; bounded, whatever others say."""
+        noted = (self.reports.current, self.reports.last, self._standings, self._answered_at)
+        return len(self.contacts.all().keys() | self.suspicions.suspected | set[PeerId]().union(*noted))
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def is_ahead(self, one: Standing, other: Standing) -> bool:
+        """Whether a peer standing at `other` should become what `one` is."""
+        return one > other if self._branches_yield else one.round > other.round
+
+    def leader(self, own: Standing) -> PeerId:
+        """The leader of the peers that serve, are not suspected, and stand where this one does, or ahead of it.
+
+        This peer is one of them, unless another one is ahead of it. A peer that is elsewhere never is.
+        """
+        there, ahead = {self._own_id}, set[PeerId]()
+        for peer_id in self.contacts.serving():
+            standing = self._standings.get(peer_id, own)
+            if peer_id in self.suspicions.suspected or self._is_elsewhere(peer_id):
+                continue
+            if self.is_ahead(standing, own):
+                ahead.add(peer_id)
+            elif standing == own:
+                there.add(peer_id)
+        if ahead:
+            there.discard(self._own_id)
+        return leader_of(there | ahead)
+
+    def members(self, own: Standing) -> dict[PeerId, Report]:
+        """Other peers that reported lately, from the same round of the same branch."""
+        oldest = self._clock.monotonic() - self._timing.fresh_seconds
+        return {
+            peer_id: report
+            for peer_id, report in self.reports.current.items()
+            if report.heard_at >= oldest and report.standing == own and not self.suspicions.is_excluded(peer_id)
+        }
+
+    def overdue(self, own: Standing) -> Set[PeerId]:
+        """Members that have missed a heartbeat: they may just have been frozen or cut off."""
+        oldest = self._clock.monotonic() - 2 * self._timing.heartbeat_seconds
+        return {peer_id for peer_id in self.members(own) if self._answered_at[peer_id] < oldest}
+
+    def awaits_reports(self, own: Standing) -> bool:
+        """Whether a serving peer has not told what it has, and nothing speaks against its being alive."""
+        # A peer that is left out has told, and one that is known to be elsewhere has nothing of this round.
+        return any(
+            not self.suspicions.is_excluded(peer) and self._standings.get(peer, own) == own
+            for peer in self._silent(own, self._timing.fresh_seconds)
+        )
+
+    def misses_member(self, own: Standing) -> bool:
+        """Whether a peer that has told what it has of this round fell silent of late, and is not known to be gone."""
+        now = self._clock.monotonic()
+        return any(
+            last.standing == own
+            and 2 * self._timing.heartbeat_seconds < now - self._answered_at.get(peer, -math.inf)
+            and self._may_come_back(peer)
+            for peer, last in self.reports.last.items()
+        )
+
+    def absent_samples(self, own: Standing, present: Collection[PeerId]) -> int:
+        """Samples of this round that would be left out with peers that live and are not `present`.
+
+        Peers for which nothing waits any more, since attempts failed because of them, are not counted. All that have
+        not told yet what they have count as one sample: they may have some.
+        """
+        told = sum(
+            last.progress.num_samples
+            for peer, last in self.reports.last.items()
+            if peer not in present
+            and last.standing == own == self._standings.get(peer, own)
+            and self._may_come_back(peer)
+            and not self.suspicions.has_failed_for_good(peer)
+        )
+        return told + self.awaits_reports(own)
+
+    def _may_come_back(self, peer_id: PeerId) -> bool:
+        """Whether a member gave a sign of life not too long ago."""
+        silent_seconds = self._clock.monotonic() - self._answered_at.get(peer_id, -math.inf)
+        return silent_seconds < self._timing.missed_seconds
+
+    def awaits_members(self, own: Standing) -> bool:
+        """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
+
+        Without it, its contribution would be lost to a round that is complete at once.
+        """
+        if self._clock.monotonic() - self._moved_at >= self._timing.fresh_seconds:
+            return False
+        absent = self.alive() - self.members(own).keys() - {self._own_id}
+        return any(not self.suspicions.is_excluded(peer_id) and not self._is_elsewhere(peer_id) for peer_id in absent)
+
+    @property
+    def excludes_self(self) -> bool:
+        """Whether this peer's own contribution is left out of this round."""
+        return self.suspicions.is_excluded(self._own_id)
+
+    def holders(self) -> list[PeerRecord]:
+        """The peers to ask where the stage is: all that may answer, or MOST_ASKED drawn by their ids' hashes."""
+        known = {peer: record for peer, record in self.contacts.all().items() if peer not in self.suspicions.suspected}
+        drawn = sorted(known, key=lambda peer: hashlib.sha256(f"{self._own_id} {peer}".encode()).digest())
+        return [known[peer] for peer in sorted(drawn[:MOST_ASKED])]
+
+    def strangers(self, own: Standing) -> list[PeerId]:
+        """Peers that should be members, or were in this round, and have not reported of late: a leader calls them.
+
+        So it makes itself known, and learns soon that one has died, or left with what it had.
+        """
+        return self._silent(own, 1.5 * self._timing.heartbeat_seconds)
+
+    def _silent(self, own: Standing, seconds: float) -> list[PeerId]:
+        """Those of them, not suspected, that have not reported as members for so long."""
+        oldest = self._clock.monotonic() - seconds
+        members = {peer for peer, report in self.members(own).items() if report.heard_at >= oldest}
+        # A leaver is left alone while it may report by itself: a call would have it believe that all is well.
+        latest = self._clock.monotonic() - self._timing.fresh_seconds
+        unheard = {peer for peer, report in self.reports.last.items() if report.heard_at < latest}
+        known = set(self.contacts.serving())
+        if unheard:
+            known |= unheard & self.contacts.all().keys()
+        return [p for p in known if p not in members and p not in self.suspicions.suspected]
+
+    def is_suspected(self, peer_id: PeerId) -> bool:
+        """Whether a call to a peer failed, and there was no sign of life since."""
+        return peer_id in self.suspicions.suspected
+
+    def due_suspects(self) -> list[PeerId]:
+        """Suspected peers, still announced or heard of, that should be called again."""
+        known = self.contacts.all()
+        return [peer for peer in self.suspicions.due() if peer in known]
+
+    def alive(self) -> Set[PeerId]:
+        """Peers, this one included, that gave a sign of life lately."""
+        return self.contacts.recent() - self.suspicions.suspected | {self._own_id}
+
+    def is_silent(self, peer_id: PeerId) -> bool:
+        """Whether another peer is not `alive`: it gave no sign of life lately, though peers do so all the time.
+
+        Asked of every member again and again while an attempt lasts, so that it does not go through all of them.
+        """
+        if peer_id == self._own_id:
+            return False
+        return peer_id in self.suspicions.suspected or not self.contacts.is_recent(peer_id)

@@ -1,0 +1,126 @@
+"""Asks other peers where they stand, by telling them where this one does, and takes their answers in.
+
+Used by members/reporter for each report, and by catching_up/catch_up before it goes anywhere. An answer to a report
+holds all that the other peer wants known; what follows from it is decided elsewhere.
+"""
+
+import asyncio
+import logging
+
+from swarm.averaging import messages
+from swarm.averaging.catching_up.advance import Advance
+from swarm.averaging.catching_up.branches import voice_of
+from swarm.averaging.changes import Changes
+from swarm.averaging.context import Context
+from swarm.averaging.leading.group import Ballot, Refused
+from swarm.averaging.members.roster import Roster
+from swarm.averaging.messages import Standing
+from swarm.averaging.place import Place
+from swarm.averaging.transport import REPORT, Caller, contact_of
+from swarm.errors import PeerUnavailable, SwarmError
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.training.round_member import RoundMember
+from swarm.types import PeerId, PeerRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Survey:
+    """One peer's questions."""
+
+    def __init__(
+        self,
+        context: Context,
+        place: Place,
+        member: RoundMember,
+        roster: Roster,
+        advance: Advance,
+        call: Caller,
+        changes: Changes,
+    ) -> None:
+        self._context = context
+        self._place = place
+        self._member = member
+        self._roster = roster
+        self._advance = advance
+        self._call = call
+        self._changes = changes
+
+    async def choose(self) -> Standing | None:
+        """Ask all holders where they stand; gives where this peer should go, None if it should stay."""
+        branches = self._place.branches
+        branches.listen()
+        async with asyncio.TaskGroup() as calls:
+            for peer in self._roster.holders():
+                calls.create_task(self._ask(peer))
+        return branches.choose(is_sound=self._place.is_sound, announced=self._roster.contacts.standings_announced())
+
+    async def _ask(self, peer: PeerRecord) -> None:
+        peer_id, standing = PeerId(peer.peer_id), self._place.standing
+        request = self.request(peer_id)
+        # A peer that only looks around does not become a member by it.
+        request.unanswered = True
+        try:
+            timeout_seconds = self._context.timing.call_seconds
+            reply = await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
+            await self.take_in(peer_id, standing, reply)
+        except SwarmError as error:
+            self.lost(peer_id, error)
+
+    def request(self, peer_id: PeerId) -> pb.ReportRequest:
+        """What a peer is told: where this one stands, and what it has of the round."""
+        progress, prepared = self._member.progress(), self._place.group.prepared
+        return pb.ReportRequest(
+            address=self._context.address,
+            sender=contact_of(self._context.own),
+            standing=messages.pack_standing(self._place.standing),
+            num_samples=progress.num_samples,
+            committed_gaps=messages.pack_indices(progress.committed),
+            highest_microbatch=progress.highest_microbatch,
+            prepared=messages.pack_ballot(prepared.ballot if prepared else None),
+            unanswered=self._roster.is_suspected(peer_id),
+        )
+
+    async def tell(self, peer: PeerRecord, request: pb.ReportRequest, timeout_seconds: float) -> pb.ReportReply:
+        """Send a report, and once more where the connection breaks. Raises what the peer or the transport does."""
+        clock, reconnect_seconds = self._context.clock, self._context.timing.reconnect_seconds
+        started_at = clock.monotonic()
+        try:
+            return await self._call(peer, REPORT, request, timeout_seconds=timeout_seconds)
+        except PeerUnavailable as error:
+            is_stale = messages.unpack_standing(request.standing) != self._place.standing
+            # A peer that was silent until the connection broke will not answer on another one.
+            was_silent = clock.monotonic() - started_at >= reconnect_seconds
+            if error.is_gone or is_stale or was_silent or self._place.is_catching_up:
+                raise
+            # A connection broke: whether the peer is still there shows as soon as another one is made, or is not.
+            return await self._call(peer, REPORT, request, timeout_seconds=reconnect_seconds)
+
+    async def take_in(
+        self, peer_id: PeerId, standing: Standing, reply: pb.ReportReply
+    ) -> tuple[Standing, Ballot | None]:
+        """Where a peer stands, and what it leads; commits what this peer has prepared, if that was decided.
+
+        Args:
+            standing: where this peer was when it asked.
+        """
+        voice, leading = voice_of(reply), messages.unpack_ballot(reply.active)
+        theirs = voice.standing
+        self._place.branches.heard(peer_id, voice)
+        # A leader in the middle of a commit stands where its members no longer do; one that is ahead is a donor.
+        is_ahead = self._roster.is_ahead(theirs, self._place.standing)
+        self._roster.answered(peer_id, None if leading and not is_ahead else theirs)
+        decided, prepared = reply.outcome.prepared.digest, self._place.group.prepared
+        if standing == self._place.standing and decided and prepared and prepared.digest == decided:
+            try:
+                await self._advance.apply(reply.outcome)
+            except Refused as refused:
+                # Something it takes is not to be had any more: then the whole state is downloaded.
+                logger.info("round %d cannot be committed here: %s", standing.round, refused)
+        return theirs, leading
+
+    def lost(self, peer_id: PeerId, error: SwarmError) -> None:
+        """A peer does not answer."""
+        logger.debug("report to %s: %s", peer_id, error)
+        self._roster.suspect(peer_id)
+        self._changes.signal()  # The others may have waited for it.

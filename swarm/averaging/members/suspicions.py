@@ -1,0 +1,103 @@
+"""Which peers of a stage are not counted on: suspected since a call failed, left out for a while, or given up.
+
+Part of a roster (members/roster). Pure but for the clock it is given.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Set
+from dataclasses import dataclass
+
+from swarm.averaging.timing import Timing
+from swarm.machine.clock import Clock
+from swarm.types import PeerId
+
+MOST_FAILURES = 5
+"""Attempts that may fail because of the same member. Then the others go on without it, whatever it holds, until it has
+taken part in a round: where they ran out of time, the last of them had eight times the patience of the first."""
+PROBE_SHARE = 0.05
+"""Of the time for which a peer has not answered: so long it is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Suspicion:
+    since: float
+    called_at: float
+    """The last attempt to reach the peer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Exclusion:
+    seconds: float
+    ends_at: float
+
+
+class Suspicions:
+    """What one peer holds against the others."""
+
+    def __init__(self, clock: Clock, timing: Timing) -> None:
+        self._clock = clock
+        self._timing = timing
+        self._suspected: dict[PeerId, _Suspicion] = {}
+        self._excluded: dict[PeerId, _Exclusion] = {}
+        self._num_failures: Counter[PeerId] = Counter()
+        """Attempts that failed because of a peer since it took part in a round."""
+
+    @property
+    def suspected(self) -> Set[PeerId]:
+        """Peers of which a call failed, and that have given no sign of life since."""
+        return self._suspected.keys()
+
+    def suspect(self, peer_id: PeerId) -> None:
+        """A call to a peer failed."""
+        now, before = self._clock.monotonic(), self._suspected.get(peer_id)
+        self._suspected[peer_id] = _Suspicion(since=before.since if before else now, called_at=now)
+
+    def answered(self, peer_id: PeerId) -> None:
+        """A peer gave a sign of life."""
+        self._suspected.pop(peer_id, None)
+
+    def suspect_none(self) -> None:
+        """All have to be asked again."""
+        self._suspected.clear()
+
+    def due(self) -> list[PeerId]:
+        """Suspected peers that should be called again: the longer they are gone, the rarer that is."""
+        now, least = self._clock.monotonic(), self._timing.probe_seconds
+        return [
+            peer
+            for peer, suspicion in self._suspected.items()
+            if now - suspicion.called_at >= max(least, PROBE_SHARE * (suspicion.called_at - suspicion.since))
+        ]
+
+    def exclude(self, peer_id: PeerId) -> None:
+        """Leave a peer out of this round for a while, though it is alive; each time for twice as long, to a limit."""
+        previous = self._excluded.get(peer_id)
+        doubled = 2 * previous.seconds if previous else self._timing.exclusion_seconds
+        seconds = min(doubled, self._timing.max_exclusion_seconds)
+        self._excluded[peer_id] = _Exclusion(seconds=seconds, ends_at=self._clock.monotonic() + seconds)
+        self.failed(peer_id)
+
+    def is_excluded(self, peer_id: PeerId) -> bool:
+        """Whether a peer is left out now."""
+        exclusion = self._excluded.get(peer_id)
+        return exclusion is not None and exclusion.ends_at > self._clock.monotonic()
+
+    def failed(self, peer_id: PeerId) -> None:
+        """An attempt came to nothing because of a peer, or was carried on without it."""
+        self._num_failures[peer_id] += 1
+
+    def has_failed_for_good(self, peer_id: PeerId) -> bool:
+        """Whether so many attempts have failed because of a peer that it is not waited for any more."""
+        return self._num_failures[peer_id] >= MOST_FAILURES
+
+    def begin_round(self, members: Collection[str]) -> None:
+        """None is left out of a new round yet, and what the members of the one before have failed in is over."""
+        for peer_id in self._num_failures.keys() & set(members):
+            del self._num_failures[peer_id]
+        self._excluded.clear()
+
+    def forget_others(self, known: Collection[PeerId]) -> None:
+        """Let go of what was noted of peers that are not among these."""
+        for by_peer in (self._suspected, self._num_failures):
+            for peer_id in by_peer.keys() - known:
+                del by_peer[peer_id]

@@ -1,0 +1,39 @@
+"""Whether a peer that is behind gets closer, and when it arrives."""
+
+import pytest
+
+from swarm.averaging.catching_up.pace import LEAST_SECONDS, Pace, Position
+
+
+def pace(seconds: float, *, replayed: int, committed: int) -> Pace:
+    """Of a peer that was 20 rounds behind."""
+    return Pace(
+        first=Position(at=5.0, own_round=10, group_round=30),
+        newest=Position(at=5.0 + seconds, own_round=10 + replayed, group_round=30 + committed),
+    )
+
+
+def test_who_replays_faster_than_rounds_are_committed_arrives() -> None:
+    closer = pace(10.0, replayed=15, committed=5)
+    assert (closer.newest.num_behind, closer.is_losing) == (10, False)
+    assert closer.seconds_left == pytest.approx(10.0)
+
+
+def test_who_replays_slower_never_arrives() -> None:
+    losing = pace(10.0, replayed=2, committed=3)
+    assert losing.is_losing
+    assert losing.seconds_left is None
+
+
+def test_who_is_as_fast_may_be_a_little_faster() -> None:
+    """Rounds are whole: of two that take 4.0 and 4.5 s as many fall into 8 s."""
+    equal = pace(8.0, replayed=2, committed=2)
+    assert not equal.is_losing
+    assert equal.seconds_left is None
+
+
+def test_of_a_moment_nothing_is_concluded() -> None:
+    burst = pace(0.9 * LEAST_SECONDS, replayed=1, committed=3)
+    assert not burst.is_losing
+    assert burst.seconds_left is None
+    assert not pace(10.0, replayed=0, committed=0).is_losing

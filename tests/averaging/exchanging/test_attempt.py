@@ -1,0 +1,79 @@
+"""One attempt: who is named for silence, and what another member may send."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.averaging.exchanging.attempt import Attempt
+from swarm.averaging.exchanging.closing import Closing
+from swarm.averaging.exchanging.exchange import Closed
+from swarm.averaging.exchanging.reduction import MemberFailed, Payload, Reduction
+from swarm.averaging.exchanging.shares import Offer, Shares, divide
+from swarm.averaging.leading.group import Ballot, Refused
+from swarm.compression.codec import simple_codec
+from swarm.training.round_member import Contribution
+from tests.averaging.doubles import make_context, peer_id, record
+from tests.support.virtual_time import in_virtual_time, virtual_loop
+
+FP32 = simple_codec("fp32")
+OWN, OTHER = peer_id(1), peer_id(2)
+
+
+def two_members() -> Shares:
+    """Of a vector of four elements."""
+    offers = [Offer(peer_id=name, num_samples=1, round_samples=1, norm=1.0) for name in (OWN, OTHER)]
+    return divide(offers, num_elements=4, tile=1, clip_to_median=0.0)
+
+
+def attempt_with(exchanges: Any) -> Attempt:
+    """Of a member whose contribution is frozen."""
+    contribution = Contribution(tensors={}, num_samples=1, round_samples=1, committed=frozenset())
+    closing = Closing(drop=frozenset(), began_at=0.0)
+    closing.end(Closed(contribution=contribution, vector_D=torch.zeros(4), norm=0.0))
+    return Attempt(make_context(record(1)), exchanges, ballot=Ballot(1, OWN), closing=closing)
+
+
+@in_virtual_time
+async def test_a_peer_that_stood_still_blames_nobody_for_the_silence() -> None:
+    shares = two_members()
+    reduction = Reduction(shares, OWN, codec=FP32, result_codec=FP32)
+
+    async def run(*_: object) -> object:
+        return await reduction.result()
+
+    exchanges: Any = SimpleNamespace(open=lambda closed, shares: reduction, run=run)
+    attempt = attempt_with(exchanges)
+    attempt.open(shares)
+    transport: Any = None
+    exchanging = asyncio.create_task(attempt.exchange(transport, 1000.0))
+    await asyncio.sleep(0.2)
+    virtual_loop().advance(100.0)  # As if the process had been stopped.
+    await asyncio.sleep(0.2)
+    assert not exchanging.done()
+    with pytest.raises(MemberFailed, match="nothing of its contribution came") as failed:
+        await exchanging
+    assert failed.value.peer_id == OTHER
+
+
+@in_virtual_time
+async def test_a_member_does_not_send_its_part_again_while_that_is_taken_in() -> None:
+    shares = two_members()
+    reduction = Reduction(shares, OWN, codec=FP32, result_codec=FP32)
+    reduction.add_decoded(OWN, torch.zeros(2))
+    exchanges: Any = SimpleNamespace(open=lambda closed, shares: reduction)
+    attempt = attempt_with(exchanges)
+    attempt.open(shares)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield bytes(FP32.encode(torch.ones(2)))
+
+    calls = (attempt.serve(OTHER, shares.digest, pieces()) for _ in range(2))
+    first, second = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, Payload)
+    assert FP32.decode(first.encoded, 2).tolist() == [0.5, 0.5]
+    assert isinstance(second, Refused)
+    assert await attempt.serve(OTHER, shares.digest, pieces()) == first, "it may ask again for an answer that was lost"

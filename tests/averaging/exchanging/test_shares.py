@@ -1,0 +1,95 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.averaging.exchanging.shares import Offer, Share, Shares, divide, part_sizes
+from swarm.errors import MalformedMessage
+
+
+def offer(name: str, samples: int, norm: float = 1.0) -> Offer:
+    return Offer(peer_id=name, num_samples=samples, round_samples=samples, norm=norm)
+
+
+def weights(offers: list[Offer], clip: float) -> list[float]:
+    return [s.weight for s in divide(offers, num_elements=8, tile=1, clip_to_median=clip).members]
+
+
+def test_weights_are_the_parts_of_the_samples() -> None:
+    assert weights([offer("a", 1), offer("b", 0), offer("c", 3)], 3.0) == [0.25, 0.0, 0.75]
+
+
+def test_a_norm_far_above_the_median_counts_for_less() -> None:
+    offers = [offer("a", 1, 1.0), offer("b", 1, 2.0), offer("c", 1, 60.0), offer("d", 0, 0.0)]
+    assert weights(offers, 3.0) == pytest.approx([1 / 3, 1 / 3, 1 / 3 * 6 / 60, 0.0])
+    assert weights(offers, 0.0) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
+
+
+def test_all_zero_contributions_are_not_clipped() -> None:
+    assert weights([offer("a", 1, 0.0), offer("b", 1, 0.0)], 3.0) == [0.5, 0.5]
+
+
+@given(
+    st.integers(0, 200_000),
+    st.lists(st.floats() | st.floats(1, 1e9), min_size=1, max_size=12),
+    st.sampled_from([1, 256, 4096]),
+)
+def test_parts_cover_the_vector_at_tile_borders(num_elements: int, bandwidths: list[float], tile: int) -> None:
+    sizes = part_sizes(num_elements, bandwidths, tile=tile)
+    assert sum(sizes) == num_elements
+    assert min(sizes) >= 0
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    assert all(end % tile == 0 or end == num_elements for end in ends)
+
+
+def test_equal_and_unknown_lines_get_equal_parts() -> None:
+    assert part_sizes(12, [0.0, 0.0, 0.0], tile=1) == [4, 4, 4]
+    assert part_sizes(12, [1.0, 1.4, 1.2], tile=1) == [4, 4, 4]
+    assert part_sizes(12, [1.0, 100.0], tile=1) == [6, 6]
+
+
+@given(st.lists(st.floats(1, 7.9), min_size=3, max_size=12))
+def test_lines_are_done_together(bandwidths: list[float]) -> None:
+    """The time D + (M - 2) P over the bandwidth is equal for all that own anything, and higher for nobody else."""
+    num_elements = 10**9
+    sizes = part_sizes(num_elements, bandwidths, tile=1)
+    if max(bandwidths) <= 1.5 * min(bandwidths):
+        assert max(sizes) - min(sizes) <= 1
+        return
+    seconds = [(num_elements + (len(sizes) - 2) * size) / line for size, line in zip(sizes, bandwidths, strict=True)]
+    busy = [s for s, size in zip(seconds, sizes, strict=True) if size > 1]
+    assert max(busy) == pytest.approx(min(busy), rel=1e-6)
+    assert all(s >= max(busy) * (1 - 1e-6) for s, size in zip(seconds, sizes, strict=True) if size <= 1)
+
+
+def test_a_boast_is_not_believed_beyond_measure() -> None:
+    sizes = part_sizes(900, [1.0, 1.0, 1e12], tile=1)
+    assert sizes == part_sizes(900, [1.0, 1.0, 8.0], tile=1)
+
+
+def share(name: str = "a", weight: float = 1.0) -> Share:
+    return Share(peer_id=name, num_samples=1, round_samples=1, weight=weight, num_elements=2)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        (share(), share()), (share(weight=math.nan),), (share(weight=-1.0),), (share(weight=math.inf),),
+        (share(weight=1.1),), (share(weight=0.6), share("b", weight=0.5)),
+    ],
+)  # fmt: skip
+def test_senseless_shares_are_refused(members: tuple[Share, ...]) -> None:
+    with pytest.raises(MalformedMessage):
+        Shares(members)
+
+
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=300))
+def test_weights_that_were_rounded_are_accepted(samples: list[int]) -> None:
+    shares = divide([offer(str(i), n) for i, n in enumerate(samples)], num_elements=8, tile=1, clip_to_median=0.0)
+    assert sum(share.weight for share in shares.members) == pytest.approx(1.0)
+
+
+def test_a_stranger_has_no_share() -> None:
+    with pytest.raises(MalformedMessage, match="no member"):
+        Shares((share(),)).of("b")

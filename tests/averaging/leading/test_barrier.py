@@ -1,0 +1,85 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from swarm.averaging.averager import Averager
+from swarm.averaging.leading.barrier import Barrier
+from swarm.averaging.timing import Timing
+from swarm.averaging.transport import contact_of
+from swarm.errors import DeadlineExceeded
+from swarm.rpc.v1 import averaging_pb2 as pb
+from swarm.types import PeerRecord
+from tests.averaging.doubles import FakeStage, make_context, peer_id, record
+from tests.support.virtual_time import LoopClock, in_virtual_time
+
+TIMING = Timing()
+
+
+class OtherStage:
+    """Stage 1, of two peers: the lower one led and cannot be reached, the other one leads and is ready at some time."""
+
+    def __init__(self, ready_at: float, back_at: float = float("inf")) -> None:
+        self.clock = LoopClock()
+        self.ready_at, self.back_at = self.clock.monotonic() + ready_at, self.clock.monotonic() + back_at
+        self.calls: list[tuple[int, float]] = []
+        """Whom this stage asked, and how long that took."""
+        self.lie: float | None = None
+        """What the lower one says for the norm, which would clip everybody's gradient."""
+
+    async def call(self, peer: PeerRecord, method: Any, request: Any, *, timeout_seconds: float) -> Any:
+        started_at = self.clock.monotonic()
+        is_cut_off = peer.peer_id == peer_id(1)
+        number = 1 if is_cut_off else 2
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                if is_cut_off and started_at < self.back_at:
+                    await asyncio.sleep(1e9)
+                await asyncio.sleep(max(0.0, min(request.wait_seconds, self.ready_at - started_at)))
+        except TimeoutError:
+            raise DeadlineExceeded("no answer") from None
+        finally:
+            self.calls.append((number, self.clock.monotonic() - started_at))
+        if is_cut_off and self.lie is not None:
+            return pb.BarrierReply(ready=True, squared_norm=self.lie, leader=contact_of(record(1, 1)))
+        is_ready = self.clock.monotonic() >= self.ready_at
+        return pb.BarrierReply(ready=is_ready, squared_norm=4.0, leader=contact_of(record(number, 1)))
+
+    async def wait(self) -> float:
+        """Wait for it, as stage 0 does; how long it is ready by then, in seconds."""
+        context = make_context(record(9), lambda stage: [record(1, stage), record(2, stage)], timing=TIMING)
+        member = FakeStage()
+        member.round = 7
+        own = Averager(context, member)
+        barrier = Barrier(context, own.place, own.shared, own.watch, self.call, own.changes)
+        replies = await barrier.wait_for([1], 7)
+        assert replies is not None
+        assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)
+        return self.clock.monotonic() - self.ready_at
+
+
+@pytest.mark.parametrize("ready_at", [6.5, 8.0, 10.0, 12.5, 14.5, 17.0])
+@in_virtual_time
+async def test_a_stage_that_is_ready_does_not_wait_for_a_trial_of_one_that_cannot_be_reached(ready_at: float) -> None:
+    stage = OtherStage(ready_at)
+    late_seconds = await stage.wait()
+    assert late_seconds <= TIMING.call_seconds + 2 * TIMING.retry_seconds + 1e-6
+    trials = [seconds for number, seconds in stage.calls[1:] if number == 1]
+    assert all(seconds <= TIMING.call_seconds + 1e-6 for seconds in trials)
+
+
+@in_virtual_time
+async def test_one_that_could_not_be_reached_is_tried_again() -> None:
+    stage = OtherStage(ready_at=60.0, back_at=20.0)
+    await stage.wait()
+    assert sum(number == 1 for number, _ in stage.calls) > 3
+    assert stage.calls[-1][0] == 1, "since it has answered, it is believed to lead"
+
+
+@pytest.mark.parametrize("lie", [float("nan"), float("inf"), -1.0])
+@in_virtual_time
+async def test_a_norm_that_is_none_is_not_believed_and_another_peer_of_that_stage_asked(lie: float) -> None:
+    stage = OtherStage(ready_at=0.0, back_at=0.0)
+    stage.lie = lie
+    await stage.wait()
+    assert [number for number, _ in stage.calls] == [1, 2]
