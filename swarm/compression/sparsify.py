@@ -24,7 +24,7 @@ from swarm.errors import MalformedMessage
 Places = npt.NDArray[np.int16]
 TILE_BITS = (TILE - 1).bit_length()
 TILES_AT_ONCE = 256
-"""A multiple of 8, so that so many tiles fill whole bytes."""
+"""Tiles that are handled together. It is a multiple of 8, so that each batch of them ends with a whole byte."""
 
 
 class TopK:

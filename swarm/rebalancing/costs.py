@@ -23,13 +23,15 @@ def stage_costs(config: RunConfig) -> tuple[float, ...]:
 def _work(config: RunConfig, stage: int, num_layers: int) -> float:
     """Multiplications for one token; never 0, for even a stage without layers handles every sample."""
     model = config.model
-    kv_width = model.d_model * model.kv_heads // model.num_heads
-    projections = model.d_model * (model.d_model + 2 * kv_width)
+    query_width = model.num_heads * model.width_of_heads
+    kv_width = model.kv_heads * model.width_of_heads
+    projections = model.d_model * (query_width + 2 * kv_width)
     # A token attends to half of the sequence on average, once for the weights and once for the mixture.
-    attention = config.data.sequence_length * model.d_model
-    reads = projections + attention + 2 * model.d_model * model.feed_forward_width
+    attention = config.data.sequence_length * query_width
+    num_reading = 2 if model.feed_forward == "swiglu" else 1
+    reads = projections + attention + num_reading * model.d_model * model.feed_forward_width
     # For each column of the residual stream that it writes.
-    writes = model.d_model + model.feed_forward_width
+    writes = query_width + model.feed_forward_width
     if model.custom_class:
         return max(num_layers, 1) * (reads + model.d_model * writes)
     work = model.d_model + num_layers * (reads + model.hidden_width * writes)

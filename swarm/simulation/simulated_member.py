@@ -77,7 +77,7 @@ class SimulatedMember(SimulatedParticipant):
             return
         quiet = self._trains_since + self._rounds.setting.round_seconds - QUIET_SECONDS - self._timeline.monotonic()
         if quiet > 0 and self.standing == self._rounds.newest:
-            # Not all at the same moment afterwards.
+            # Each waits for its own line as well, or all would report at the same moment.
             self._timeline.after(quiet + self.host.link_seconds, self._beat)
             return
         self._timeline.after(TIMING.heartbeat_seconds, self._beat)

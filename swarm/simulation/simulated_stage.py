@@ -21,8 +21,8 @@ LINK_SECONDS = (0.02, 0.2)
 AWAY_SECONDS = 20.0
 """Mean time until a machine that died is back, with its key and nothing else."""
 SNAPSHOT_FACTOR = 8
-"""A member that is back downloads this many times a contribution: anchor and momentum in 32 bits, for 8 bits of each
-parameter."""
+"""A member that is back downloads so many times the bytes of a contribution: 64 bits a parameter, for anchor and
+momentum, against 8."""
 
 
 class SimulatedStage(Network[SimulatedMember]):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from peers import model
 from swarm import config as configs
 from swarm.config import ModelConfig
+from swarm.errors import IntegrityError
 from swarm.interchange.source import parameter_shapes
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import save
@@ -47,6 +48,13 @@ def test_checkpoints_of_any_cut_are_exported(dtype: str, tmp_path: Path, capsys:
     assert "round 1" in said
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == (torch.float32 if dtype == "keep" else torch.bfloat16)
+
+
+def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
+    write_cut(tmp_path, cut(3), num_rounds=1)
+    next(tmp_path.glob("stage-1-*")).unlink()
+    with pytest.raises(IntegrityError, match="has no sound checkpoints with all of the model"):
+        model.main(["export", "--checkpoint", str(tmp_path), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize(

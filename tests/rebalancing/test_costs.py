@@ -34,10 +34,12 @@ def test_layers_count() -> None:
     assert 0 < stage_costs(none)[0] < 0.01
 
 
-@pytest.mark.parametrize("bottleneck_dim", [0, 8])
-def test_multiplications_are_those_of_the_matrices(bottleneck_dim: int) -> None:
+@pytest.mark.parametrize(
+    "model", [{}, {"bottleneck_dim": 8}, {"head_width": 40}, {"feed_forward": "gelu", "feed_forward_bias": True}]
+)
+def test_multiplications_are_those_of_the_matrices(model: dict[str, object]) -> None:
     """Attention's own, between tokens, aside: there is one token only."""
-    config = _config(num_heads=4, num_kv_heads=2, bottleneck_dim=bottleneck_dim)
+    config = _config(num_heads=4, num_kv_heads=2, vocab_size=1000, **model)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=1))
     costs = stage_costs(config)
     matrices = [

@@ -93,7 +93,7 @@ class Terms:
 
 
 async def with_all(fetches: Mapping[str, Callable[[], Coroutine[Any, Any, None]]], own_id: str, side: Side) -> None:
-    """Do all at once. If one fails, the others end, and the members that wait for this one are told why."""
+    """Run all fetches at once. If one fails, the others are cancelled, and members that wait for this one hear why."""
 
     # An exception that left the task group would hold the group, and all frames with their vectors, in a cycle.
     failures: list[MemberFailed] = []

@@ -81,7 +81,7 @@ class OwnRound:
             failed = True
         async with self._lock:
             if closing is self._closing and (failed or self._group.active is None):
-                # The attempts that wanted it are over.
+                # It failed, or no attempt is active any more: nothing will use the contribution.
                 await self._member.reopen(self._group.round)
                 self._closing = None
 

@@ -243,11 +243,14 @@ class Roster:
     def awaits_members(self, own: Standing) -> bool:
         """Whether the round is young and a peer that is alive has not reported from it: it may still be committing.
 
-        Without it, its contribution would be lost to a round that is complete at once.
+        Without it, its contribution would be lost to a round that is complete at once. It may also be that it does not
+        know yet of this peer, which has only asked it where it stands: then both would lead.
         """
-        if self._clock.monotonic() - self._moved_at >= self._timing.fresh_seconds:
+        oldest = self._clock.monotonic() - self._timing.fresh_seconds
+        if self._moved_at <= oldest:
             return False
-        absent = self.alive() - self.members(own).keys() - {self._own_id}
+        alive = {peer_id for peer_id, answered_at in self._answered_at.items() if answered_at >= oldest}
+        absent = alive - self.suspicions.suspected - self.members(own).keys() - {self._own_id}
         return any(not self.suspicions.is_excluded(peer_id) and not self._is_elsewhere(peer_id) for peer_id in absent)
 
     @property

@@ -12,7 +12,7 @@ from swarm.simulation.fluid import FluidSwarm
 
 
 class SwarmRule:
-    """One swarm's."""
+    """The SWARM paper's rule, applied to one simulated swarm."""
 
     def __init__(self, swarm: FluidSwarm, rng: random.Random, *, period_seconds: float) -> None:
         self._swarm = swarm

@@ -56,6 +56,22 @@ def test_a_member_that_reports_has_lost_nothing() -> None:
     assert not group.roster.awaits_reports(HERE)
 
 
+def test_a_newcomer_waits_for_those_that_only_answered_it() -> None:
+    """They do not know of it yet, and would be passed over if it led a round at once."""
+    group, third = Group(), PeerId(record(3).peer_id)
+    assert not group.roster.awaits_members(HERE)
+    group.roster.answered(third, HERE)
+    assert group.roster.awaits_members(HERE)
+    group.report(5, by=record(3))
+    assert not group.roster.awaits_members(HERE)
+    group.roster.answered(PeerId(record(4).peer_id), HERE)
+    group.roster.suspect(PeerId(record(4).peer_id))
+    assert not group.roster.awaits_members(HERE)
+    group.roster.answered(PeerId(record(5).peer_id), HERE)
+    group.clock.advance(TIMING.fresh_seconds)
+    assert not group.roster.awaits_members(HERE), "the round is not young any more"
+
+
 def test_a_member_that_leaves_is_called_until_it_is_gone() -> None:
     """What it has is lost then, and known to be."""
     group = Group()
