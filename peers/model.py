@@ -9,9 +9,10 @@ Works on files alone: it needs no swarm. A model that is named as on the hub is 
 executed.
 """
 
+import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -228,14 +229,8 @@ def _one_line(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
-def _count(shapes: Any) -> str:
-    total = 0
-    for shape in shapes.values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        total += size
-    return f"{total:,}"
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return f"{sum(map(math.prod, shapes.values())):,}"
 
 
 def _name_of(dtype: Any) -> str:

@@ -5,7 +5,6 @@ ours: config.json, generation_config.json, safetensors with an index, the tokeni
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,9 @@ from swarm.config import RunConfig
 from swarm.data.tokenizers import ByteTokenizer
 from swarm.interchange.families.family import Family, TensorRule
 from swarm.interchange.families.known import family_of
-from swarm.interchange.run_folder import TOKENIZER, TOKENIZER_FILES
+from swarm.interchange.run_folder import TOKENIZER, copy_tokenizer
 from swarm.interchange.source import parameter_shapes
+from swarm.machine.disk import whole_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,26 +77,15 @@ def export_model(origin: Origin, output: Path, target: Target | None = None) -> 
         IntegrityError: the weights cannot be read.
         OSError: the folder cannot be written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already: name a folder that is not, or is empty")
     target = target or Target()
-    family = family_of(origin.config.model)
-    temporary = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        _write_tokenizer(origin.config, target.tokenizer_folder, temporary)
-        dtype = _write_weights(origin, family, temporary, target)
-        _write_json(temporary / "config.json", _config(origin.config, family, dtype))
-        if not (temporary / "generation_config.json").exists():
-            _write_json(temporary / "generation_config.json", {"_from_model_config": True})
-        (temporary / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with whole_folder(output) as folder:
+        family = family_of(origin.config.model)
+        _write_tokenizer(origin.config, target.tokenizer_folder, folder)
+        dtype = _write_weights(origin, family, folder, target)
+        _write_json(folder / "config.json", _config(origin.config, family, dtype))
+        if not (folder / "generation_config.json").exists():
+            _write_json(folder / "generation_config.json", {"_from_model_config": True})
+        (folder / "README.md").write_text(_card(origin, family, dtype), encoding="utf-8")
     return sorted(output.iterdir())
 
 
@@ -161,9 +150,7 @@ def _write_tokenizer(config: RunConfig, source: Path | None, folder: Path) -> No
                 f"the run's tokenizer {config.data.tokenizer!r} is not on this machine: copy it to here, and "
                 "name the copy with --tokenizer"
             )
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        copy_tokenizer(source, folder)
     if not (folder / "tokenizer_config.json").exists():
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 

@@ -24,6 +24,7 @@ from swarm.errors import IntegrityError
 from swarm.interchange import weights
 from swarm.interchange.source import Source
 from swarm.interchange.weights import WeightsFolder
+from swarm.machine.disk import whole_folder
 
 CONFIG, WEIGHTS, TOKENIZER = "run.toml", "weights", "tokenizer.json"
 TOKENIZER_FILES = (
@@ -65,26 +66,20 @@ def import_model(source: Source, output: Path, options: ImportOptions) -> RunCon
         IntegrityError: a weight is no finite number.
         OSError: the folder cannot be written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already: name a folder that is not, or is empty")
-    config = _config(source, output, options)
-    temporary = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        digest = weights.write(temporary / WEIGHTS, _parts(source))
+    with whole_folder(output) as folder:
+        config = _config(source, output, options)
+        digest = weights.write(folder / WEIGHTS, _parts(source))
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, weights=digest))
-        for name in TOKENIZER_FILES:
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, temporary / name)
-        (temporary / CONFIG).write_text(to_toml(config), encoding="utf-8")
-        if output.exists():
-            output.rmdir()
-        temporary.rename(output)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        copy_tokenizer(source.folder, folder)
+        (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
     return config
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy what a folder has of TOKENIZER_FILES. Raises OSError."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _parts(source: Source) -> Iterator[tuple[str, dict[str, Tensor]]]:

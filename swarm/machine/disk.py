@@ -1,9 +1,12 @@
 """Files that survive a power cut: they have to be on the disk, and not only on their way there, to be relied on.
 
-Used by checkpoint/file, credentials and dht/kademlia.
+Used by checkpoint/file, credentials, dht/kademlia and interchange.
 """
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -34,3 +37,26 @@ def write_private(path: Path, text: str) -> None:
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
     put_in_place(temporary, path)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder that gets its name once the block has filled it; if the block fails, nothing is left. Blocks.
+
+    Raises:
+        ValueError: something is there already, other than an empty folder.
+        OSError: it cannot be made.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is there already: name a folder that is not, or is empty")
+    temporary = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if path.exists():
+            path.rmdir()
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -174,7 +174,7 @@ def test_a_flood_leaves_the_others_their_share() -> None:
     assert not any(_taken(slots, "flood") for _ in range(100))
     clock.advance(RETRY)
     assert _taken(slots, "quiet")
-    # Three to one is clearly more, two to one is not: it falls to whoever comes first.
+    # Three to one is clearly more, and two to one is not: then the caller that comes first gets the slot.
     assert not _taken(slots, "quiet")
     slots.give_back("flood")
     assert _taken(slots, "quiet")

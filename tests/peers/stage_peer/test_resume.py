@@ -114,7 +114,7 @@ def test_nobody_starts_anew_beside_checkpoints(config: RunConfig, rounds: dict[i
 
 @both
 def test_a_lost_stage_does_not_start_over_unasked(config: RunConfig, tmp_path: Path) -> None:
-    """Whoever has its checkpoint would find a holder, and take over those weights."""
+    """A peer that has its checkpoint would find a holder, and take over the initial weights."""
     expected = r"^nobody holds stage 1 any more: begin with its checkpoint \(--resume DIR\), or with --start-over from "
     for folder in (None, CheckpointFolder(tmp_path, config)):
         with pytest.raises(Fatal, match=expected):
