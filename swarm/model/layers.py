@@ -1,4 +1,4 @@
-"""The parts of a decoder-only transformer, and dropout that can be computed again.
+"""The parts of a decoder-only transformer.
 
 Used by stages.py. Modules hold no state but parameters: dropout masks are made anew in every forward pass, so the same
 inputs and the same key give the same outputs whenever, and however often, they are computed. The global random state
@@ -10,7 +10,6 @@ trained columns of the residual stream (D, or model.bottleneck_dim), C its other
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from swarm.config import ModelConfig
 from swarm.model.attention import CausalSelfAttention, KeyValueCache
 from swarm.model.functions import swiglu
-from swarm.model.masks import key_digest, random_mask
+from swarm.model.masks import DropoutKey, dropout, key_digest
 from swarm.model.norms import make_norm
 
 FIXED_STD = 0.2
@@ -27,33 +26,9 @@ FIXED_STD = 0.2
 These columns cannot grow, so they begin larger than what is trained."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DropoutKey:
-    """Names the dropout of one microbatch. Together with the place in the model it determines every mask.
-
-    Attributes:
-        seed: the run's seed.
-        microbatch: the microbatch's id.
-    """
-
-    seed: int
-    microbatch: int
-
-
 def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
     """A generator whose numbers follow from `key` alone, in every process and Python version."""
     return torch.Generator(device).manual_seed(int.from_bytes(key_digest(*key)[:8], "big"))
-
-
-def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
-    """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
-
-    The mask follows from the key, the site's name and an element's place, on whatever device.
-    """
-    if key is None or probability == 0.0:
-        return hidden_BTD
-    dropped_BTD = random_mask(hidden_BTD.shape, probability, hidden_BTD.device, key.seed, key.microbatch, site)
-    return hidden_BTD.masked_fill(dropped_BTD, 0.0) * (1.0 / (1.0 - probability))
 
 
 class SwiGLU(nn.Module):

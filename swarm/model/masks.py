@@ -1,13 +1,14 @@
-"""Random masks that every device draws alike: a hash of a key and of each element's place.
+"""Dropout that can be computed again, with random masks that every device draws alike.
 
-Called by layers.py, for dropout. A microbatch may be computed again by another peer, on another device, and the numbers
-of torch's generators depend on the device. So a mask is computed from whole numbers of 32 bits alone, which wrap alike
-everywhere. Nothing is kept.
+Called by layers.py and stages.py. A microbatch may be computed again by another peer, on another device, and the
+numbers of torch's generators depend on the device. So a mask is a hash of a key and of each element's place, computed
+from whole numbers of 32 bits alone, which wrap alike everywhere. Nothing is kept.
 """
 
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,30 @@ from torch import Tensor
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 """Of lowbias32, as signed numbers: the mixer with two multiplications that had the least bias in Chris Wellons' search
 (hash-prospector)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutKey:
+    """Names the dropout of one microbatch. Together with the place in the model it determines every mask.
+
+    Attributes:
+        seed: the run's seed.
+        microbatch: the microbatch's id.
+    """
+
+    seed: int
+    microbatch: int
+
+
+def dropout(hidden_BTD: Tensor, probability: float, key: DropoutKey | None, site: str) -> Tensor:
+    """Zero each element with `probability` and scale the rest to keep the mean; without a key, do nothing.
+
+    The mask follows from the key, the site's name and an element's place, on whatever device.
+    """
+    if key is None or probability == 0.0:
+        return hidden_BTD
+    dropped_BTD = random_mask(hidden_BTD.shape, probability, hidden_BTD.device, key.seed, key.microbatch, site)
+    return hidden_BTD.masked_fill(dropped_BTD, 0.0) * (1.0 / (1.0 - probability))
 
 
 def key_digest(*key: int | str) -> bytes:

@@ -10,7 +10,7 @@ A model of your own
 
 - is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
 - has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward, which takes all
-  randomness from the key (`swarm.model.layers.dropout`), keeps nothing between calls, and changes no buffer;
+  randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
 - holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
   single-stage model's under any cut;
 - may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
@@ -40,15 +40,14 @@ from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.attention import KeyValueCache, rotary_tables
 from swarm.model.functions import as_cast
 from swarm.model.layers import (
-    DropoutKey,
     Embedding,
     FixedColumns,
     Head,
     Positions,
     TransformerLayer,
-    dropout,
     seeded_generator,
 )
+from swarm.model.masks import DropoutKey, dropout
 
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
 

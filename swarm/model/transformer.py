@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
 from swarm.model.attention import KeyValueCache
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import StageModule, initialise, token_loss
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import token_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary, boundary_of

@@ -15,7 +15,8 @@ from torch.func import functional_call
 
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.machine.out_of_memory import is_out_of_memory
-from swarm.model.layers import FIXED_STD, DropoutKey
+from swarm.model.layers import FIXED_STD
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage, layer_ranges, token_loss
 from swarm.model.transformer import build_transformer
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarm.config import ModelConfig, RunConfig, StagesConfig
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.transformer import Transformer, build_transformer
 
 MODEL = ModelConfig(num_layers=3, d_model=48, num_heads=4, vocab_size=64, init_std=0.2, rope_theta=500.0)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
 from swarm.errors import MalformedMessage
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.rpc.wire import TensorSpec

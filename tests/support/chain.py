@@ -19,7 +19,7 @@ from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import Clock, SystemClock
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router

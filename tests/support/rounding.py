@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swarm.config import RunConfig
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage, token_loss
 from tests.support.chain import tokens
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 
 VOCABULARY = 2
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import StageModule
 
 SECONDS_PER_SAMPLE = 0.033

@@ -11,7 +11,7 @@ from torch import nn
 
 from swarm.config import OptimizerConfig, RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.layers import DropoutKey
+from swarm.model.masks import DropoutKey
 from swarm.model.stages import build_stage
 from swarm.model.transformer import build_transformer
 from swarm.training import optim
