@@ -40,6 +40,8 @@ class GenerateOptions:
     """Folder with checkpoints of all stages."""
     round: int | None = None
     """Round of the checkpoints; left out, the newest that is whole."""
+    base: Path | None = None
+    """Run folder with the weights that the checkpoints' adapters belong to, of a run that trains adapters (LoRA)."""
     model: Path | None = None
     """Run folder, or a model's folder of Hugging Face, instead of checkpoints."""
     tokenizer: str | None = None
@@ -64,6 +66,8 @@ class GenerateOptions:
             raise ValueError("give either --checkpoint DIR or --model DIR")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
+        if self.base is not None and self.checkpoint is None:
+            raise ValueError("--base needs --checkpoint DIR")
         if not self.prompt:
             raise ValueError("--prompt must not be empty")
         cli.require_at_least(self, {"max_tokens": 1, "threads": 0, "round": 0})
@@ -133,7 +137,7 @@ async def write(engine: LocalEngine, tokenizer: Tokenizer, options: GenerateOpti
 
 def _origin(options: GenerateOptions) -> Origin:
     if options.checkpoint is not None:
-        return origin.from_checkpoints(options.checkpoint, options.round)
+        return origin.from_checkpoints(options.checkpoint, options.round, options.base)
     assert options.model is not None
     if (options.model / run_folder.CONFIG).is_file():
         return origin.from_run_folder(options.model)

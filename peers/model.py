@@ -2,6 +2,7 @@
 
     swarm-model import ./Llama-3.2-1B --output run/      a model of Hugging Face becomes the beginning of a run
     swarm-model export --checkpoint checkpoints/ --output out/
+    swarm-model export --checkpoint checkpoints/ --adapter --output out/
     swarm-model show run/
     swarm-model push out/ NAME/REPOSITORY --dry-run
 
@@ -9,6 +10,7 @@ Works on files alone: it needs no swarm. A model that is named as on the hub is 
 executed.
 """
 
+import dataclasses
 import math
 import os
 import sys
@@ -21,12 +23,15 @@ import tyro
 
 from peers.shared import cli, process
 from swarm.checkpoint import file
+from swarm.config import RunConfig, StagesConfig
 from swarm.errors import PeerUnavailable
-from swarm.interchange import origin, run_folder
+from swarm.interchange import adapter, origin, run_folder
+from swarm.interchange.adapter import export_adapter
 from swarm.interchange.export import Origin, Target, export_model
 from swarm.interchange.families.known import family_of
 from swarm.interchange.run_folder import ImportOptions, import_model
 from swarm.interchange.source import DTYPES, Source, parameter_shapes
+from swarm.model.stages import trained_shapes
 
 PROG = "swarm-model"
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -65,8 +70,14 @@ class ExportModelOptions:
     """Round to export; left out, the newest that is whole."""
     model: Path | None = None
     """Run folder, instead of checkpoints: the model as it was imported."""
+    base: Path | None = None
+    """Run folder with the weights that a run's adapters (LoRA) belong to, to merge them."""
+    adapter: bool = False
+    """Of a run that trains adapters, write these alone, as peft loads them."""
+    merged: bool = False
+    """Of a run that trains adapters, write the whole model with what they add: the same as without --adapter."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
-    """Type of the weights; keep leaves them as they are, which is fp32 in a checkpoint."""
+    """Type of the weights; keep leaves them as they are: fp32 in a checkpoint, and where adapters are merged."""
     tokenizer: Path | None = None
     """Folder with the tokenizer's files, if it is not where the run's configuration says."""
 
@@ -75,6 +86,10 @@ class ExportModelOptions:
             raise ValueError("give either --checkpoint DIR or --model DIR")
         if self.round is not None and self.checkpoint is None:
             raise ValueError("--round needs --checkpoint DIR: a run folder has no rounds")
+        if self.checkpoint is None and (self.base or self.adapter or self.merged):
+            raise ValueError("--base, --adapter and --merged need --checkpoint DIR: a run folder has no adapters yet")
+        if self.adapter and (self.merged or self.base):
+            raise ValueError("--adapter excludes --merged and --base: it writes adapters without the model")
         cli.require_at_least(self, {"round": 0})
 
 
@@ -133,12 +148,22 @@ def import_(options: ImportModelOptions) -> None:
 def export(options: ExportModelOptions) -> None:
     """Make a folder for transformers. Raises ValueError, IntegrityError, OSError."""
     found = _origin(options)
+    if options.merged and found.adapters is None:
+        raise ValueError("this run trains the model's own weights, and has no adapters to merge: leave --merged out")
+    if options.adapter:
+        files = export_adapter(found, options.output, _DTYPES.get(options.dtype))
+        _say_exported(options.output, found, files, "peft.PeftModel.from_pretrained(model, {})")
+        return
     tokenizer = options.tokenizer or Path(os.path.expanduser(found.config.data.tokenizer)).parent
     target = Target(dtype=_DTYPES.get(options.dtype), tokenizer_folder=tokenizer)
     files = export_model(found, options.output, target)
+    _say_exported(options.output, found, files, "transformers.AutoModelForCausalLM.from_pretrained({})")
+
+
+def _say_exported(folder: Path, found: Origin, files: Sequence[Path], load: str) -> None:
     num_bytes = sum(path.stat().st_size for path in files)
-    print(f"{options.output}: round {found.card.round} of the run {found.config.run}, {num_bytes / 1e6:,.1f} MB")
-    print(f"  load:   transformers.AutoModelForCausalLM.from_pretrained({str(options.output)!r})")
+    print(f"{folder}: round {found.card.round} of the run {found.config.run}, {num_bytes / 1e6:,.1f} MB")
+    print(f"  load:   {load.format(repr(str(folder)))}")
 
 
 def show(options: ShowModelOptions) -> None:
@@ -167,6 +192,7 @@ def show(options: ShowModelOptions) -> None:
         "run": config.run_id,
         "family": family,
         "parameters": _count(parameter_shapes(config.model)) if not config.model.custom_class else "not known",
+        **_lora_rows(config),
         "stages": config.stages.num_stages,
         "round": found.card.round,
         "tokens": f"{found.card.num_samples * config.data.sequence_length:,}",
@@ -176,9 +202,22 @@ def show(options: ShowModelOptions) -> None:
     })  # fmt: skip
 
 
+def _lora_rows(config: RunConfig) -> dict[str, object]:
+    lora = config.lora
+    if not lora.is_on:
+        return {}
+    whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+    return {
+        "LoRA": f"rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}, {', '.join(lora.targets)}",
+        "trained": f"{_count(trained_shapes(whole, 0))} parameters, of adapters",
+        "frozen": f"{_count(parameter_shapes(config.model))} parameters",
+    }
+
+
 def push(options: PushModelOptions) -> None:
     """Upload a folder. Raises ValueError for one that is no export, PeerUnavailable if the hub does not take it."""
-    if not (options.folder / "config.json").is_file() or not any(options.folder.glob("*.safetensors")):
+    is_model = any((options.folder / name).is_file() for name in ("config.json", adapter.CONFIG))
+    if not is_model or not any(options.folder.glob("*.safetensors")):
         raise ValueError(f"{options.folder} is no exported model: make one with {PROG} export")
     files = sorted(path for path in options.folder.iterdir() if path.is_file())
     for path in files:
@@ -206,7 +245,7 @@ def _origin(options: ExportModelOptions) -> Origin:
     if options.model is not None:
         return origin.from_run_folder(options.model)
     assert options.checkpoint is not None
-    return origin.from_checkpoints(options.checkpoint, options.round)
+    return origin.from_checkpoints(options.checkpoint, options.round, options.base)
 
 
 def _folder_of(source: str) -> Path:

@@ -6,7 +6,7 @@ It imports neither torch nor hivemind, which swarm-local needs as little.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from peers.shared import cli, process
 from swarm.dht.addresses import is_host
@@ -45,6 +45,15 @@ class PeerOptions:
     """Tokenizer of a new run, instead of the configuration's: bytes, or the path of a tokenizer.json."""
     stages: int | None = None
     """Number of stages of a new run, instead of the configuration's."""
+    lora_rank: int | None = None
+    """Train adapters (LoRA) of this rank in a new run, and leave the model's own weights as they are; 0 trains those.
+    Here and below, instead of the configuration's."""
+    lora_alpha: float | None = None
+    """What adapters add is multiplied by this over their rank."""
+    lora_dropout: float | None = None
+    """Probability of zeroing, for what adapters read."""
+    lora_targets: tuple[str, ...] | None = None
+    """Matrices of each layer that have an adapter: q_proj, v_proj, ..., of a GPT-2 c_attn, ..., or all-linear."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ... or mps; auto takes a GPU if there is one. Of several GPUs it takes the one with the most
     free memory, as cuda does."""
@@ -109,6 +118,8 @@ class PeerOptions:
             )
         if not self.names_a_run and (self.dataset or self.tokenizer or self.stages):
             raise ValueError("--dataset, --tokenizer and --stages belong to a new run's --preset, --config or --model")
+        if not self.names_a_run and self.lora_options:
+            raise ValueError("--lora-rank and the like belong to a new run's --preset, --config or --model")
         for name in ("port", "dht_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"--{name.replace('_', '-')} must be between 0 and 65535, not {getattr(self, name)}")
@@ -129,6 +140,12 @@ class PeerOptions:
     def names_a_run(self) -> bool:
         """Whether it says what the run is: a joiner that has the model at hand takes the run's own configuration."""
         return bool(self.config or self.preset or (self.model and not self.initial_peers))
+
+    @property
+    def lora_options(self) -> dict[str, Any]:
+        """What it says of `lora`, by the names of that section's fields."""
+        values = {name: getattr(self, f"lora_{name}") for name in ("rank", "alpha", "dropout", "targets")}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def label(self) -> str:

@@ -30,6 +30,10 @@ def own_config(options: PeerOptions, token: Token | None, cache: Path) -> RunCon
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, dataset=options.dataset))
     if options.tokenizer is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=options.tokenizer))
+    if options.lora_options:
+        config = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **options.lora_options))
+        if not config.lora.is_on and options.lora_options.keys() != {"rank"}:
+            raise ValueError("--lora-alpha, --lora-dropout and --lora-targets need a --lora-rank above 0")
     if options.stage != "auto":
         require_stage(config, options.stage)
     owner = token.authority.fingerprint if token is not None else ""

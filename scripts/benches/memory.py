@@ -8,6 +8,9 @@ round's averaging with all that goes on meanwhile, and after it with nothing in 
 A peer has the C library keep what was freed, for its next use. So every case is run twice: as peers are
 (`usual`), and with memory given back to the system at once (`returning`), which is slower and shows what is really
 held.
+
+With `--lora-rank` adapters are trained beside weights that are frozen, and `bytes_per_frozen_parameter` is what one of
+these takes after a round.
 """
 
 import sys
@@ -33,7 +36,7 @@ from scripts.benches.shared.common import (
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import memory_sizes as sizes
 from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.config import DataConfig, LoraConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
@@ -52,7 +55,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 MALLOC: Mapping[str, Mapping[str, str]] = {"usual": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 """The C library's settings, beside those that peers make where there are none; see mallopt(3)."""
 
-JUDGED = {"recompute_seconds_ratio": LESS, "cases.*.ratio.returning.*": LESS}
+JUDGED = {
+    "recompute_seconds_ratio": LESS,
+    "cases.*.ratio.returning.*": LESS,
+    "cases.*.bytes_per_frozen_parameter": LESS,
+}
 
 Figures = Mapping[str, Any]
 
@@ -67,10 +74,12 @@ class Options(OutputOptions):
     """Of the stage."""
     in_flight: int = 4
     """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
+    lora_rank: int = 0
+    """Train adapters of this rank, beside weights that are frozen in bfloat16; 0 trains the weights."""
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)
-        cli.require_at_least(self, {"layers": 1, "in_flight": 1})
+        cli.require_at_least(self, {"layers": 1, "in_flight": 1, "lora_rank": 0})
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -85,11 +94,15 @@ def run(options: Options) -> dict[str, Any]:
                 "state_bytes": sizes.state_bytes(config, STAGE),
                 "bytes_per_microbatch": sizes.in_flight_bytes(config, STAGE, is_kept=graphs == "kept"),
             }
+            if options.lora_rank:
+                cases[f"{setting}_{graphs}"]["bytes_per_frozen_parameter"] = bytes_per_frozen(config, measured)
             say(f"{setting}, graphs {graphs}: {cases[f'{setting}_{graphs}']['ratio']}")
     return {
         "cases": cases,
         **paired.figures({"recompute_seconds_ratio": recompute_ratio(run_config(SETTINGS[0], options))}),
         "parameters": sizes.num_parameters(run_config(SETTINGS[0], options), STAGE),
+        "own_parameters": sizes.num_own_parameters(run_config(SETTINGS[0], options), STAGE),
+        "lora_rank": options.lora_rank,
         "d_model": options.d_model,
         "layers": options.layers,
         "in_flight": options.in_flight,
@@ -102,6 +115,7 @@ def run_config(setting: str, options: Options) -> RunConfig:
     return RunConfig(
         run="bench-memory",
         model=ModelConfig(num_layers=3 * options.layers, d_model=options.d_model, num_heads=options.d_model // 64),
+        lora=LoraConfig(rank=options.lora_rank),
         stages=StagesConfig(num_stages=3),
         data=DataConfig(sequence_length=256, microbatch_size=2),
         rounds=RoundsConfig(
@@ -137,6 +151,13 @@ def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dic
             malloc: {name: figures[name] / expected[name] for name in expected} for malloc, figures in measured.items()
         },
     }
+
+
+def bytes_per_frozen(config: RunConfig, measured: Mapping[str, Figures]) -> float:
+    """What a frozen parameter takes once a round is over, of all that what is trained does not account for."""
+    trained = sum(sizes.state_bytes(config, STAGE).values()) - sizes.frozen_bytes(config, STAGE)
+    taken: int = measured["returning"]["after_round"] - trained
+    return taken / sizes.num_own_parameters(config, STAGE)
 
 
 def expected_bytes(config: RunConfig, num_in_flight: int, *, is_kept: bool) -> dict[str, int]:

@@ -19,6 +19,7 @@ _FREE_FIELDS = (
     "model.dropout",
     "model.autocast",
     "model.gradient_checkpointing",
+    "lora.dropout",
     "rounds.inner_batch_samples",
 )
 _DILOCO_FIELDS = ("rounds.round_samples",)

@@ -2,6 +2,7 @@
 
 from swarm.config.averaging import AveragingConfig, Quorum
 from swarm.config.data import DataConfig
+from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.outer import OuterConfig
@@ -14,6 +15,7 @@ from swarm.config.wire import WireConfig
 __all__ = [
     "AveragingConfig",
     "DataConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "OuterConfig",

@@ -15,6 +15,7 @@ from typing import Any
 from swarm.config.averaging import AveragingConfig
 from swarm.config.checks import STRICT, is_sha256, require
 from swarm.config.data import DataConfig
+from swarm.config.lora import LoraConfig
 from swarm.config.model import ModelConfig
 from swarm.config.optimizer import OptimizerConfig
 from swarm.config.outer import OuterConfig
@@ -39,6 +40,7 @@ class RunConfig:
     """Locked runs: SHA-256 of the owner's public key, in hexadecimal; `swarm-peer --token` sets it. Empty:
     every machine that reaches a peer may join."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
@@ -56,6 +58,7 @@ class RunConfig:
             not self.owner or is_sha256(self.owner),
             f"owner must be the 64 hexadecimal digits that swarm-keys shows, not {self.owner[:80]!r}",
         )
+        self.lora.check_model(self.model)
         self._check_layers()
         self._check_samples()
 
@@ -87,6 +90,10 @@ class RunConfig:
             f"({model.max_positions})",
         )
         fewest = min(layers) if layers else model.num_layers // num_stages
+        require(
+            fewest > 0 or not self.lora.is_on,
+            "stages.layers_per_stage must not have a 0 with lora: a stage without layers has nothing to train",
+        )
         num_fragments = self.averaging.num_fragments
         require(
             num_fragments <= max(1, fewest),

@@ -24,6 +24,9 @@ from swarm.interchange.run_folder import TOKENIZER, copy_tokenizer
 from swarm.interchange.source import parameter_shapes
 from swarm.machine.disk import whole_folder
 
+Load = Callable[[set[str]], Mapping[str, Tensor]]
+"""Gives some parameters by their names. Blocks. Raises IntegrityError if they cannot be read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
@@ -46,12 +49,14 @@ class Origin:
 
     Attributes:
         config: the run's.
-        load: gives parameters of the whole model, by name.
+        load: gives parameters of the whole model, by name; with what adapters add to them, if the run has some.
+        adapters: gives parameters of these, if it has some.
     """
 
     config: RunConfig
-    load: Callable[[set[str]], Mapping[str, Tensor]]
+    load: Load
     card: Card
+    adapters: Load | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

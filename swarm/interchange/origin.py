@@ -14,9 +14,10 @@ from swarm.checkpoint.folder import CheckpointFolder
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.errors import IntegrityError
 from swarm.interchange import run_folder
-from swarm.interchange.export import Card, Origin
+from swarm.interchange.export import Card, Load, Origin
 from swarm.interchange.source import Source
-from swarm.model.stages import parameter_shapes
+from swarm.model.adapters import adapter_names, merged
+from swarm.model.stages import drawn, parameter_shapes, trained_shapes
 
 
 def from_run_folder(folder: Path) -> Origin:
@@ -44,12 +45,16 @@ def from_model_folder(folder: Path) -> Origin:
     )
 
 
-def from_checkpoints(folder: Path, round_number: int | None) -> Origin:
+def from_checkpoints(folder: Path, round_number: int | None, base: Path | None = None) -> Origin:
     """The model as the newest round has it that is whole in a folder, or as a given round has it. Blocks.
 
     Every file that is used is checked against its own digest.
 
+    Args:
+        base: the run folder, where the run trains adapters of a model: they alone are in checkpoints.
+
     Raises:
+        ValueError: there is no such run folder.
         IntegrityError: there is no such round, or it does not have all of the model.
     """
     names = file.names(folder)
@@ -57,13 +62,57 @@ def from_checkpoints(folder: Path, round_number: int | None) -> Origin:
         raise IntegrityError(f"{folder} has no checkpoints")
     config = file.config_of(folder / str(names[-1]))
     whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
-    restored = CheckpointFolder(folder, whole).restore(0, parameter_shapes(whole, 0), round_number=round_number)
+    restored = CheckpointFolder(folder, whole).restore(0, trained_shapes(whole, 0), round_number=round_number)
     if restored is None:
         of_round = "" if round_number is None else f" of round {round_number}"
         raise IntegrityError(f"{folder} has no sound checkpoints{of_round} with all of the model")
 
-    def load(wanted: set[str]) -> Mapping[str, Tensor]:
+    def trained(wanted: set[str]) -> Mapping[str, Tensor]:
         return {name: restored.tensors[f"anchor/{name}"] for name in wanted}
 
     card = Card(round=restored.round, num_samples=restored.run_samples, losses={})
-    return Origin(config=restored.config, load=load, card=card)
+    return of_trained(restored.config, trained, base, card)
+
+
+def of_trained(config: RunConfig, trained: Load, base: Path | None, card: Card) -> Origin:
+    """A model of which what is trained is at hand: all of it, or adapters.
+
+    Args:
+        base: the run folder with the weights that adapters belong to, if the run began with a model's. Without it the
+            adapters can be had alone.
+
+    Raises:
+        ValueError, IntegrityError: it is no run folder, or has other weights.
+    """
+    if not config.lora.is_on:
+        return Origin(config=config, load=trained, card=card)
+    frozen = _frozen(config, base)
+    names, scale = adapter_names(config), config.lora.scale
+
+    def load(wanted: set[str]) -> Mapping[str, Tensor]:
+        tensors = {name: tensor.float() for name, tensor in frozen(wanted).items()}
+        for name in wanted & names.keys():
+            a, b = names[name].a, names[name].b
+            adapter = trained({a, b})
+            tensors[name] = merged(tensors[name], adapter[a], adapter[b], scale)
+        return tensors
+
+    return Origin(config=config, load=load, adapters=trained, card=card)
+
+
+def _frozen(config: RunConfig, base: Path | None) -> Load:
+    """The weights that adapters belong to."""
+    if base is not None:
+        return run_folder.open_weights(base, config).load
+    if config.model.weights:
+
+        def missing(_: set[str]) -> Mapping[str, Tensor]:
+            raise IntegrityError(
+                "the run trains adapters, and the model that they belong to is not in its checkpoints: name the run "
+                "folder with --base DIR, or take the adapters alone with swarm-model export --adapter"
+            )
+
+        return missing
+    whole = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
+    shapes = parameter_shapes(whole, 0)
+    return lambda wanted: {name: drawn(name, shapes[name], config) for name in wanted}

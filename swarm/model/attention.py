@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 from swarm.model.functions import rotate
+from swarm.model.masks import DropoutKey
 from swarm.model.norms import make_norm
+from swarm.model.projection import Projection
 
 
 def rotary_tables(
@@ -137,12 +139,12 @@ class CausalSelfAttention(nn.Module):
         head_width = model.width_of_heads
         self.num_heads = model.num_heads
         self.num_kv_heads = model.kv_heads
-        self.q = nn.Linear(model.d_model, model.num_heads * head_width, bias=model.qkv_bias)
-        self.k = nn.Linear(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
-        self.v = nn.Linear(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
+        self.q = Projection(model.d_model, model.num_heads * head_width, bias=model.qkv_bias)
+        self.k = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
+        self.v = Projection(model.d_model, model.kv_heads * head_width, bias=model.qkv_bias)
         self.q_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
         self.k_norm = make_norm(model, head_width) if model.qk_norm else nn.Identity()
-        self.output = nn.Linear(model.num_heads * head_width, output_width, bias=model.attention_output_bias)
+        self.output = Projection(model.num_heads * head_width, output_width, bias=model.attention_output_bias)
 
     def forward(
         self,
@@ -150,17 +152,19 @@ class CausalSelfAttention(nn.Module):
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
         extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        key: DropoutKey | None = None,
     ) -> Tensor:
         """
         Args:
             extend: puts earlier positions before keys and values.
+            key: names the microbatch, for the dropout of adapters.
         """
-        q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD), "b t (h k) -> b h t k", h=self.num_heads))
-        k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads))
-        v_BGTK = rearrange(self.v(hidden_BTD), "b t (g k) -> b g t k", g=self.num_kv_heads)
+        q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD, key), "b t (h k) -> b h t k", h=self.num_heads))
+        k_BGTK = self.k_norm(rearrange(self.k(hidden_BTD, key), "b t (g k) -> b g t k", g=self.num_kv_heads))
+        v_BGTK = rearrange(self.v(hidden_BTD, key), "b t (g k) -> b g t k", g=self.num_kv_heads)
         if cos_TJ is not None and sin_TJ is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ)
         k_BGSK, v_BGSK = (k_BGTK, v_BGTK) if extend is None else extend(k_BGTK, v_BGTK)
         mixed_BHTK = attention(q_BHTK, k_BGSK, v_BGSK)
-        output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"))
+        output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"), key)
         return output_BTR

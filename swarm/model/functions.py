@@ -3,7 +3,8 @@
 What a multiplication or two can compute again is not kept, which saves a quarter of a layer's activations. The results
 are those of the formulas, up to rounding. There is no gradient of a gradient. Called by layers.py and stages.py.
 
-Shapes: B samples, T positions, D model width, H heads, K head width, J half a head's width, F feed-forward width.
+Shapes: B samples, T positions, D model width, E outputs, H heads, K head width, J half a head's width, F feed-forward
+width.
 """
 
 from typing import Any, cast
@@ -33,6 +34,17 @@ def swiglu(gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
     return cast(Tensor, _SwiGLU.apply(gate_BTF, up_BTF))  # type: ignore[no-untyped-call]
 
 
+def product(hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    """torch's linear, with weights that are trained in float32, or frozen in whatever type they are stored in.
+
+    Frozen ones are brought into the type of the computation (with autocast, its type) one product at a time, forward
+    and backward, and no copy is kept in between.
+    """
+    if weight_ED.requires_grad:
+        return F.linear(hidden_BTD, weight_ED, bias_E)
+    return cast(Tensor, _FrozenProduct.apply(hidden_BTD, weight_ED, bias_E))  # type: ignore[no-untyped-call]
+
+
 def as_cast(weight: Tensor, cast_weight: Tensor) -> Tensor:
     """`cast_weight`, a copy of `weight` in another type, for which autograd does what it does for `weight.to(...)`.
 
@@ -51,12 +63,12 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden_BTD, weight_D, scale_BT1 = ctx.saved_tensors
         normed_BTD = hidden_BTD * scale_BT1
         product_BTD = gradient_BTD * normed_BTD
         mean_BT1 = (product_BTD @ weight_D).div_(len(weight_D)).unsqueeze(-1)
-        weight_gradient_D = product_BTD.flatten(0, -2).sum(dim=0)
+        weight_gradient_D = product_BTD.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
         hidden_gradient_BTD = torch.mul(gradient_BTD, weight_D, out=product_BTD)
         hidden_gradient_BTD.addcmul_(normed_BTD, mean_BT1, value=-1).mul_(scale_BT1)
         return hidden_gradient_BTD, weight_gradient_D, None
@@ -108,3 +120,19 @@ class _AsCast(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_BTD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+        # Not handed to autograd, which would watch over it: nobody writes to it, and it is no part of the graph.
+        ctx.weight_ED, ctx.dtype = weight_ED, hidden_BTD.dtype
+        device = hidden_BTD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
+        bias_E = None if bias_E is None else bias_E.to(dtype)
+        return F.linear(hidden_BTD.to(dtype), weight_ED.to(dtype), bias_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor, None, None]:
+        return (gradient_BTE @ ctx.weight_ED.to(gradient_BTE.dtype)).to(ctx.dtype), None, None

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from swarm.config import ModelConfig
 from swarm.model.attention import CausalSelfAttention, KeyValueCache
-from swarm.model.functions import swiglu
+from swarm.model.functions import product, swiglu
 from swarm.model.masks import DropoutKey, dropout, key_digest
 from swarm.model.norms import make_norm
+from swarm.model.projection import Projection
 
 FIXED_STD = 0.2
 """Standard deviation of the columns that a bottleneck leaves out. It was the best of 0.02, 0.2 and 1 for a small model.
@@ -31,17 +32,26 @@ def seeded_generator(device: torch.device, *key: int | str) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(key_digest(*key)[:8], "big"))
 
 
+def draw(parameter: Tensor, bound: float, seed: int, name: str) -> None:
+    """Set a parameter, on the CPU, to numbers between -bound and bound that follow from seed and name.
+
+    They are uniform: normal ones need logarithms and cosines, which differ in the last bit between processors.
+    """
+    parameter.copy_(torch.rand(parameter.shape, generator=seeded_generator(torch.device("cpu"), seed, name)))
+    parameter.sub_(0.5).mul_(2 * bound)
+
+
 class SwiGLU(nn.Module):
     """Gated feed-forward: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, model: ModelConfig, output_width: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.down = nn.Linear(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
+        self.gate = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
+        self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
+        self.down = Projection(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        output_BTR: Tensor = self.down(swiglu(self.gate(hidden_BTD), self.up(hidden_BTD)))
+    def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
+        output_BTR: Tensor = self.down(swiglu(self.gate(hidden_BTD, key), self.up(hidden_BTD, key)), key)
         return output_BTR
 
 
@@ -50,11 +60,11 @@ class GELU(nn.Module):
 
     def __init__(self, model: ModelConfig, output_width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
-        self.down = nn.Linear(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
+        self.up = Projection(model.d_model, model.feed_forward_width, bias=model.feed_forward_bias)
+        self.down = Projection(model.feed_forward_width, output_width, bias=model.feed_forward_bias)
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        output_BTR: Tensor = self.down(F.gelu(self.up(hidden_BTD), approximate="tanh"))
+    def forward(self, hidden_BTD: Tensor, key: DropoutKey | None = None) -> Tensor:
+        output_BTR: Tensor = self.down(F.gelu(self.up(hidden_BTD, key), approximate="tanh"), key)
         return output_BTR
 
 
@@ -94,9 +104,9 @@ class TransformerLayer(nn.Module):
         extend = None if cache is None else functools.partial(cache.extend, self.site)
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
-        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, extend)
+        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, extend, key)
         hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
-        wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)))
+        wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)), key)
         return hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
 
 
@@ -132,7 +142,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.vocab_size, model.hidden_width))
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return F.embedding(tokens_BT, self.weight)
+        # A frozen matrix may be of another type.
+        return F.embedding(tokens_BT, self.weight).float()
 
 
 class Positions(nn.Module):
@@ -157,4 +168,4 @@ class Head(nn.Module):
     def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:
         weight_VD = embedding_VD if self.output is None else self.output.weight
         assert weight_VD is not None, "a tied head needs the embedding's matrix"
-        return F.linear(self.norm(hidden_BTD), weight_VD)
+        return product(self.norm(hidden_BTD), weight_VD)

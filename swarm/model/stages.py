@@ -24,9 +24,9 @@ Shape suffixes: B samples, T positions, D model width, R its trained columns (D 
 """
 
 import math
-import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ from torch.utils.checkpoint import checkpoint
 
 from swarm.config import RunConfig
 from swarm.machine.out_of_memory import is_out_of_memory
+from swarm.model import adapters, custom_class
+from swarm.model.adapters import trained_parameters
 from swarm.model.attention import KeyValueCache, rotary_tables
 from swarm.model.functions import as_cast
 from swarm.model.layers import (
@@ -45,10 +47,11 @@ from swarm.model.layers import (
     Head,
     Positions,
     TransformerLayer,
-    seeded_generator,
+    draw,
 )
 from swarm.model.masks import DropoutKey, dropout
 
+_Module = TypeVar("_Module", bound="StageModule")
 _INTO_RESIDUAL = (".attention.output.weight", ".feed_forward.down.weight")
 
 
@@ -78,9 +81,12 @@ class SharedParameter:
 
 
 def shared_parameters(config: RunConfig) -> list[SharedParameter]:
-    """The parameters that stages share: with tied embeddings the first stage's embedding is the last one's head."""
+    """The parameters that stages share: with tied embeddings the first stage's embedding is the last one's head.
+
+    Of frozen ones each stage has its own copy, and nothing has to be told.
+    """
     last = config.stages.num_stages - 1
-    if not config.model.tied_embeddings or config.model.custom_class or last == 0:
+    if not config.model.tied_embeddings or config.model.custom_class or config.lora.is_on or last == 0:
         return []
     shape = (config.model.vocab_size, config.model.d_model)
     return [SharedParameter(name="embedding.weight", shape=shape, stages=(0, last))]
@@ -96,13 +102,14 @@ class StageModule(nn.Module):
         super().__init__()
         self.model = config.model
         self.is_first = stage == 0
-        has_embedding = self.is_first or any(stage in shared.stages for shared in shared_parameters(config))
+        is_last = stage == config.stages.num_stages - 1
+        has_embedding = self.is_first or (is_last and config.model.tied_embeddings)
         self.embedding = Embedding(config.model) if has_embedding else None
         has_positions = self.is_first and config.model.positions == "learned"
         self.positions = Positions(config.model) if has_positions else None
         self.layers = nn.ModuleDict({str(layer): TransformerLayer(config.model, layer) for layer in layer_range})
         self.fixed_columns = FixedColumns(config.model, config.data.seed) if config.model.bottleneck_dim else None
-        self.head = Head(config.model) if stage == config.stages.num_stages - 1 else None
+        self.head = Head(config.model) if is_last else None
 
     def forward(
         self,
@@ -164,14 +171,15 @@ class StageModule(nn.Module):
         return output_BTR
 
     def product_weights(self) -> list[str]:
-        """Names of the parameters that are used in matrix products alone, which autocast casts.
+        """Names of the trained parameters that are used in matrix products alone, which autocast casts.
 
         A tied matrix is one of them, unless one stage has the whole model: there it is also the embedding, in float32.
         """
+        trained = trained_parameters(self)
         names = [f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Linear)]
         if self.head is not None and self.head.output is None and not self.is_first:
             names.append("embedding.weight")
-        return names
+        return [name for name in names if name in trained]
 
 
 def with_shared_casts(
@@ -203,17 +211,21 @@ def build_stage(
 ) -> nn.Module:
     """Make a stage's module with its initial weights, which are the same bits at every peer and under any cut.
 
+    With adapters (`lora`) the weights are frozen: matrices are held in the type that they are given in, or in bfloat16
+    if they are drawn.
+
     Args:
-        weights: what the run begins with, of all of the stage's parameters; None draws them.
+        weights: what the run begins with, of all of the stage's parameters but adapters; None draws them. Frozen
+            matrices are taken as they are, without a copy.
 
     Raises:
         ValueError: `model.custom_class` cannot be imported, is not a module class, or fails.
     """
     if not config.model.custom_class:
-        if weights is not None:
-            return _with_given_weights(config, stage, weights).to(device)
+        if weights is not None or config.lora.is_on:
+            return filled(lambda: StageModule(config, stage, layer_ranges(config)[stage]), config, weights).to(device)
         return _with_initial_weights(StageModule, config, stage).to(device)
-    stage_class = _custom_class(config.model.custom_class)
+    stage_class = custom_class.find(config.model.custom_class)
     try:
         module = _with_initial_weights(stage_class, config, stage)
     except Exception as error:
@@ -231,17 +243,26 @@ def initialise(module: nn.Module, config: RunConfig) -> None:
     """Set every parameter (on the CPU) to what follows from the run's seed and the parameter's name.
 
     Biases are 0 and other vectors 1. Matrices are random with standard deviation `model.init_std`, which is divided by
-    sqrt(2 * num_layers) if they project into the residual stream. The random numbers are uniform: normal ones need
-    logarithms and cosines, which differ in the last bit between processors.
+    sqrt(2 * num_layers) if they project into the residual stream.
     """
     for name, parameter in module.named_parameters():
-        if parameter.ndim < 2:
-            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
-        generator = seeded_generator(torch.device("cpu"), config.data.seed, name)
-        parameter.copy_(torch.rand(parameter.shape, generator=generator))
-        parameter.sub_(0.5).mul_(math.sqrt(12) * config.model.init_std / depth_scale)
+        _set_initial(name, parameter, config)
+
+
+@torch.no_grad()
+def drawn(name: str, shape: Sequence[int], config: RunConfig) -> Tensor:
+    """One of the weights that a run begins with if it names none, as a stage holds it: frozen matrices in bfloat16."""
+    value = torch.empty(shape)
+    _set_initial(name, value, config)
+    return value.to(torch.bfloat16) if config.lora.is_on and value.ndim > 1 else value
+
+
+def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
+    if parameter.ndim < 2:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
+    draw(parameter, math.sqrt(3) * config.model.init_std / depth_scale, config.data.seed, name)
 
 
 def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -260,30 +281,40 @@ def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage
     return module
 
 
-def _with_given_weights(config: RunConfig, stage: int, weights: Mapping[str, Tensor]) -> nn.Module:
-    module = StageModule(config, stage, layer_ranges(config)[stage])
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(weights[name])
+def filled(make: Callable[[], _Module], config: RunConfig, weights: Mapping[str, Tensor] | None) -> _Module:
+    """What `make` makes, with weights, and with the run's adapters. Takes no memory but for what is held at the end.
+
+    Args:
+        weights: as of build_stage.
+    """
+    with torch.device("meta"):
+        module = make()
+    held = dict[str, Tensor]()
+    for name, parameter in module.named_parameters():
+        if weights is None:
+            held[name] = drawn(name, parameter.shape, config)
+        elif config.lora.is_on and parameter.ndim > 1:
+            held[name] = weights[name]
+        else:
+            held[name] = weights[name].to(torch.float32, copy=True)
+    module.load_state_dict(held, assign=True)
+    if config.lora.is_on:
+        adapters.adapt(module, config)
     return module
 
 
 def parameter_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
-    """The shapes of a stage's parameters in the built-in model, by name; takes no memory for them."""
+    """The shapes of a stage's parameters in the built-in model, by name, without adapters; takes no memory for them."""
     with torch.device("meta"):
         module = StageModule(config, stage, layer_ranges(config)[stage])
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
-def _custom_class(name: str) -> type[nn.Module]:
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"model.custom_class {name!r} cannot be imported ({reason}): name it as package.module:Class "
-            "and install its package, or put it on PYTHONPATH"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
-    return found
+def trained_shapes(config: RunConfig, stage: int) -> dict[str, torch.Size]:
+    """Likewise of what is trained: of all of these, or of the adapters."""
+    if not config.lora.is_on:
+        return parameter_shapes(config, stage)
+    with torch.device("meta"):
+        module = StageModule(config, stage, layer_ranges(config)[stage])
+        adapters.adapt(module, config)
+    return {name: parameter.shape for name, parameter in trained_parameters(module).items()}

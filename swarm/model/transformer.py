@@ -14,11 +14,11 @@ from torch import Tensor
 from swarm.config import RunConfig, StagesConfig
 from swarm.model.attention import KeyValueCache
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import StageModule, initialise, token_loss
+from swarm.model.stages import StageModule, filled, initialise, token_loss
 
 
 class Transformer(StageModule):
-    """All layers, with the embedding and the head."""
+    """All layers, with the embedding and the head; adapters are added by `build_transformer`."""
 
     def __init__(self, config: RunConfig) -> None:
         uncut = dataclasses.replace(config, stages=StagesConfig(num_stages=1))
@@ -51,6 +51,8 @@ def build_transformer(config: RunConfig, *, device: torch.device | str) -> Trans
         raise ValueError(
             "there is no built-in reference for model.custom_class: use stages.num_stages = 1 and build_stage"
         )
+    if config.lora.is_on:
+        return filled(lambda: Transformer(config), config, None).to(device)
     model = Transformer(config)
     initialise(model, config)
     return model.to(device)

@@ -15,6 +15,7 @@ from torch import nn
 
 from swarm.config import RunConfig
 from swarm.machine.memory import Recycler
+from swarm.model.adapters import trained_parameters
 from swarm.stage import state
 from swarm.stage.anchors import Anchors
 from swarm.stage.buckets import Buckets, GradientBucket, Source, Tensors, Version, Versions
@@ -64,7 +65,7 @@ class StageWeights(ABC):
     """Weights, gradients and optimizers of one stage.
 
     Attributes:
-        masters: what optimizers write into.
+        masters: what optimizers write into: all that is trained.
         inner_steps: those of this round; none in the synchronous setting.
     """
 
@@ -86,7 +87,7 @@ class StageWeights(ABC):
         """
         self._config = config
         self._memory = Recycler()
-        self.masters: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.masters = trained_parameters(module)
         self._staging = staging_of(next(iter(self.masters.values())).device)
         """For what goes to the device and comes from there at a round's end."""
         self._ends_rounds = ends_rounds
@@ -151,7 +152,7 @@ class StageWeights(ABC):
 
     @property
     def num_elements(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters that are trained."""
         return sum(master.numel() for master in self.masters.values())
 
     # -- rounds ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from swarm.audit.verdict import Report
 from swarm.config import RunConfig
 from swarm.events.kinds import Accumulate, Commit
 from tests.audit.honest import Lines, edit
-from tests.support.chain import DILOCO, SYNCHRONOUS, eventually
+from tests.support.chain import DILOCO, LORA, SYNCHRONOUS, eventually
 from tests.support.whole_swarm import whole_swarm
 
 STEPS = 5
@@ -25,7 +25,7 @@ def _holds_some_of_a_later_round(log: Path) -> bool:
     return bool(commits) and any(isinstance(event, Accumulate) for event in events[commits[0] :])
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO], ids=["synchronous", "diloco"])
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, LORA], ids=["synchronous", "diloco", "adapters"])
 async def test_a_run_is_proven_and_copies_that_were_tampered_with_are_not(config: RunConfig, tmp_path: Path) -> None:
     async with whole_swarm(config, tmp_path / "events", num_peers=(2, 2, 1)) as swarm:
         victim = next(peer for peer in swarm.peers if peer.stage == 1)

@@ -11,12 +11,22 @@ import pytest
 import torch
 
 from scripts.benches import memory
-from scripts.benches.memory import SETTINGS, Options, expected_bytes, run_config, summary
+from scripts.benches.memory import SETTINGS, Options, bytes_per_frozen, expected_bytes, run_config, summary
 from scripts.benches.shared.common import write_config
 from scripts.benches.shared.paired import Ratio
 from scripts.benches.sides import memory_sizes as sizes
 from scripts.benches.sides import memory_stage
-from swarm.config import DataConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.compression.codec import contribution_codec, result_codec
+from swarm.config import (
+    AveragingConfig,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+    WireConfig,
+)
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import GRADIENT, reply_specs
@@ -25,10 +35,11 @@ from swarm.stage.settings import weights_of
 from swarm.stage.staging import Staging
 
 
-def _config(setting: str = "synchronous", num_kv_heads: int = 0) -> RunConfig:
+def _config(setting: str = "synchronous", num_kv_heads: int = 0, lora_rank: int = 0) -> RunConfig:
     assert setting in ("synchronous", "diloco")
     return RunConfig(
         model=ModelConfig(num_layers=6, d_model=64, num_heads=4, num_kv_heads=num_kv_heads),
+        lora=LoraConfig(rank=lora_rank),
         stages=StagesConfig(num_stages=3),
         data=DataConfig(sequence_length=32, microbatch_size=2),
         rounds=RoundsConfig(
@@ -64,18 +75,21 @@ def _tensor_bytes() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("num_kv_heads", [0, 2])
-def test_parameters_and_graphs_are_as_computed(num_kv_heads: int) -> None:
-    config = _config(num_kv_heads=num_kv_heads)
+def test_parameters_and_graphs_are_as_computed(num_kv_heads: int, lora_rank: int) -> None:
+    config = _config(num_kv_heads=num_kv_heads, lora_rank=lora_rank)
     backend = _backend(config)
     assert sizes.num_parameters(config, 1) == backend.weights.num_elements
     backend.release(backend.forward(0, 0, memory_stage.random_inputs(config)))
     assert sizes.graph_bytes(config, 1) == backend.budget.graph_bytes
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str) -> None:
-    config = _config(setting)
+def test_a_stage_holds_what_is_computed_and_no_copy_more(setting: str, lora_rank: int) -> None:
+    """With adapters: two bytes a frozen weight, and four a frozen norm's."""
+    config = _config(setting, lora_rank=lora_rank)
     before_bytes = _tensor_bytes()
     backend = _backend(config)
     for _ in range(2):
@@ -113,6 +127,60 @@ def test_a_graph_is_what_two_modes_differ_by(setting: str) -> None:
     assert kept["after_round"] == recomputed["after_round"] < recomputed["in_flight"]
 
 
+def test_a_frozen_parameter_takes_what_is_left() -> None:
+    config = _config(lora_rank=4)
+    state_bytes = sum(sizes.state_bytes(config, 1).values())
+    assert bytes_per_frozen(config, {"returning": {"after_round": state_bytes}}) == pytest.approx(2, abs=0.02)
+    more_bytes = state_bytes + sizes.num_own_parameters(config, 1)
+    assert bytes_per_frozen(config, {"returning": {"after_round": more_bytes}}) == pytest.approx(3, abs=0.02)
+
+
+def _fine_tuning(setting: str, lora_rank: int, **sizes_of_model: Any) -> RunConfig:
+    """A model like Llama 3 in stages of four layers."""
+    model = ModelConfig(vocab_size=128_256, num_kv_heads=8, **sizes_of_model)
+    return RunConfig(
+        model=model,
+        lora=LoraConfig(rank=lora_rank),
+        stages=StagesConfig(num_stages=model.num_layers // 4),
+        data=DataConfig(sequence_length=2048, microbatch_size=1),
+        rounds=RoundsConfig(setting="synchronous" if setting == "synchronous" else "diloco"),
+        averaging=AveragingConfig(codec="fp32"),
+        wire=WireConfig(dtype="bf16"),
+    )
+
+
+def test_the_page_on_fine_tuning_has_the_figures_of_the_arithmetic() -> None:
+    rows: dict[str, list[str]] = {}
+    for shape in (
+        {"num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 14_336},
+        {"num_layers": 80, "d_model": 8192, "num_heads": 64, "d_ff": 28_672},
+    ):
+        for rank in (0, 16):
+            held = {name: _fine_tuning(name, rank, **shape) for name in SETTINGS}
+            config = held["synchronous"]
+            num_trained = sizes.num_parameters(config, 1)
+            # Half of the contribution to the other member, and half of the result.
+            averaged = (contribution_codec(config.averaging).num_bytes(num_trained)) / 2
+            averaged += result_codec(config.averaging).num_bytes(num_trained) / 2
+            averaging_bytes = sizes.averaging_bytes(config, 1, num_members=2)
+            for name, figure in {
+                "stages of four layers": f"{config.stages.num_stages}",
+                "millions of trained parameters a stage": f"{num_trained / 1e6:.1f}",
+                **{
+                    f"GiB that a peer holds, {title}": f"{sum(sizes.state_bytes(held[name], 1).values()) / 2**30:.1f}"
+                    for name, title in {"synchronous": "synchronous", "diloco": "DiLoCo"}.items()
+                },
+                "GiB besides, while a round is averaged": f"{averaging_bytes / 2**30:.1f}",
+                "GiB of a sample's graph, in float32": f"{sizes.graph_bytes(config, 1) / 2**30:.1f}",
+                "MB that a peer sends for a sample": f"{2 * sizes.wire_bytes(config, 1)['output'] / 1e6:.1f}",
+                "MB that a peer sends for a round's average": f"{averaged / 1e6:.1f}",
+            }.items():
+                rows.setdefault(name, []).append(figure)
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    for name, figures in rows.items():
+        assert f"| {name} | {' | '.join(figures)} |" in page
+
+
 def test_a_case_is_compared_with_arithmetic() -> None:
     found = summary({"state": 100}, {"usual": {"state": 150}, "returning": {"state": 110, "baseline": 5}})
     assert found["ratio"] == {"usual": {"state": 1.5}, "returning": {"state": 1.1}}
@@ -139,7 +207,7 @@ def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert prepared == [0]
 
 
-@pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}])
+@pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}, {"lora_rank": -1}])
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--"):
         Options(**changes)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peers.local.supervisor import Supervisor
@@ -17,9 +18,14 @@ from swarm.data import corpora
 from swarm.data.microbatches import Microbatches
 from swarm.interchange.run_folder import to_toml
 from tests.interchange.small_models import save
-from tests.support.swarm import RealSwarm, run, wait_until, write_text
+from tests.support.swarm import RealSwarm, run, run_all, wait_until, write_text
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(180),
+    # peft asks transformers by this name.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 EVALUATED = 16
 
@@ -30,7 +36,7 @@ def swarm(tmp_path: Path) -> Iterator[RealSwarm]:
         yield RealSwarm(tmp_path, children)
 
 
-def _import(folder: Path, num_stages: int) -> None:
+def _import(folder: Path, num_stages: int, *, learning_rate: float = 1e-3) -> None:
     """Import a model, and say in run.toml how it is to be trained, as a user would."""
     save("llama-3", folder / "model")
     options = ("--stages", str(num_stages), "--dataset", str(write_text(folder / "text.txt")))
@@ -41,16 +47,21 @@ def _import(folder: Path, num_stages: int) -> None:
         config,
         data=dataclasses.replace(config.data, sequence_length=32, microbatch_size=4, held_out_fraction=0.1),
         rounds=RoundsConfig(setting="synchronous", round_samples=16),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
+        optimizer=OptimizerConfig(learning_rate=learning_rate),
         averaging=AveragingConfig(codec="fp32"),
     )
     (folder / "run" / "run.toml").write_text(to_toml(config), encoding="utf-8")
 
 
-@torch.no_grad()
 def _loss_in_transformers(folder: Path, data: DataConfig, cache: Path) -> float:
+    """Of an exported model."""
+    return _loss_of(AutoModelForCausalLM.from_pretrained(folder), data, cache)
+
+
+@torch.no_grad()
+def _loss_of(model: torch.nn.Module, data: DataConfig, cache: Path) -> float:
     """Of the samples that a trainer evaluates."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.eval()
     held_out = Microbatches(corpora.prepare(data, cache_dir=cache), data).held_out(EVALUATED)
     samples = torch.from_numpy(np.concatenate(held_out)).long()
     logits = model(samples[:, :-1]).logits
@@ -94,6 +105,33 @@ def _train_and_export(swarm: RealSwarm, num_stages: int, peers_a_stage: int, ste
 def test_a_model_comes_in_is_trained_and_goes_out(swarm: RealSwarm) -> None:
     _import(swarm.folder, 2)
     _train_and_export(swarm, 2, 1, 6, kills=False)
+
+
+def test_adapters_learn_beside_a_model_and_go_home(swarm: RealSwarm) -> None:
+    """Peers that have no copy of the model are given its frozen weights by those that have."""
+    _import(swarm.folder, 2, learning_rate=1e-2)
+    folder = swarm.folder
+    swarm.model = folder / "run"
+    checkpoints = ("--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "1")
+    swarm.start_peers([0], *checkpoints, "--lora-rank", "8", "--lora-alpha", "32")
+    swarm.start_peers([1], *checkpoints)
+    trainer = swarm.start_trainer("train", steps=6)
+    assert swarm.wait_for_end(trainer) == 0
+    losses = [row["train/loss"] for row in swarm.steps("train")]
+    assert losses[-1] < losses[0] - 0.03
+    expected = json.loads((folder / "train" / "summary.json").read_text())["validation_loss"]
+    data = configs.load(folder / "run" / "run.toml").data
+    export = ("model", "export", "--checkpoint", str(folder / "checkpoints"), "--round", "6")
+    wait_until(lambda: len([*(folder / "checkpoints").glob("*.round-6.*")]) == 2, 30.0, "the last round's checkpoints")
+    adapter, merged = run_all(
+        (*export, "--adapter", "--output", str(folder / "adapter")),
+        (*export, "--base", str(folder / "run"), "--output", str(folder / "out")),
+    )
+    assert (adapter.returncode, merged.returncode) == (0, 0), adapter.stderr + merged.stderr
+    assert _loss_in_transformers(folder / "out", data, folder / "cache") == pytest.approx(expected, abs=1e-4)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "model"), folder / "adapter")
+    assert _loss_of(model, data, folder / "cache") == pytest.approx(expected, abs=1e-4)
+    assert expected < _loss_in_transformers(folder / "model", data, folder / "cache") - 0.03
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from peers import generate, model
+from swarm.config import LoraConfig
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import make, save
 from tests.support.tokenizers import write_tokenizer
@@ -62,6 +63,10 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
     write_cut(tmp_path, cut(2, config), num_rounds=1)
     # Its sequences are of eight tokens.
     assert _run(capsys, "--checkpoint", str(tmp_path), "--prompt", "a").startswith("a")
+    (tmp_path / "adapters").mkdir()
+    config = dataclasses.replace(config, lora=LoraConfig(rank=2))
+    write_cut(tmp_path / "adapters", cut(2, config), num_rounds=3)
+    assert _run(capsys, "--checkpoint", str(tmp_path / "adapters"), "--prompt", "a").startswith("a")
     with pytest.raises(ValueError, match="--prompt has 9 tokens, and the model takes 8 with what follows"):
         generate.main(["--checkpoint", str(tmp_path), "--prompt", "123456789"])
 
@@ -75,6 +80,7 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be above 0 and at most 1"),
         (["--prompt", "a", "--model", "m", "--temperature", "-1"], "temperature must be 0 or positive"),
         (["--prompt", "a", "--model", "m", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["--prompt", "a", "--model", "m", "--base", "m"], "--base needs --checkpoint DIR"),
         (["--prompt", "a", "--model", "m", "--round", "1"], "--round needs --checkpoint DIR"),
     ],
 )

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from peers import model
 from swarm import config as configs
-from swarm.config import ModelConfig
+from swarm.config import LoraConfig, ModelConfig
 from swarm.errors import IntegrityError
+from swarm.interchange.adapter import WEIGHTS
 from swarm.interchange.source import parameter_shapes
+from swarm.model.stages import build_stage
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import save
 
@@ -50,6 +53,35 @@ def test_checkpoints_of_any_cut_are_exported(dtype: str, tmp_path: Path, capsys:
     assert loaded.dtype == (torch.float32 if dtype == "keep" else torch.bfloat16)
 
 
+def test_adapters_are_shown_and_exported_by_themselves_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = LoraConfig(rank=2, alpha=3.0, targets=("q_proj", "up_proj"))
+    config = dataclasses.replace(CONFIG, lora=lora, model=dataclasses.replace(CONFIG.model, vocab_size=256))
+    (tmp_path / "checkpoints").mkdir()
+    write_cut(tmp_path / "checkpoints", cut(2, config), num_rounds=3)
+    checkpoints = ("--checkpoint", str(tmp_path / "checkpoints"))
+    shown = _run(capsys, "show", str(tmp_path / "checkpoints"))
+    assert "rank 2, alpha 3, dropout 0, q_proj, up_proj" in shown
+    # Of four layers: rank times inputs and outputs of two matrices, the feed-forward block being 64 wide.
+    assert f"{4 * 2 * (16 + 16 + 16 + 64):,} parameters, of adapters" in shown
+    _run(capsys, "export", *checkpoints, "--output", str(tmp_path / "merged"))
+    assert "PeftModel" in _run(capsys, "export", *checkpoints, "--adapter", "--output", str(tmp_path / "adapter"))
+    assert "would go to" in _run(capsys, "push", str(tmp_path / "adapter"), "me/mine", "--dry-run")
+    merged, adapter = load_file(tmp_path / "merged" / "model.safetensors"), load_file(tmp_path / "adapter" / WEIGHTS)
+    base = build_stage(cut(1, config), 0, device="cpu").get_parameter("layers.3.attention.q.weight")
+    name = "model.layers.3.self_attn.q_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    torch.testing.assert_close(merged[f"{name}.weight"], base.float() + 1.5 * b @ a)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write_cut(plain, cut(2), num_rounds=1)
+    with pytest.raises(ValueError, match="export it without --adapter"):
+        model.main(["export", "--checkpoint", str(plain), "--adapter", "--output", str(tmp_path / "none")])
+    with pytest.raises(ValueError, match="has no adapters to merge"):
+        model.main(["export", "--checkpoint", str(plain), "--merged", "--output", str(tmp_path / "none")])
+
+
 def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
     write_cut(tmp_path, cut(3), num_rounds=1)
     next(tmp_path.glob("stage-1-*")).unlink()
@@ -62,6 +94,8 @@ def test_a_stage_without_a_checkpoint_is_said(tmp_path: Path) -> None:
     [
         (["export", "--output", "out"], "give either --checkpoint DIR or --model DIR"),
         (["export", "--output", "out", "--model", "run", "--round", "3"], "--round needs --checkpoint"),
+        (["export", "--output", "out", "--model", "run", "--adapter"], "need --checkpoint DIR"),
+        (["export", "--output", "out", "--checkpoint", "c", "--adapter", "--merged"], "--adapter excludes"),
         (["import", "model", "--output", "run", "--stages", "-1"], "--stages must be at least 0"),
         (["melt"], "say one of import, export, show, push"),
     ],

@@ -18,6 +18,8 @@ from swarm.errors import Overloaded, RetriesExhausted, StaleMicrobatch
 from swarm.hop.answers import HopListener
 from swarm.hop.retries import HopLimits
 from swarm.machine.clock import ManualClock
+from swarm.model.adapters import trained_parameters
+from swarm.model.masks import DropoutKey
 from swarm.model.transformer import build_transformer
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
@@ -35,6 +37,7 @@ from swarm.types import PeerId
 from tests.support.chain import (
     DILOCO,
     INT8,
+    LORA,
     SYNCHRONOUS,
     Chain,
     Peer,
@@ -53,7 +56,7 @@ _DROPOUT = dataclasses.replace(SYNCHRONOUS, model=dataclasses.replace(SYNCHRONOU
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, _DROPOUT])
+@pytest.mark.parametrize("config", [SYNCHRONOUS, DILOCO, _DROPOUT, LORA])
 @pytest.mark.parametrize("graph_bytes", [1 << 30, 0])
 async def test_a_chain_accumulates_the_gradient_of_one_process(config: RunConfig, graph_bytes: int) -> None:
     """Several microbatches in flight; graphs kept or computed again."""
@@ -355,10 +358,11 @@ def _apply(peer: Peer, average: dict[str, torch.Tensor], squared_norm: float = 0
     peer.weights.commit(average, total_squared_norm=squared_norm, num_samples=16, num_members=1, lineage="")
 
 
-async def test_synchronous_rounds_follow_adamw_in_one_process() -> None:
+@pytest.mark.parametrize("config", [SYNCHRONOUS, LORA], ids=["all", "adapters"])
+async def test_synchronous_rounds_follow_adamw_in_one_process(config: RunConfig) -> None:
     """Two peers at one stage, and clipping by the norm over all stages."""
-    model = build_transformer(SYNCHRONOUS, device="cpu")
-    parameters = dict(model.named_parameters())
+    model = build_transformer(config, device="cpu")
+    parameters = trained_parameters(model)
     adamw = torch.optim.AdamW(
         [
             {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": 0.1},
@@ -366,14 +370,15 @@ async def test_synchronous_rounds_follow_adamw_in_one_process() -> None:
         ],
         lr=0.01, betas=(0.9, 0.95),
     )  # fmt: skip
-    async with running_chain(SYNCHRONOUS, num_peers=(1, 2, 1)) as chain:
+    async with running_chain(config, num_peers=(1, 2, 1)) as chain:
         for number in range(3):
             microbatches = range(8 * number, 8 * number + 8)
             losses = await chain.train_all(microbatches, round_number=number)
             await _commit(chain)
             expected = []
             for microbatch in microbatches:
-                loss = model.loss(tokens(SYNCHRONOUS, microbatch).long())
+                key = DropoutKey(seed=config.data.seed, microbatch=microbatch)
+                loss = model.loss(tokens(config, microbatch).long(), key)
                 (loss / 8).backward()  # type: ignore[no-untyped-call]  # torch's
                 expected.append(float(loss.detach()))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

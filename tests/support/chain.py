@@ -14,7 +14,16 @@ from functools import partial
 import grpc
 import torch
 
-from swarm.config import DataConfig, ModelConfig, OptimizerConfig, RoundsConfig, RunConfig, StagesConfig, WireConfig
+from swarm.config import (
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RoundsConfig,
+    RunConfig,
+    StagesConfig,
+    WireConfig,
+)
 from swarm.hop.answers import HopListener, HopReply
 from swarm.hop.hop import Hop
 from swarm.hop.retries import HopLimits
@@ -59,6 +68,7 @@ SYNCHRONOUS = RunConfig(
 DILOCO = dataclasses.replace(
     SYNCHRONOUS, rounds=RoundsConfig(setting="diloco", round_samples=16, inner_batch_samples=16)
 )  # fmt: skip
+LORA = dataclasses.replace(SYNCHRONOUS, lora=LoraConfig(rank=4, dropout=0.2))
 INT8 = dataclasses.replace(SYNCHRONOUS, wire=WireConfig(dtype="int8"))
 
 

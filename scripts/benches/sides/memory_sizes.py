@@ -1,7 +1,8 @@
 """What a stage peer holds, by arithmetic from the configuration: the formulas of docs/performance.md.
 
 Used by the memory bench, which compares them with what a process takes. For float32 on the CPU, the built-in model
-without dropout, bottleneck or checkpointed layers, and a stage that has neither the embedding nor the head. Never
+without dropout, bottleneck or checkpointed layers, with adapters at all of its matrices or none, and a stage that has
+neither the embedding nor the head. Never
 measures anything.
 """
 
@@ -10,15 +11,30 @@ from swarm.config import RunConfig
 from swarm.model.stages import layer_ranges
 from swarm.stage.boundary import HIDDEN, TOKENS, request_specs
 
-FLOAT_BYTES = 4
+FLOAT_BYTES, FROZEN_BYTES = 4, 2
 
 
 def num_parameters(config: RunConfig, stage: int) -> int:
-    """Parameters of a stage."""
-    model = config.model
-    attention = 2 * model.d_model**2 + 2 * model.d_model * _kv_width(config)
-    feed_forward = 3 * model.d_model * model.feed_forward_width
-    return len(layer_ranges(config)[stage]) * (attention + feed_forward + 2 * model.d_model)
+    """Parameters of a stage that are trained: all of its own, or those of its adapters."""
+    if not config.lora.is_on:
+        return num_own_parameters(config, stage)
+    matrices = _matrices(config)
+    sides = sum(sum(matrices[name]) for group in config.lora.groups(config.model) for name in group)
+    return len(layer_ranges(config)[stage]) * config.lora.rank * sides
+
+
+def num_own_parameters(config: RunConfig, stage: int) -> int:
+    """Parameters of a stage without adapters."""
+    matrices = sum(inputs * outputs for inputs, outputs in _matrices(config).values())
+    return len(layer_ranges(config)[stage]) * (matrices + 2 * config.model.d_model)
+
+
+def frozen_bytes(config: RunConfig, stage: int) -> int:
+    """The model's own weights beside adapters: matrices in 16 bits, and the norms' vectors."""
+    if not config.lora.is_on:
+        return 0
+    vectors = len(layer_ranges(config)[stage]) * 2 * config.model.d_model
+    return FROZEN_BYTES * (num_own_parameters(config, stage) - vectors) + FLOAT_BYTES * vectors
 
 
 def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
@@ -34,6 +50,8 @@ def state_bytes(config: RunConfig, stage: int) -> dict[str, int]:
     }
     if not config.rounds.synchronous:
         held["outer_momentum"] = size
+    if config.lora.is_on:
+        held["frozen"] = frozen_bytes(config, stage)
     return held
 
 
@@ -53,8 +71,14 @@ def graph_bytes(config: RunConfig, stage: int) -> int:
     # Each norm's input and output; queries, keys, values, and what attention gives; the gate before its activation,
     # what it gates, and the product. A number a head and one a norm besides.
     floats = 6 * model.d_model + 2 * _kv_width(config) + 3 * model.feed_forward_width + model.num_heads + 2
+    if config.lora.is_on:
+        # What each adapter's first matrix gives.
+        floats += config.lora.rank * sum(map(len, config.lora.groups(model)))
     rotary = config.data.sequence_length * model.d_model // model.num_heads
-    return FLOAT_BYTES * (config.data.tokens_per_microbatch * floats * len(layer_ranges(config)[stage]) + rotary)
+    # Norms keep their weight, which is counted with the parameters if it is trained.
+    vectors = 2 * model.d_model if config.lora.is_on else 0
+    num_layers = len(layer_ranges(config)[stage])
+    return FLOAT_BYTES * (num_layers * (config.data.tokens_per_microbatch * floats + vectors) + rotary)
 
 
 def wire_bytes(config: RunConfig, stage: int) -> dict[str, int]:
@@ -97,6 +121,20 @@ def averaging_bytes(config: RunConfig, stage: int, *, num_members: int) -> int:
 def snapshot_bytes(config: RunConfig, stage: int) -> int:
     """A copy of anchor and outer state, for a joiner or a checkpoint."""
     return (3 if config.rounds.synchronous else 2) * FLOAT_BYTES * num_parameters(config, stage)
+
+
+def _matrices(config: RunConfig) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of a layer's matrices."""
+    d_model, wide, kv_width = config.model.d_model, config.model.feed_forward_width, _kv_width(config)
+    return {
+        "attention.q": (d_model, d_model),
+        "attention.k": (d_model, kv_width),
+        "attention.v": (d_model, kv_width),
+        "attention.output": (d_model, d_model),
+        "feed_forward.gate": (d_model, wide),
+        "feed_forward.up": (d_model, wide),
+        "feed_forward.down": (wide, d_model),
+    }
 
 
 def _kv_width(config: RunConfig) -> int:

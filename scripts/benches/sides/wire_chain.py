@@ -10,6 +10,7 @@ import torch
 
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
+from swarm.model.adapters import trained_parameters
 from swarm.model.stages import build_stage
 from swarm.rpc.v1.stage_pb2 import TrainRequest
 from swarm.rpc.wire import TensorReader, TensorSpec, filled
@@ -29,20 +30,29 @@ class WireChain:
 
     Args:
         nudge: by how much of themselves the initial weights are larger.
+        given: the weights of the model that the run begins with, by name; None draws them.
     """
 
-    def __init__(self, config: RunConfig, data: Microbatches, *, nudge: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        data: Microbatches,
+        *,
+        nudge: float = 0.0,
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self._config = config
         self._nudge = nudge
+        self._given = given
         self._data = data
         self.stages = [self._stage(stage) for stage in range(config.stages.num_stages)]
         self.sent_bytes = {TOKENS: 0, HIDDEN: 0, GRADIENT: 0}
         """Of tensors in training, over all boundaries."""
 
     def _stage(self, stage: int) -> StageBackend:
-        module = build_stage(self._config, stage, device="cpu")
+        module = build_stage(self._config, stage, device="cpu", weights=self._given)
         with torch.no_grad():
-            for parameter in module.parameters():
+            for parameter in trained_parameters(module).values():
                 parameter.mul_(1.0 + self._nudge)
         return StageBackend(
             config=self._config,

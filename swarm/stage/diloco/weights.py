@@ -17,6 +17,7 @@ from torch import nn
 
 from swarm.config import RunConfig
 from swarm.events.kinds import Events, NoEvents, Step
+from swarm.model.adapters import trained_parameters
 from swarm.stage.anchors import CPU
 from swarm.stage.buckets import GradientBucket, Tensors, Version
 from swarm.stage.diloco.fragments import Fragments
@@ -43,7 +44,7 @@ class DilocoWeights(StageWeights):
     def __init__(self, config: RunConfig, module: nn.Module, *, lineage: str, events: Events | None = None) -> None:
         self._events = events or NoEvents()
         self._adamw = optim.AdamW(config.optimizer)
-        self._fragments = Fragments([name for name, _ in module.named_parameters()], config.averaging.num_fragments)
+        self._fragments = Fragments(trained_parameters(module), config.averaging.num_fragments)
         self._closing: _Closing | None
         """The newest of this round, also after it was reopened: its result may be decided all the same."""
         self._failure: Exception | None = None

@@ -1,6 +1,7 @@
 """swarm-peer's options: what they may not be."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,9 +9,10 @@ from peers.shared import process
 from peers.stage_peer import program as stage_peer
 from peers.stage_peer.arrival import require_ready_file
 from peers.stage_peer.options import PeerOptions
-from peers.stage_peer.own_config import require_allowed_class
+from peers.stage_peer.own_config import own_config, require_allowed_class
 from peers.stage_peer.program import open_checkpoints
-from swarm.config import ModelConfig, RunConfig
+from swarm.config import LoraConfig, ModelConfig, RunConfig
+from tests.support.swarm import write_text
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,26 @@ def test_how_often_a_peer_looks_is_for_those_that_may_move() -> None:
     assert PeerOptions(preset="tiny").rebalance_every is None
     for seconds in (None, 0.0, 5.0):
         assert PeerOptions(preset="tiny", stage="auto", rebalance_every=seconds).rebalance_every == seconds
+
+
+def test_adapters_of_a_new_run_may_be_named_on_the_command_line(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt")
+
+    def configured(**options: Any) -> LoraConfig:
+        found = own_config(PeerOptions(preset="tiny", dataset=str(text), **options), None, tmp_path / "cache")
+        assert found is not None
+        return found.lora
+
+    assert configured(lora_rank=4, lora_alpha=8.0, lora_dropout=0.1, lora_targets=("q_proj",)) == LoraConfig(
+        rank=4, alpha=8.0, dropout=0.1, targets=("q_proj",)
+    )
+    assert not configured(lora_rank=0).is_on
+    with pytest.raises(ValueError, match="need a --lora-rank above 0"):
+        configured(lora_alpha=8.0)
+    with pytest.raises(ValueError, match="this model has no 'wq'"):
+        configured(lora_rank=4, lora_targets=("wq",))
+    with pytest.raises(ValueError, match="--lora-rank and the like belong to a new run"):
+        PeerOptions(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), lora_rank=4)
 
 
 def test_the_same_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""`[lora]`: adapters that are trained instead of the model's own weights."""
+
+from dataclasses import dataclass
+
+from swarm.config.checks import STRICT, require, require_not_negative, require_positive, require_usable_numbers
+from swarm.config.model import ModelConfig
+
+Group = tuple[str, ...]
+"""Matrices of a layer, as our modules are named, whose adapters have the matrix that reads in common."""
+
+ALL_LINEAR = "all-linear"
+_LLAMA: dict[str, tuple[Group, ...]] = {
+    "q_proj": (("attention.q",),),
+    "k_proj": (("attention.k",),),
+    "v_proj": (("attention.v",),),
+    "o_proj": (("attention.output",),),
+    "gate_proj": (("feed_forward.gate",),),
+    "up_proj": (("feed_forward.up",),),
+    "down_proj": (("feed_forward.down",),),
+}
+_GPT2: dict[str, tuple[Group, ...]] = {
+    # In GPT-2 queries, keys and values come from one matrix, which has one adapter.
+    "c_attn": (("attention.q", "attention.k", "attention.v"),),
+    "c_proj": (("attention.output",), ("feed_forward.down",)),
+    "c_fc": (("feed_forward.up",),),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adaptation (LoRA, arXiv 2106.09685).
+
+    The model's own weights stay as they are, and beside some of its matrices two thin ones are trained, whose product
+    is added.
+    """
+
+    __pydantic_config__ = STRICT
+
+    rank: int = 0
+    """Columns of the one thin matrix, and rows of the other; 0 trains the model's own weights."""
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Probability of zeroing, for what an adapter reads."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """The matrices of each layer that have an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    down_proj; of a GPT-2 c_attn, c_proj and c_fc; or all-linear for all of them."""
+
+    def __post_init__(self) -> None:
+        require_usable_numbers("lora", self)
+        require_not_negative("lora", self, "rank")
+        require_positive("lora", self, "alpha")
+        require(0.0 <= self.dropout < 1.0, f"lora.dropout must be in [0, 1), not {self.dropout}")
+        require(bool(self.targets), "lora.targets must name at least one matrix; lora.rank = 0 turns adapters off")
+        require(
+            ALL_LINEAR not in self.targets or len(self.targets) == 1,
+            f"lora.targets: {ALL_LINEAR} means all of them, and stands alone",
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained, and the model's own weights are not."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """By what an adapter's output is multiplied."""
+        return self.alpha / self.rank
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError unless a model can have these adapters."""
+        if not self.is_on:
+            return
+        require(not model.custom_class, "lora is for the built-in model, not for a model.custom_class")
+        require(not model.bottleneck_dim, "lora is not for a model with a model.bottleneck_dim")
+        require(
+            self.rank <= model.d_model,
+            f"lora.rank ({self.rank}) must not exceed model.d_model ({model.d_model})",
+        )
+        known = targets_of(model)
+        for target in self.targets:
+            require(
+                target in known or target == ALL_LINEAR,
+                f"lora.targets: this model has no {target[:80]!r}, only {', '.join(known)}, or {ALL_LINEAR} for all",
+            )
+
+    def groups(self, model: ModelConfig) -> list[Group]:
+        """The matrices of a layer that have adapters, in the model's order."""
+        known = targets_of(model)
+        return [group for name in known if {name, ALL_LINEAR} & {*self.targets} for group in known[name]]
+
+
+def targets_of(model: ModelConfig) -> dict[str, tuple[Group, ...]]:
+    """What can be named as a target, by the name that it has in transformers, and which of a layer's matrices it is."""
+    if model.positions == "learned":
+        return _GPT2
+    return {name: groups for name, groups in _LLAMA.items() if name != "gate_proj" or model.feed_forward == "swiglu"}

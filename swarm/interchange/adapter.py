@@ -1,0 +1,109 @@
+"""Adapters as peft reads them, written from ours.
+
+    adapter_config.json           rank, alpha and targets, by the names of the model's family
+    adapter_model.safetensors     the two thin matrices of every target
+    README.md
+
+Called by swarm-model. Either all of the folder is there at the end, or nothing. The model that the adapters belong to
+is not in it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swarm.config import RunConfig
+from swarm.interchange.export import Load, Origin
+from swarm.interchange.families.family import Family, TensorRule
+from swarm.interchange.families.known import family_of
+from swarm.interchange.source import parameter_shapes
+from swarm.machine.disk import whole_folder
+from swarm.model.adapters import AdapterNames, adapter_names
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def export_adapter(origin: Origin, output: Path, dtype: torch.dtype | None = None) -> list[Path]:
+    """Write the folder; gives its files. Blocks.
+
+    Args:
+        dtype: to store them in; None leaves them in float32.
+
+    Raises:
+        ValueError: the run has no adapters, transformers has no such architecture, or the output is there.
+        OSError: the folder cannot be written.
+    """
+    if origin.adapters is None:
+        raise ValueError("this run trains the model's own weights, and has no adapters: export it without --adapter")
+    config = origin.config
+    with whole_folder(output) as folder:
+        family = family_of(config.model)
+        adapted = _adapted(config, family)
+        tensors = {
+            f"base_model.model.{module}.{part}.weight": tensor.to(dtype or tensor.dtype)
+            for module, adapters in adapted.items()
+            for part, tensor in _theirs(adapters, origin.adapters).items()
+        }
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        values = _config(config, family, adapted)
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(_card(origin), encoding="utf-8")
+    return sorted(output.iterdir())
+
+
+def _adapted(config: RunConfig, family: Family) -> dict[str, list[AdapterNames]]:
+    """By the family's name of a matrix, our adapters for it, whose outputs it has one below the other."""
+    names = adapter_names(config)
+    rules = family.tensors(config.model, parameter_shapes(config.model))
+    return {_module(rule): [names[name] for name in rule.ours] for rule in rules if rule.ours[0] in names}
+
+
+def _module(rule: TensorRule) -> str:
+    return rule.theirs.removesuffix(".weight")
+
+
+def _theirs(adapters: list[AdapterNames], load: Load) -> dict[str, Tensor]:
+    """Our adapters of one of their matrices as one; they read by the same matrix."""
+    (a,) = {adapter.a for adapter in adapters}
+    ours = load({a, *(adapter.b for adapter in adapters)})
+    return {"lora_A": ours[a].clone(), "lora_B": torch.cat([ours[adapter.b] for adapter in adapters])}
+
+
+def _config(config: RunConfig, family: Family, adapted: dict[str, list[AdapterNames]]) -> dict[str, Any]:
+    lora = config.lora
+    rules = family.tensors(config.model, parameter_shapes(config.model))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapted}),
+        "fan_in_fan_out": any(rule.transposed for rule in rules if _module(rule) in adapted),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _card(origin: Origin) -> str:
+    config, lora, card = origin.config, origin.config.lora, origin.card
+    rows = {
+        "Run": f"`{config.run_id}`",
+        "Round": str(card.round),
+        "Rank, alpha": f"{lora.rank}, {lora.alpha:g}",
+        "Matrices": ", ".join(lora.targets),
+        "Weights of the model": f"`{config.model.weights}`" if config.model.weights else "random",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "---\nlibrary_name: peft\npipeline_tag: text-generation\n---\n\n"
+        f"# {config.run}\n\nAdapters, trained with Swarm by machines of several people together.\n\n"
+        f"| | |\n|---|---|\n{table}\n\n"
+        "```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("MODEL")\nmodel = PeftModel.from_pretrained(model, "PATH")\n```\n'
+    )

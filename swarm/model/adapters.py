@@ -1,0 +1,82 @@
+"""LoRA's adapters (arXiv 2106.09685): freezing a stage, adding adapters to it, and merging them into its weights.
+
+Used by stages.py, which builds stages with them, by stage/, which trains them, and by exports. The modules are in
+projection.py. An adapter's parameters are named after its matrix: `layers.3.attention.q.adapter.a`.
+
+Shape suffixes: D inputs of a matrix, E outputs, R rank.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from swarm.config import LoraConfig, RunConfig
+from swarm.model.layers import draw
+from swarm.model.projection import Adapter, Projection
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a stage that are trained, by name: adapters alone, where the run has them."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def adapt(module: nn.Module, config: RunConfig) -> None:
+    """Freeze what a stage has, and add the run's adapters to its layers, at their initial values.
+
+    A matrix that reads is uniform between +-1 / sqrt(its inputs), as in peft, and the one that writes is 0.
+
+    Args:
+        module: of the built-in model.
+    """
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    groups = config.lora.groups(config.model)
+    for number, layer in cast(nn.ModuleDict, module.layers).items():
+        for group in groups:
+            _add(layer, config.lora, group, f"layers.{number}")
+    for name, parameter in trained_parameters(module).items():
+        if parameter.is_meta:
+            continue
+        if name.endswith(".b"):
+            parameter.zero_()
+        else:
+            draw(parameter, 1 / math.sqrt(parameter.shape[1]), config.data.seed, name)
+
+
+def _add(layer: nn.Module, lora: LoraConfig, group: tuple[str, ...], site: str) -> None:
+    """Give a layer's matrices adapters that have the one that reads in common."""
+    a_RD: nn.Parameter | None = None
+    for name in group:
+        projection = cast(Projection, layer.get_submodule(name))
+        if a_RD is None:
+            a_RD = nn.Parameter(torch.empty(lora.rank, projection.in_features))
+        projection.adapt(Adapter(lora, a_RD, projection.out_features, f"{site}.{group[0]}.adapter"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterNames:
+    """The parameters of one matrix's adapter."""
+
+    a: str
+    b: str
+
+
+def adapter_names(config: RunConfig) -> dict[str, AdapterNames]:
+    """The adapters of the whole model, by the name of the weight that each adds to."""
+    return {
+        f"layers.{layer}.{name}.weight": AdapterNames(
+            a=f"layers.{layer}.{group[0]}.adapter.a", b=f"layers.{layer}.{name}.adapter.b"
+        )
+        for layer in range(config.model.num_layers)
+        for group in (config.lora.groups(config.model) if config.lora.is_on else ())
+        for name in group
+    }
+
+
+def merged(weight_ED: Tensor, a_RD: Tensor, b_ER: Tensor, scale: float) -> Tensor:
+    """A matrix with what its adapter adds, in float32."""
+    return torch.addmm(weight_ED.float(), b_ER, a_RD, alpha=scale)

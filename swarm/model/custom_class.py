@@ -1,0 +1,20 @@
+"""Finds the class of `model.custom_class`, whose rules are in stages.py."""
+
+import pkgutil
+
+from torch import nn
+
+
+def find(name: str) -> type[nn.Module]:
+    """Import it. Raises ValueError if it cannot be imported, or is no module class."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"model.custom_class {name!r} cannot be imported ({reason}): name it as package.module:Class "
+            "and install its package, or put it on PYTHONPATH"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"model.custom_class {name!r} is not a class derived from torch.nn.Module")
+    return found
