@@ -1,11 +1,13 @@
-"""A tokenizer.json of a few words."""
+"""Small tokenizers: a tokenizer.json of a few words, and the folder of one that knows how to chat."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 
 
 def write_tokenizer(path: Path, words: Sequence[str]) -> str:
@@ -16,3 +18,31 @@ def write_tokenizer(path: Path, words: Sequence[str]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
     return str(path)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.content + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As ChatML; the assistant's parts are what it says, with the token that ends it."""
+
+
+def write_chat_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> str:
+    """Write one whose tokens are bytes, and those of ChatML; gives the path of its tokenizer.json as an option."""
+    alphabet = sorted(ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": template,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder / "tokenizer.json")

@@ -1,0 +1,165 @@
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.data import chat
+from swarm.data.chat import TRAINING_DATE, ChatTemplate
+from tests.support.tokenizers import CHAT_TEMPLATE, write_chat_tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": 'Say "na\u00efve" <b>'},
+    {"role": "assistant", "content": "na\u00efve \U0001f41d"},
+    {"role": "user", "content": "Again"},
+    {"role": "assistant", "content": "No."},
+]
+WITHOUT_MARKS = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def _template(text: str, **special_tokens: str) -> ChatTemplate:
+    return ChatTemplate(text, special_tokens, now=lambda: datetime(2026, 5, 4))
+
+
+def _said(template: ChatTemplate, messages: list[dict[str, str]]) -> list[str]:
+    rendered = template.render_training(messages)
+    assert rendered.text == template.render(messages)
+    return [rendered.text[first:last] for first, last in rendered.spans]
+
+
+def test_parts_of_the_assistant_are_what_the_template_marks() -> None:
+    template = _template(CHAT_TEMPLATE, eos_token="<|im_end|>")
+    assert _said(template, TALK) == ["na\u00efve \U0001f41d<|im_end|>", "No.<|im_end|>"]
+    assert _said(template, TALK[:2]) == []
+
+
+def test_without_marks_they_are_what_each_message_adds() -> None:
+    template = _template(WITHOUT_MARKS, eos_token="<|im_end|>")
+    assert _said(template, TALK) == ["na\u00efve \U0001f41d<|im_end|>\n", "No.<|im_end|>\n"]
+
+
+def test_marks_hold_inside_macros_and_blocks() -> None:
+    template = _template(
+        "{% macro turn(m) %}[{% generation %}{{ m.content }}{% endgeneration %}]{% endmacro %}"
+        "{% for m in messages %}{% set text %}{{ turn(m) }}{% endset %}{{ text }}{% endfor %}"
+    )
+    assert _said(template, [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": ""}]) == ["a", ""]
+
+
+def test_macros_that_are_called_mark_nothing() -> None:
+    template = _template(
+        "{% macro wrap() %}{{ caller() }}{% endmacro %}"
+        "{% for m in messages %}{% call wrap() %}{{ m.role[0] + m.content + '.' }}{% endcall %}{% endfor %}"
+        "{{ 'a' if add_generation_prompt }}"
+    )
+    assert _said(template, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]) == ["y."]
+
+
+def test_template_that_changes_earlier_turns_is_refused() -> None:
+    """As those do that leave a model's reasoning out of all turns but the last."""
+    template = _template(
+        "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}{% endfor %}", eos_token="."
+    )
+    with pytest.raises(ValueError, match="differently once others follow it.*generation") as raised:
+        template.render_training(TALK)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["generation", "prefixes", "tools", "llama_date"])
+def test_renders_as_transformers_does(name: str, tmp_path: Path) -> None:
+    """The text, and for a template that marks them the assistant's tokens."""
+    from transformers import AutoTokenizer
+
+    template = {
+        "generation": CHAT_TEMPLATE,
+        "prefixes": WITHOUT_MARKS,
+        "tools": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{% if tools is none %}none{% endif %}"
+        "{%- for m in messages %}\n   {%- if loop.index0 == 1 %}\n  {%- continue %}\n  {%- endif %}\n {{ m.role }}\n"
+        "{% endfor %}",
+        "llama_date": "{{ bos_token }}{{ eos_token }}{% set ns = namespace(x=1) %}{{ ns.x }}{{ messages[-1]['role'] }}",
+    }[name]
+    write_chat_tokenizer(tmp_path, template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ours = chat.load(tmp_path, now=lambda: TRAINING_DATE)
+    assert ours is not None
+    for add in (False, True):
+        expected = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=add)
+        assert ours.render(TALK, add_generation_prompt=add) == expected
+
+
+def test_date_is_an_argument() -> None:
+    template = _template("{{ strftime_now('%d %b %Y') }}")
+    assert template.render([]) == "04 May 2026"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content + 'x' }}", "no element"),
+        ("{{ messages.append(1) }}", "safe"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{% for i in range(10000000) %}x{% endfor %}", "range"),
+    ],
+)
+def test_what_a_template_may_not_do_is_one_line(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"cannot render.*{reason}") as raised:
+        _template(text).render(TALK)
+    assert "\n" not in str(raised.value)
+
+
+def test_message_with_a_mark_is_refused() -> None:
+    template = _template(CHAT_TEMPLATE, eos_token="")
+    with pytest.raises(ValueError, match="U\\+FDD0"):
+        template.render_training([{"role": "user", "content": "\ufdd0"}])
+
+
+def test_invalid_template_is_one_line() -> None:
+    with pytest.raises(ValueError, match="not valid"):
+        _template("{% for %}")
+
+
+TOKEN = {"content": "<s>", "lstrip": False}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"chat_template": "one", "bos_token": TOKEN}}, "one"),
+        ({"tokenizer_config.json": {"chat_template": "one"}, "chat_template.jinja": "two"}, "two"),
+        (
+            {
+                "chat_template.json": {"chat_template": "{{ bos_token }}"},
+                "special_tokens_map.json": {"bos_token": TOKEN},
+            },
+            "<s>",
+        ),
+        (
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+                }
+            },
+            "b",
+        ),
+        ({"tokenizer_config.json": {"bos_token": "<s>"}}, None),
+        ({}, None),
+    ],
+)
+def test_template_is_found_where_transformers_keeps_it(
+    files: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    template = chat.load(tmp_path, now=lambda: TRAINING_DATE)
+    assert (template.render([]) if template is not None else None) == expected
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"chat_template": 3}), json.dumps({"chat_template": "{% if"})])
+def test_unusable_template_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match="chat template") as raised:
+        chat.load(tmp_path, now=lambda: TRAINING_DATE)
+    assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
