@@ -49,7 +49,7 @@ def model() -> None:
 
 def generate() -> None:
     """Run `swarm-generate`."""
-    _run("swarm-generate", "peers.generate")
+    _run("swarm-generate", "peers.generate.program")
 
 
 def command_line(program: str, arguments: Iterable[str]) -> list[str]:

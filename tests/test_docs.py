@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from peers.generate import GenerateOptions
+from peers.generate.options import GenerateOptions
 from peers.keys import IssueOptions
 from peers.local.options import LocalOptions
 from peers.model import ExportModelOptions, ImportModelOptions, PushModelOptions

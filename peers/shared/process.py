@@ -197,7 +197,11 @@ def stop_event() -> asyncio.Event:
 
 async def before_stop(work: Coroutine[Any, Any, Result]) -> Result | None:
     """What `work` gives; None if SIGINT or SIGTERM came before: then it was cancelled, and has ended."""
-    stop = stop_event()
+    return await before(stop_event(), work)
+
+
+async def before(stop: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What `work` gives; None if `stop` was set before: then it was cancelled, and has ended."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not working.done():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
@@ -163,7 +163,7 @@ def load(folder: Path, *, now: Callable[[], datetime]) -> ChatTemplate | None:
 class _Generation(Extension):
     """`{% generation %}`: puts marks around a part of the text."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja declares it like that
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -171,8 +171,8 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Callable[[], str]) -> str:
-        begin, end = self.environment.globals["_generation_marks"]
-        return begin + caller() + end
+        marks: tuple[str, str] = cast(Any, self.environment.globals["_generation_marks"])
+        return marks[0] + caller() + marks[1]
 
 
 def _unmarked(marked: str) -> Rendered:

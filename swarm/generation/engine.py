@@ -4,15 +4,21 @@
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Protocol
 
 import torch
 
+from swarm.generation.room import Room
 from swarm.generation.sampling import Sampling, choose
-from swarm.model.attention import KeyValueCache
+from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
+
+_MOST_AHEAD = 4
+"""Tokens that a sequence may be ahead of its caller, so that a caller's delay is none of the others'."""
 
 
 class Engine(Protocol):
@@ -23,6 +29,11 @@ class Engine(Protocol):
         """Most tokens of a sequence, prompt included."""
         ...
 
+    @property
+    def round(self) -> int | None:
+        """The round whose weights continue a sequence that begins now; None while that is not known."""
+        ...
+
     def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
         """Continue a prompt of at least one token, token by token, until the caller stops or `max_tokens` are there.
 
@@ -30,37 +41,141 @@ class Engine(Protocol):
 
         Raises:
             ValueError: the prompt is empty, or with `max_tokens` longer than `longest`.
+            SwarmError: the sequence cannot be continued, now or at all.
         """
         ...
 
 
 class LocalEngine:
-    """A model in this process. Several sequences take turns, token by token."""
+    """A model in this process, which `run` has compute.
 
-    def __init__(self, model: Transformer, *, longest: int) -> None:
+    Sequences that are under way get their next token together, as one batch. One that has no room waits, in order.
+    """
+
+    def __init__(
+        self, model: Transformer, room: Room, *, longest: int, round_number: int = 0, piece_tokens: int = 256
+    ) -> None:
+        """
+        Args:
+            room: for positions of sequences; it holds a whole one of `longest`.
+            piece_tokens: of a prompt, which are computed at once: between two pieces the other sequences get a token.
+        """
+        assert room.capacity >= longest, "a sequence could wait for ever"
         self._model = model.eval()
+        self._room = room
         self._longest = longest
-        self._turn = asyncio.Lock()
+        self._round = round_number
+        self._piece_tokens = piece_tokens
+        self._sequences: list[_Sequence] = []
+        self._changed = asyncio.Event()
 
     @property
     def longest(self) -> int:
         return self._longest
 
+    @property
+    def round(self) -> int:
+        return self._round
+
+    @property
+    def num_sequences(self) -> int:
+        """How many are under way."""
+        return len(self._sequences)
+
+    async def run(self) -> None:
+        """Compute, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        # One thread, so that torch keeps one set of helpers, and nothing else of the program can be in the way.
+        with ThreadPoolExecutor(1, thread_name_prefix="engine") as thread:
+            while True:
+                self._changed.clear()
+                begun = [sequence for sequence in self._sequences if sequence.is_wanted]
+                if not begun:
+                    await self._changed.wait()
+                    continue
+                try:
+                    await loop.run_in_executor(thread, self._compute, begun)
+                except Exception as error:  # noqa: BLE001 - it is theirs who wait for the tokens: no memory, for one
+                    for sequence in begun:
+                        sequence.fail(error)
+                for sequence in begun:
+                    sequence.deliver()
+
     async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
         require_room(self, prompt, max_tokens)
-        cache = KeyValueCache(len(prompt) + max_tokens)
-        tokens = list(prompt)
-        for _ in range(max_tokens):
-            new = torch.tensor([tokens[cache.num_positions :]])
-            async with self._turn:
-                logits_V = await asyncio.to_thread(self._step, new, cache)
-            tokens.append(choose(logits_V, sampling, len(tokens)))
-            yield tokens[-1]
+        async with self._room.taken(len(prompt) + max_tokens):
+            sequence = _Sequence(prompt, sampling, max_tokens)
+            self._sequences.append(sequence)
+            try:
+                for _ in range(max_tokens):
+                    self._changed.set()
+                    yield await sequence.next_token()
+            finally:
+                self._sequences.remove(sequence)
 
     @torch.inference_mode()
-    def _step(self, tokens_1T: torch.Tensor, cache: KeyValueCache) -> torch.Tensor:
-        logits_1V: torch.Tensor = self._model(tokens_1T, cache=cache)[0]
-        return logits_1V[-1]
+    def _compute(self, sequences: Sequence["_Sequence"]) -> None:
+        """A token for each sequence whose prompt is computed, and a piece of the first other one's prompt."""
+        if together := [sequence for sequence in sequences if sequence.num_new == 1]:
+            tokens_B1 = torch.tensor([sequence.tokens[-1:] for sequence in together])
+            logits_B1V = self._model(tokens_B1, cache=CacheRows([sequence.cache for sequence in together]))
+            for sequence, logits_1V in zip(together, logits_B1V, strict=True):
+                sequence.append(logits_1V[-1])
+        if (prompt := next((sequence for sequence in sequences if sequence.num_new > 1), None)) is not None:
+            first = prompt.cache.num_positions
+            piece_1T = torch.tensor([prompt.tokens[first : first + self._piece_tokens]])
+            logits_11V = self._model(piece_1T, cache=prompt.cache)
+            if prompt.num_new == 0:
+                prompt.append(logits_11V[0, -1])
+
+
+class _Sequence:
+    """One sequence under way: the compute thread writes its tokens, and hands them over in `deliver`."""
+
+    def __init__(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
+        self.tokens = list(prompt)
+        self.cache = KeyValueCache(len(prompt) + max_tokens)
+        self._sampling = sampling
+        self._num_left = max_tokens
+        self._ready = deque[int]()
+        self._num_delivered = len(prompt)
+        self._error: Exception | None = None
+        self._arrived = asyncio.Event()
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that have not been computed with."""
+        return len(self.tokens) - self.cache.num_positions
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether more is to be computed now."""
+        return self._num_left > 0 and len(self._ready) < _MOST_AHEAD and self._error is None
+
+    def append(self, logits_V: torch.Tensor) -> None:
+        """Choose the next token."""
+        self.tokens.append(choose(logits_V, self._sampling, len(self.tokens)))
+        self._num_left -= 1
+
+    def deliver(self) -> None:
+        """Tell the caller of what there is."""
+        self._ready.extend(self.tokens[self._num_delivered :])
+        self._num_delivered = len(self.tokens)
+        if self._ready or self._error is not None:
+            self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the caller that nothing comes after what there is."""
+        self._error = error
+
+    async def next_token(self) -> int:
+        """Wait for the next token. Raises what went wrong while it was computed."""
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._ready.popleft()
 
 
 def require_room(engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:

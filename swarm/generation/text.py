@@ -1,6 +1,7 @@
 """Text between people and tokens: what is said of a stream of tokens as they come, and where it ends."""
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from typing import Literal
 
 from swarm.data.tokenizers import Tokenizer
 
@@ -44,34 +45,55 @@ class TextStream:
         return before, self._tokenizer.decode(self._tokens[self._context :])
 
 
-async def texts(
-    tokens: AsyncIterator[int],
-    tokenizer: Tokenizer,
-    *,
-    prompt: Sequence[int] = (),
-    end_tokens: Collection[int] = (),
-    stops: Sequence[str] = (),
-) -> AsyncIterator[str]:
-    """Pieces of text as tokens come, up to an end token or the first of some strings, neither of which is said.
+class Writing:
+    """A text as it comes: up to an end token or the first of some strings, neither of which is said.
 
-    What may be the beginning of a stop string is held back until more is known.
+    Attributes:
+        num_tokens: that have been read, an end token included.
+        finish_reason: once the text has ended, `stop` if it came to its end, and `length` if the tokens did.
     """
-    stream, held = TextStream(tokenizer, prompt), ""
-    async for token in tokens:
-        if token in end_tokens:
-            break
-        held += stream.push(token)
-        if found := [held.index(stop) for stop in stops if stop in held]:
-            held = held[: min(found)]
-            break
-        keep = _may_begin(held, stops)
-        if len(held) > keep:
-            yield held[: len(held) - keep]
-            held = held[len(held) - keep :]
-    else:
-        held += stream.rest()
-    if held:
-        yield held
+
+    def __init__(
+        self,
+        tokens: AsyncIterator[int],
+        tokenizer: Tokenizer,
+        *,
+        prompt: Sequence[int] = (),
+        end_tokens: Collection[int] = (),
+        stops: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            tokens: they are closed by whoever opened them.
+            prompt: the tokens before these.
+        """
+        self.num_tokens = 0
+        self.finish_reason: Literal["stop", "length"] = "length"
+        self._tokens = tokens
+        self._stream = TextStream(tokenizer, prompt)
+        self._end_tokens = end_tokens
+        self._stops = stops
+
+    async def pieces(self) -> AsyncGenerator[str, None]:
+        """The text, piece by piece. What may be the beginning of a stop string is held back until more is known."""
+        held = ""
+        async for token in self._tokens:
+            self.num_tokens += 1
+            if token in self._end_tokens:
+                self.finish_reason = "stop"
+                break
+            held += self._stream.push(token)
+            if found := [held.index(stop) for stop in self._stops if stop in held]:
+                self.finish_reason, held = "stop", held[: min(found)]
+                break
+            keep = _may_begin(held, self._stops)
+            if len(held) > keep:
+                yield held[: len(held) - keep]
+                held = held[len(held) - keep :]
+        else:
+            held += self._stream.rest()
+        if held:
+            yield held
 
 
 def _may_begin(text: str, stops: Sequence[str]) -> int:

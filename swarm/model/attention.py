@@ -7,7 +7,7 @@ heads, K head width, J half a head's width, R trained columns of the residual st
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,17 @@ from swarm.model.norms import make_norm
 from swarm.model.projection import Projection
 
 
-def rotary_tables(
-    model: ModelConfig, num_positions: int, device: torch.device, first: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of positions from `first` on, [T, J] float32 each (arXiv 2104.09864).
+def rotary_tables(model: ModelConfig, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles of positions, [T, J] float32 each (arXiv 2104.09864).
+
+    Where samples have positions of their own ([B, T]), so have the tables: [B, 1, T, J], the same for all heads.
 
     They are not cached: they are cheap beside a layer, and a cache would have to tell inference tensors from those that
     autograd may save.
     """
-    positions_T1 = torch.arange(first, first + num_positions, device=device, dtype=torch.float32)[:, None]
-    angles_TJ = positions_T1 * rotary_frequencies(model, device)
+    if positions_T.ndim > 1:
+        positions_T = positions_T[:, None]
+    angles_TJ = positions_T[..., None].float() * rotary_frequencies(model, positions_T.device)
     return angles_TJ.cos(), angles_TJ.sin()
 
 
@@ -96,8 +97,19 @@ class KeyValueCache:
         """Memory that is taken."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
 
-    def extend(self, layer: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's keys and values of the next T positions; gives those of all positions so far."""
+    def next_positions(self, count: int, device: torch.device) -> Tensor:
+        """The positions that come next: [T]."""
+        return torch.arange(self.num_positions, self.num_positions + count, device=device)
+
+    def advance(self, count: int) -> None:
+        """Every layer has so many more."""
+        self.num_positions += count
+
+    def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """Attention of the next T positions to those so far and to themselves; a layer's keys and values are kept."""
+        return attention(q_BHTK, *self._extend(layer, k_BGTK, v_BGTK))
+
+    def _extend(self, layer: str, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self._layers:
             shape = (*k_BGTK.shape[:2], self.capacity, k_BGTK.shape[3])
             self._layers[layer] = (k_BGTK.new_empty(shape), v_BGTK.new_empty(shape))
@@ -107,6 +119,27 @@ class KeyValueCache:
         k_BGSK[:, :, self.num_positions : end] = k_BGTK
         v_BGSK[:, :, self.num_positions : end] = v_BGTK
         return k_BGSK[:, :, :end], v_BGSK[:, :, :end]
+
+
+class CacheRows:
+    """The caches of several sequences that are computed side by side, one a row; they may differ in length."""
+
+    def __init__(self, caches: Sequence[KeyValueCache]) -> None:
+        self._caches = caches
+
+    def next_positions(self, count: int, device: torch.device) -> Tensor:
+        """The positions that come next in each of them: [B, T]."""
+        return torch.stack([cache.next_positions(count, device) for cache in self._caches])
+
+    def advance(self, count: int) -> None:
+        """Every layer of each of them has so many more."""
+        for cache in self._caches:
+            cache.advance(count)
+
+    def attend(self, layer: str, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        """As KeyValueCache.attend, for each row with its own cache."""
+        rows = zip(*(heads.chunk(len(self._caches)) for heads in (q_BHTK, k_BGTK, v_BGTK)), strict=True)
+        return torch.cat([cache.attend(layer, *row) for cache, row in zip(self._caches, rows, strict=True)])
 
 
 def has_grouped_kernel(
@@ -151,12 +184,12 @@ class CausalSelfAttention(nn.Module):
         hidden_BTD: Tensor,
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
-        extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attention,
         key: DropoutKey | None = None,
     ) -> Tensor:
         """
         Args:
-            extend: puts earlier positions before keys and values.
+            attend: queries, keys and values to what they mix to; with a cache earlier positions take part.
             key: names the microbatch, for the dropout of adapters.
         """
         q_BHTK = self.q_norm(rearrange(self.q(hidden_BTD, key), "b t (h k) -> b h t k", h=self.num_heads))
@@ -164,7 +197,6 @@ class CausalSelfAttention(nn.Module):
         v_BGTK = rearrange(self.v(hidden_BTD, key), "b t (g k) -> b g t k", g=self.num_kv_heads)
         if cos_TJ is not None and sin_TJ is not None:
             q_BHTK, k_BGTK = rotate(q_BHTK, cos_TJ, sin_TJ), rotate(k_BGTK, cos_TJ, sin_TJ)
-        k_BGSK, v_BGSK = (k_BGTK, v_BGTK) if extend is None else extend(k_BGTK, v_BGTK)
-        mixed_BHTK = attention(q_BHTK, k_BGSK, v_BGSK)
+        mixed_BHTK = attend(q_BHTK, k_BGTK, v_BGTK)
         output_BTR: Tensor = self.output(rearrange(mixed_BHTK, "b h t k -> b t (h k)"), key)
         return output_BTR

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swarm.config import ModelConfig
-from swarm.model.attention import CausalSelfAttention, KeyValueCache
+from swarm.model.attention import CacheRows, CausalSelfAttention, KeyValueCache, attention
 from swarm.model.functions import product, swiglu
 from swarm.model.masks import DropoutKey, dropout, key_digest
 from swarm.model.norms import make_norm
@@ -93,7 +93,7 @@ class TransformerLayer(nn.Module):
         cos_TJ: Tensor | None,
         sin_TJ: Tensor | None,
         key: DropoutKey | None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | CacheRows | None = None,
     ) -> Tensor:
         """
         Args:
@@ -101,10 +101,10 @@ class TransformerLayer(nn.Module):
             cos_TJ, sin_TJ: as rotary_tables makes them, where positions are rotary.
             cache: of the positions before these, and to which these are added.
         """
-        extend = None if cache is None else functools.partial(cache.extend, self.site)
+        attend = attention if cache is None else functools.partial(cache.attend, self.site)
         if self.writes_all:
             hidden_BTR, fixed_BTC = all_columns(hidden_BTR, fixed_BTC), None
-        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, extend, key)
+        mixed_BTR = self.attention(self.attention_norm(all_columns(hidden_BTR, fixed_BTC)), cos_TJ, sin_TJ, attend, key)
         hidden_BTR = hidden_BTR + dropout(mixed_BTR, self.probability, key, f"{self.site}.attention")
         wide_BTR = self.feed_forward(self.feed_forward_norm(all_columns(hidden_BTR, fixed_BTC)), key)
         return hidden_BTR + dropout(wide_BTR, self.probability, key, f"{self.site}.feed_forward")
@@ -153,8 +153,8 @@ class Positions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden_width))
 
-    def forward(self, embedded_BTR: Tensor, first: int = 0) -> Tensor:
-        return embedded_BTR + self.weight[first : first + embedded_BTR.shape[1]]
+    def forward(self, embedded_BTR: Tensor, positions_T: Tensor) -> Tensor:
+        return embedded_BTR + F.embedding(positions_T, self.weight)
 
 
 class Head(nn.Module):

@@ -39,7 +39,7 @@ from swarm.config import RunConfig
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model import adapters, custom_class
 from swarm.model.adapters import trained_parameters
-from swarm.model.attention import KeyValueCache, rotary_tables
+from swarm.model.attention import CacheRows, KeyValueCache, rotary_tables
 from swarm.model.functions import as_cast
 from swarm.model.layers import (
     Embedding,
@@ -117,7 +117,7 @@ class StageModule(nn.Module):
         *,
         dropout_key: DropoutKey | None,
         tokens_BT: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | CacheRows | None = None,
     ) -> Tensor:
         """Run the stage.
 
@@ -134,22 +134,24 @@ class StageModule(nn.Module):
             hidden_BTR, or logits_BTV at the last stage, in float32 even with autocast. With a cache the last stage
             gives the logits of the last position alone.
         """
-        first = 0 if cache is None else cache.num_positions
+        num_positions, device = inputs.shape[1], inputs.device
+        # Without a cache these are the first ones.
+        positions_T = (KeyValueCache(0) if cache is None else cache).next_positions(num_positions, device)
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.model.autocast == "bf16"):
             hidden_BTR = inputs
             if self.is_first:
                 assert self.embedding is not None
                 hidden_BTR, tokens_BT = self.embedding(inputs), inputs
                 if self.positions is not None:
-                    hidden_BTR = self.positions(hidden_BTR, first)
+                    hidden_BTR = self.positions(hidden_BTR, positions_T)
                 hidden_BTR = dropout(hidden_BTR, self.model.dropout, dropout_key, "embedding")
             fixed_BTC = None if self.fixed_columns is None else self.fixed_columns(tokens_BT)
             is_rotary = self.model.positions == "rope"
-            tables = rotary_tables(self.model, inputs.shape[1], inputs.device, first) if is_rotary else (None, None)
+            tables = rotary_tables(self.model, positions_T) if is_rotary else (None, None)
             for layer in self.layers.values():
                 hidden_BTR = self._run_layer(layer, hidden_BTR, fixed_BTC, *tables, dropout_key, cache)
             if cache is not None:
-                cache.num_positions += inputs.shape[1]
+                cache.advance(num_positions)
             if self.head is not None:
                 hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -1:]
                 embedding_VD = None if self.embedding is None else self.embedding.weight

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
-from swarm.model.attention import KeyValueCache
+from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.masks import DropoutKey
 from swarm.model.stages import StageModule, filled, initialise, token_loss
 
@@ -30,7 +30,7 @@ class Transformer(StageModule):
         *,
         dropout_key: DropoutKey | None = None,
         tokens_BT: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | CacheRows | None = None,
     ) -> Tensor:
         """tokens_BT to logits_BTV (float32). Without a key there is no dropout."""
         return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT, cache=cache)

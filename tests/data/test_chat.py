@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from swarm.data import chat
 from swarm.data.chat import TRAINING_DATE, ChatTemplate
@@ -62,7 +63,7 @@ def test_template_that_changes_earlier_turns_is_refused() -> None:
     template = _template(
         "{% for m in messages %}{{ m.content if loop.last else m.content[:1] }}{% endfor %}", eos_token="."
     )
-    with pytest.raises(ValueError, match="differently once others follow it.*generation") as raised:
+    with pytest.raises(ValueError, match=r"differently once others follow it.*generation") as raised:
         template.render_training(TALK)
     assert "\n" not in str(raised.value)
 
@@ -70,8 +71,6 @@ def test_template_that_changes_earlier_turns_is_refused() -> None:
 @pytest.mark.parametrize("name", ["generation", "prefixes", "tools", "llama_date"])
 def test_renders_as_transformers_does(name: str, tmp_path: Path) -> None:
     """The text, and for a template that marks them the assistant's tokens."""
-    from transformers import AutoTokenizer
-
     template = {
         "generation": CHAT_TEMPLATE,
         "prefixes": WITHOUT_MARKS,
@@ -162,4 +161,5 @@ def test_unusable_template_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ValueError, match="chat template") as raised:
         chat.load(tmp_path, now=lambda: TRAINING_DATE)
-    assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert str(tmp_path) in str(raised.value)

@@ -1,30 +1,51 @@
 """A model in this process continues a prompt as transformers does, with a cache of keys and values."""
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 from swarm.config import DataConfig, RunConfig, StagesConfig
 from swarm.generation.engine import LocalEngine, collect
+from swarm.generation.room import Room, bytes_per_position
 from swarm.generation.sampling import Sampling
 from swarm.interchange.source import Source
-from swarm.model.attention import KeyValueCache
+from swarm.model.attention import CacheRows, KeyValueCache
 from swarm.model.transformer import Transformer
 from tests.interchange.small_models import MODELS, POSITIONS, make_tokens, save
+
+_Kind = TypeVar("_Kind", bound=Transformer)
 
 GREEDY = Sampling(temperature=0.0)
 PROMPT_TOKENS = 5
 
 
 def _load(folder: Path) -> Transformer:
+    return _load_as(Transformer, folder)
+
+
+def _load_as(kind: type[_Kind], folder: Path) -> _Kind:
     source = Source(folder)
     config = RunConfig(model=source.model, stages=StagesConfig(num_stages=1), data=DataConfig(sequence_length=8))
-    model = Transformer(config)
+    model = kind(config)
     model.load_state_dict(dict(source.tensors(set(source.shapes))))
     return model
+
+
+@asynccontextmanager
+async def _running(
+    model: Transformer, *, num_sequences: int = 8, capacity: int = 8 * POSITIONS, piece_tokens: int = 256
+) -> AsyncIterator[LocalEngine]:
+    """An engine that computes."""
+    engine = LocalEngine(model, Room(num_sequences, capacity), longest=POSITIONS, piece_tokens=piece_tokens)
+    async with asyncio.TaskGroup() as tasks:
+        computing = tasks.create_task(engine.run())
+        yield engine
+        computing.cancel()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,9 +53,10 @@ async def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path
     theirs, prompt = save(name, tmp_path), make_tokens()[:1, :PROMPT_TOKENS]
     count = POSITIONS - PROMPT_TOKENS
     expected = theirs.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    engine = LocalEngine(_load(tmp_path), longest=POSITIONS)
-    found = await collect(engine, prompt[0].tolist(), GREEDY, count)
-    assert found == expected[0, PROMPT_TOKENS:].tolist()
+    for piece_tokens in (2, 256):
+        async with _running(_load(tmp_path), piece_tokens=piece_tokens) as engine:
+            found = await collect(engine, prompt[0].tolist(), GREEDY, count)
+        assert found == expected[0, PROMPT_TOKENS:].tolist()
     assert len(set(found)) > 1
 
 
@@ -52,30 +74,126 @@ def test_positions_may_come_in_any_pieces(name: str, tmp_path: Path) -> None:
         assert cache.num_positions == 60
 
 
-async def test_sequences_take_turns_and_do_not_mix(tmp_path: Path) -> None:
-    save("llama-2", tmp_path)
-    engine, prompts = LocalEngine(_load(tmp_path), longest=POSITIONS), make_tokens()[:, :9].tolist()
-    sampling = Sampling(temperature=1.0, seed=3)
-    alone = [await collect(engine, prompt, sampling, 20) for prompt in prompts]
-    assert alone[0] != alone[1]
-    assert await asyncio.gather(*(collect(engine, prompt, sampling, 20) for prompt in prompts)) == alone
+@pytest.mark.parametrize("name", ["llama-3", "gpt2", "qwen3"])
+@torch.no_grad()
+def test_sequences_of_different_lengths_can_be_computed_side_by_side(name: str, tmp_path: Path) -> None:
+    save(name, tmp_path)
+    model, tokens_BT = _load(tmp_path), make_tokens()
+    lengths, num_more = [5, 31, 17], 3
+    caches = [KeyValueCache(60) for _ in lengths]
+    for row, (length, cache) in enumerate(zip(lengths, caches, strict=True)):
+        model(tokens_BT[row % 2, None, :length], cache=cache)
+    for step in range(num_more):
+        new = torch.stack([tokens_BT[row % 2, length + step, None] for row, length in enumerate(lengths)])
+        last = model(new, cache=CacheRows(caches))
+    for row, length in enumerate(lengths):
+        alone = model(tokens_BT[row % 2, None, : length + num_more])[0, -1]
+        torch.testing.assert_close(last[row, -1], alone, rtol=1e-4, atol=1e-4)
 
 
-async def test_a_broken_off_text_goes_on_with_the_same_tokens(tmp_path: Path) -> None:
+SAMPLING = Sampling(temperature=1.0, seed=3)
+
+
+class _Watched(Transformer):
+    """A model that tells how many sequences it was given at once, and may fail."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.shapes: list[tuple[int, ...]] = []
+        self.fault: Exception | None = None
+
+    def forward(self, inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        if self.fault is not None:
+            raise self.fault
+        self.shapes.append(tuple(inputs.shape))
+        return super().forward(inputs, **options)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> _Watched:
     save("llama-2", tmp_path)
-    engine, prompt = LocalEngine(_load(tmp_path), longest=POSITIONS), make_tokens()[0, :9].tolist()
-    sampling = Sampling(temperature=1.3, top_p=0.9, seed=5)
-    whole = await collect(engine, prompt, sampling, 30)
-    async with aclosing(engine.generate(prompt, sampling, 30)) as stream:
-        begun = [await anext(stream) for _ in range(11)]
-    assert begun + await collect(engine, prompt + begun, sampling, 19) == whole
+    return _load_as(_Watched, tmp_path)
+
+
+async def test_sequences_are_computed_together_and_do_not_mix(model: _Watched) -> None:
+    prompts = [make_tokens()[row, :length].tolist() for row, length in ((0, 9), (1, 20), (0, 1), (1, 40))]
+    async with _running(model, piece_tokens=8) as engine:
+        alone = [await collect(engine, prompt, SAMPLING, 20) for prompt in prompts]
+        assert alone[0] != alone[1]
+        model.shapes.clear()
+        assert await asyncio.gather(*(collect(engine, prompt, SAMPLING, 20) for prompt in prompts)) == alone
+    # A prompt is computed in pieces, and beside the texts that go on.
+    assert max(shape[1] for shape in model.shapes) == 8
+    num_together = sum(shape[0] for shape in model.shapes if shape[1] == 1)
+    assert num_together >= 4 * 19
+    assert len(model.shapes) < 0.6 * num_together
+
+
+async def test_a_broken_off_text_goes_on_with_the_same_tokens(model: _Watched) -> None:
+    prompt, sampling = make_tokens()[0, :9].tolist(), Sampling(temperature=1.3, top_p=0.9, seed=5)
+    async with _running(model) as engine:
+        whole = await collect(engine, prompt, sampling, 30)
+        async with aclosing(engine.generate(prompt, sampling, 30)) as stream:
+            begun = [await anext(stream) for _ in range(11)]
+        assert engine.num_sequences == 0
+        assert begun + await collect(engine, prompt + begun, sampling, 19) == whole
+
+
+async def test_who_finds_no_room_waits_and_a_caller_that_goes_frees_its_place(model: _Watched) -> None:
+    prompt = make_tokens()[0, :9].tolist()
+    async with _running(model, num_sequences=2, capacity=POSITIONS) as engine:
+        alone = await collect(engine, prompt, SAMPLING, 20)
+        stream = engine.generate(prompt, SAMPLING, 40)
+        await anext(stream)
+        # There are 15 positions left, so the first of these waits, and the second one behind it.
+        waiting = [asyncio.create_task(collect(engine, prompt, SAMPLING, count)) for count in (20, 2)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.wait(waiting)), 0.2)
+        assert engine.num_sequences == 1
+        waiting.pop().cancel()
+        await stream.aclose()
+        assert await waiting[0] == alone
+        assert engine.num_sequences == 0
+
+
+async def test_a_caller_that_does_not_read_holds_nobody_up(model: _Watched) -> None:
+    prompt = make_tokens()[0, :9].tolist()
+    async with _running(model) as engine:
+        alone = await collect(engine, prompt, SAMPLING, 40)
+        async with aclosing(engine.generate(prompt, SAMPLING, 40)) as slow:
+            begun = [await anext(slow)]
+            model.shapes.clear()
+            assert await collect(engine, prompt, SAMPLING, 40) == alone
+            # It is a few tokens ahead of its caller, and not all of its text.
+            assert sum(shape[0] for shape in model.shapes if shape[1] == 1) < 39 + 10
+            assert begun + [token async for token in slow] == alone
+
+
+async def test_what_goes_wrong_is_told_to_all_that_it_concerns_and_no_others(model: _Watched) -> None:
+    prompt = make_tokens()[0, :9].tolist()
+    async with _running(model) as engine:
+        alone = await collect(engine, prompt, SAMPLING, 5)
+        model.fault = MemoryError("no room for 4 GiB")
+        results = await asyncio.gather(
+            *(collect(engine, prompt, SAMPLING, 5) for _ in range(3)), return_exceptions=True
+        )
+        assert all(isinstance(result, MemoryError) for result in results)
+        model.fault = None
+        assert await collect(engine, prompt, SAMPLING, 5) == alone
 
 
 @pytest.mark.parametrize(("prompt", "count"), [([], 3), ([1] * 60, 5)])
-async def test_what_does_not_fit_is_refused(prompt: list[int], count: int, tmp_path: Path) -> None:
-    save("llama-2", tmp_path)
-    with pytest.raises(ValueError, match=r"no tokens|longer than the model's 64"):
-        await collect(LocalEngine(_load(tmp_path), longest=POSITIONS), prompt, GREEDY, count)
+async def test_what_does_not_fit_is_refused(prompt: list[int], count: int, model: _Watched) -> None:
+    async with _running(model) as engine:
+        with pytest.raises(ValueError, match=r"no tokens|longer than the model's 64"):
+            await collect(engine, prompt, GREEDY, count)
+
+
+def test_bytes_of_a_position_are_what_a_cache_takes(model: _Watched) -> None:
+    cache = KeyValueCache(10)
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]), cache=cache)
+    assert cache.num_bytes == 10 * bytes_per_position(model.model)
 
 
 def test_a_cache_takes_memory_once() -> None:
@@ -83,7 +201,8 @@ def test_a_cache_takes_memory_once() -> None:
     assert cache.num_bytes == 0
     heads = torch.randn(1, 2, 3, 4)
     for _ in range(4):
-        k, v = cache.extend("layers.0", heads, heads)
-        cache.num_positions += 3
-    assert k.shape == v.shape == (1, 2, 12, 4)
+        mixed = cache.attend("layers.0", heads, heads, heads)
+        cache.advance(3)
+    assert mixed.shape == heads.shape
+    assert cache.num_positions == 12
     assert cache.num_bytes == 2 * 2 * 100 * 4 * 4

@@ -7,7 +7,7 @@ import pytest
 
 from swarm.data import tokenizers
 from swarm.data.tokenizers import ByteTokenizer
-from swarm.generation.text import TextStream, texts
+from swarm.generation.text import TextStream, Writing
 from tests.support.tokenizers import write_tokenizer
 
 
@@ -36,27 +36,33 @@ def test_spaces_between_words_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "stops", "expected"),
+    ("text", "stops", "expected", "reason"),
     [
-        ("one two three", (), "one two three"),
-        ("one two three", ("two",), "one "),
-        ("one two three", ("three", "e t"), "on"),
-        ("ends with tw", ("two",), "ends with tw"),
-        ("ab abc abcd", ("abcd",), "ab abc "),
-        ("two", ("two",), ""),
+        ("one two three", (), "one two three", "length"),
+        ("one two three", ("two",), "one ", "stop"),
+        ("one two three", ("three", "e t"), "on", "stop"),
+        ("ends with tw", ("two",), "ends with tw", "length"),
+        ("ab abc abcd", ("abcd",), "ab abc ", "stop"),
+        ("two", ("two",), "", "stop"),
+        ("→→🙂", ("→🙂",), "→", "stop"),
     ],
 )
-async def test_it_stops_at_the_first_of_the_strings(text: str, stops: tuple[str, ...], expected: str) -> None:
-    pieces = [piece async for piece in texts(_stream(text.encode()), ByteTokenizer(), stops=stops)]
+async def test_it_stops_at_the_first_of_the_strings(
+    text: str, stops: tuple[str, ...], expected: str, reason: str
+) -> None:
+    writing = Writing(_stream(text.encode()), ByteTokenizer(), stops=stops)
+    pieces = [piece async for piece in writing.pieces()]
     assert "".join(pieces) == expected
     assert all(pieces)
+    assert writing.finish_reason == reason
 
 
-async def test_it_ends_with_an_end_token() -> None:
-    pieces = [piece async for piece in texts(_stream(b"one\0two"), ByteTokenizer(), end_tokens={0})]
-    assert "".join(pieces) == "one"
+async def test_it_ends_with_an_end_token_which_counts() -> None:
+    writing = Writing(_stream(b"one\0two"), ByteTokenizer(), end_tokens={0})
+    assert "".join([piece async for piece in writing.pieces()]) == "one"
+    assert (writing.num_tokens, writing.finish_reason) == (4, "stop")
 
 
 async def test_nothing_that_may_begin_a_stop_is_said_too_early() -> None:
-    pieces = [piece async for piece in texts(_stream(b"x<y<en<end>"), ByteTokenizer(), stops=("<end>",))]
-    assert pieces == ["x", "<y", "<en"]
+    writing = Writing(_stream(b"x<y<en<end>"), ByteTokenizer(), stops=("<end>",))
+    assert [piece async for piece in writing.pieces()] == ["x", "<y", "<en"]

@@ -10,12 +10,10 @@ from swarm.model import attention as attention_module
 from swarm.model.attention import CausalSelfAttention, has_grouped_kernel, rotary_tables
 from swarm.model.functions import rotate
 
-CPU = torch.device("cpu")
-
 
 def test_rotary_scores_depend_on_distance_alone() -> None:
     q_K, k_K = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    tables = rotary_tables(ModelConfig(d_model=8, num_heads=1), 12, CPU)
+    tables = rotary_tables(ModelConfig(d_model=8, num_heads=1), torch.arange(12))
     q_BHTK = rotate(q_K.expand(1, 1, 12, 8), *tables)
     k_BHTK = rotate(k_K.expand(1, 1, 12, 8), *tables)
     scores_TT = (q_BHTK @ k_BHTK.mT)[0, 0]
@@ -26,7 +24,7 @@ def test_rotary_scores_depend_on_distance_alone() -> None:
 
 
 def test_rotary_turns_by_the_frequencies_of_the_paper() -> None:
-    cos_TJ, sin_TJ = rotary_tables(ModelConfig(d_model=4, num_heads=1, rope_theta=100.0), 3, CPU)
+    cos_TJ, sin_TJ = rotary_tables(ModelConfig(d_model=4, num_heads=1, rope_theta=100.0), torch.arange(3))
     expected = [[position * 100.0 ** (-2 * pair / 4) for pair in range(2)] for position in range(3)]
     torch.testing.assert_close(torch.atan2(sin_TJ, cos_TJ), torch.tensor(expected))
 
@@ -56,7 +54,7 @@ def test_groups_are_left_to_the_kernels_that_know_them(
 def test_attention_without_a_kernel_for_groups_is_the_same(num_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = CausalSelfAttention(ModelConfig(d_model=32, num_heads=4, num_kv_heads=num_kv_heads), 32)
     hidden = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    tables = rotary_tables(ModelConfig(d_model=32, num_heads=4), 9, CPU)
+    tables = rotary_tables(ModelConfig(d_model=32, num_heads=4), torch.arange(9))
     seen = []
 
     def compute() -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from swarm.model.attention import rotary_tables
 from swarm.model.functions import rms_norm, rotate, swiglu
 
 _EPSILON = 1e-5
-_TABLES = rotary_tables(ModelConfig(d_model=8, num_heads=1, rope_theta=100.0), 6, torch.device("cpu"))
+_TABLES = rotary_tables(ModelConfig(d_model=8, num_heads=1, rope_theta=100.0), torch.arange(6))
 
 
 def _norm(hidden: Tensor, weight: Tensor) -> Tensor:

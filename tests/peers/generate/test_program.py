@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from peers import generate, model
+from peers import model
+from peers.generate import program
+from peers.shared import process
 from swarm.config import LoraConfig
 from tests.checkpoint.states import CONFIG, cut, write_cut
 from tests.interchange.small_models import make, save
@@ -14,8 +16,15 @@ from tests.support.tokenizers import write_tokenizer
 
 
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert generate.main(arguments) == 0
+    assert program.main(arguments) == 0
     return capsys.readouterr().out
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line that the program ends with."""
+    assert process.run_program(program.PROG, lambda: program.main(arguments)) == process.EXIT_USAGE
+    *_, last = capsys.readouterr().err.splitlines()
+    return last
 
 
 def test_a_model_s_folder_and_its_run_folder_write_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,15 +76,24 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
     config = dataclasses.replace(config, lora=LoraConfig(rank=2))
     write_cut(tmp_path / "adapters", cut(2, config), num_rounds=3)
     assert _run(capsys, "--checkpoint", str(tmp_path / "adapters"), "--prompt", "a").startswith("a")
-    with pytest.raises(ValueError, match="--prompt has 9 tokens, and the model takes 8 with what follows"):
-        generate.main(["--checkpoint", str(tmp_path), "--prompt", "123456789"])
+    refused = _refused(capsys, "--checkpoint", str(tmp_path), "--prompt", "123456789")
+    assert "--prompt has 9 tokens, and the model takes 8 with what follows" in refused
 
 
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        ([], "prompt"),
-        (["--prompt", "a"], "give either --checkpoint DIR or --model DIR"),
+        ([], "give either --checkpoint DIR or --model DIR"),
+        (["--model", "m"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
+        (["--model", "m", "--chat", "--prompt", "a"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
+        (["--model", "m", "--chat", "--serve", "1"], "give one of --prompt TEXT, --chat and --serve HOST:PORT"),
+        (["--model", "m", "--prompt", "a", "--system", "b"], "--system needs --chat"),
+        (["--model", "m", "--prompt", "a", "--serve-token", "b"], "--serve-token needs --serve HOST:PORT"),
+        (["--model", "m", "--serve", "host"], "--serve takes HOST:PORT or PORT, not 'host'"),
+        (["--model", "m", "--serve", ":80"], "--serve takes HOST:PORT or PORT, not ':80'"),
+        (["--model", "m", "--serve", "host:99999"], "--serve takes HOST:PORT or PORT, not 'host:99999'"),
+        (["--model", "m", "--serve", "1", "--max-sequences", "0"], "--max-sequences must be at least 1"),
+        (["--model", "m", "--serve", "1", "--cache-gib", "nan"], "--cache-gib must be positive"),
         (["--prompt", "", "--model", "m"], "--prompt must not be empty"),
         (["--prompt", "a", "--model", "m", "--top-p", "2"], "top_p must be above 0 and at most 1"),
         (["--prompt", "a", "--model", "m", "--temperature", "-1"], "temperature must be 0 or positive"),
@@ -86,15 +104,16 @@ def test_checkpoints_write_as_well(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_bad_command_lines_are_one_line(arguments: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        generate.main(arguments)
+        program.main(arguments)
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert fault in said
     assert said.count("\n") == 1
 
 
-def test_a_tokenizer_that_is_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_larger_than_the_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save("llama-2", tmp_path)
     write_tokenizer(tmp_path / "tokenizer.json", [f"word{number}" for number in range(300)])
-    with pytest.raises(ValueError, match="is smaller than the tokenizer's"):
-        generate.main(["--model", str(tmp_path), "--prompt", "word1"])
+    assert "is smaller than the tokenizer's" in _refused(capsys, "--model", str(tmp_path), "--prompt", "word1")

@@ -1,0 +1,78 @@
+"""A conversation in the terminal, or in a pipe: a line is a message, and the answer comes as it is written."""
+
+import asyncio
+import sys
+
+from peers.generate import terminal
+from peers.generate.keyboard import Keyboard
+from peers.generate.options import GenerateOptions
+from peers.shared import process
+from swarm.errors import SwarmError
+from swarm.generation.text_model import TextModel
+
+HELP = "/reset begins anew, /exit ends, and Ctrl-C stops an answer"
+_MARK = "> "
+
+
+class Conversation:
+    """What has been said, and the model that answers."""
+
+    def __init__(self, model: TextModel, options: GenerateOptions) -> None:
+        """Raises ValueError: the model has no chat template."""
+        if model.template is None:
+            raise ValueError("--chat needs a model with a chat template, and this one has none: use --prompt TEXT")
+        self._model = model
+        self._options = options
+        self._beginning = [{"role": "system", "content": options.system}] if options.system else []
+        self._messages = self._beginning
+
+    def reset(self) -> None:
+        """Forget what has been said, but for --system."""
+        self._messages = self._beginning
+
+    async def answer(self, text: str) -> None:
+        """Print the answer to a message as it comes. If it is cancelled, what has been printed was the answer.
+
+        Raises:
+            ValueError: the template refuses the message, or the conversation is too long: the message has not been
+                said.
+            SwarmError: there is no answer, or no more of it.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        prompt = await asyncio.to_thread(self._model.conversation, messages)
+        longest = self._model.engine.longest
+        if len(prompt) >= longest:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens, and the model takes {longest} with the answer: /reset "
+                "begins anew"
+            )
+        max_tokens = min(self._options.most_tokens, longest - len(prompt))
+        said = ""
+        try:
+            async with self._model.continued(prompt, self._options.sampling, max_tokens, self._options.stop) as answer:
+                async for piece in answer.pieces():
+                    terminal.say(piece)
+                    said += piece
+        finally:
+            terminal.say("\n")
+            self._messages = [*messages, {"role": "assistant", "content": said}]
+
+
+async def talk(model: TextModel, options: GenerateOptions) -> None:
+    """Answer the lines of stdin until there are no more. Raises ValueError for a model without a chat template."""
+    conversation, keyboard, is_terminal = Conversation(model, options), Keyboard(), sys.stdin.isatty()
+    if is_terminal:
+        print(f"{model.name}: {HELP}", file=sys.stderr)
+    while not keyboard.is_over:
+        if is_terminal:
+            terminal.say(_MARK)
+        line = await keyboard.line()
+        if line is None or line.strip() == "/exit":
+            break
+        if line.strip() == "/reset":
+            conversation.reset()
+        elif line.strip():
+            try:
+                await keyboard.before_interrupt(conversation.answer(line.strip()))
+            except (ValueError, SwarmError) as error:
+                print(f"swarm-generate: error: {process.printable(str(error))}", file=sys.stderr)

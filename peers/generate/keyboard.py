@@ -1,0 +1,70 @@
+"""What a person, or a pipe, has to say to a program that runs an event loop: lines of stdin, and Ctrl-C."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from peers.shared import process
+
+Result = TypeVar("Result")
+
+_READ_BYTES = 1 << 16
+
+
+class Keyboard:
+    """Lines and interrupts, for the running loop."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        """Whether the program is to end, since SIGTERM came."""
+        self._interrupt = asyncio.Event()
+        self._read_ahead = b""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt.set)
+        loop.add_signal_handler(signal.SIGTERM, self._end)
+
+    async def line(self) -> str | None:
+        """The next line without its end; None if there are no more, or Ctrl-C came before it."""
+        return await self.before_interrupt(self._next_line())
+
+    async def before_interrupt(self, work: Coroutine[Any, Any, Result]) -> Result | None:
+        """What `work` gives; None if Ctrl-C or SIGTERM came before: then it was cancelled, and has ended."""
+        self._interrupt.clear()
+        if self.is_over:
+            self._interrupt.set()
+        return await process.before(self._interrupt, work)
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._interrupt.set()
+
+    async def _next_line(self) -> str | None:
+        loop = asyncio.get_running_loop()
+        read = loop.create_future()
+
+        def tell(line: str | None) -> None:
+            if not read.done():
+                read.set_result(line)
+
+        def wait_for_line() -> None:
+            line = self._read_line()
+            # The loop may have ended meanwhile.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(tell, line)
+
+        # It may wait for ever, which is no reason for the process to stay: the loop's own threads would be one.
+        threading.Thread(target=wait_for_line, daemon=True).start()
+        line: str | None = await read
+        return line
+
+    def _read_line(self) -> str | None:
+        """Blocks. Reads the file itself: Python's buffer has a lock, which a process cannot end with."""
+        while b"\n" not in self._read_ahead and (piece := os.read(sys.stdin.fileno(), _READ_BYTES)):
+            self._read_ahead += piece
+        line, mark, self._read_ahead = self._read_ahead.partition(b"\n")
+        return line.decode(errors="replace") if line or mark else None

@@ -1,0 +1,68 @@
+"""The model of checkpoints, of a run folder, or of a model's folder of Hugging Face, loaded whole into this process."""
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from peers.generate.options import GenerateOptions
+from swarm.data import tokenizers
+from swarm.data.tokenizers import ByteTokenizer
+from swarm.generation.engine import LocalEngine
+from swarm.generation.room import Room, bytes_per_position
+from swarm.generation.text_model import TextModel, read_text_model
+from swarm.interchange import origin, run_folder
+from swarm.interchange.export import Origin
+from swarm.model.transformer import Transformer
+
+
+@asynccontextmanager
+async def open_local_model(options: GenerateOptions) -> AsyncIterator[TextModel]:
+    """Load what --checkpoint or --model names, and have it compute inside the block.
+
+    Raises:
+        ValueError, IntegrityError, CorpusMismatch: it cannot be loaded, or its tokenizer cannot.
+    """
+    found = _origin(options)
+    config = found.config
+    data = dataclasses.replace(config.data, tokenizer=options.tokenizer or config.data.tokenizer)
+    tokenizer = tokenizers.load_for_run(data, vocab_size=config.model.vocab_size)
+    longest = config.model.max_positions or data.sequence_length
+    num_positions = int(options.cache_gib * 2**30 / bytes_per_position(config.model))
+    room = Room(options.max_sequences, max(longest, num_positions))
+    engine = LocalEngine(load(found), room, longest=longest, round_number=found.card.round)
+    folders = _text_folders(options, data.tokenizer)
+    model = read_text_model(config.run_id, engine, tokenizer, folders=folders, now=datetime.now)
+    async with asyncio.TaskGroup() as tasks:
+        computing = tasks.create_task(engine.run())
+        yield model
+        computing.cancel()
+
+
+def load(found: Origin) -> Transformer:
+    """The whole model with its weights, in float32. Raises IntegrityError."""
+    model = Transformer(found.config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(found.load({name})[name])
+    return model
+
+
+def _origin(options: GenerateOptions) -> Origin:
+    if options.checkpoint is not None:
+        return origin.from_checkpoints(options.checkpoint, options.round, options.base)
+    assert options.model is not None
+    if (options.model / run_folder.CONFIG).is_file():
+        return origin.from_run_folder(options.model)
+    return origin.from_model_folder(options.model)
+
+
+def _text_folders(options: GenerateOptions, tokenizer: str) -> list[Path]:
+    """Where the chat template and the end tokens may be told: beside the tokenizer, and in the model's folder."""
+    beside = [] if tokenizer == ByteTokenizer.identity else [Path(os.path.expanduser(tokenizer)).parent]
+    return beside + [folder for folder in (options.model, options.base) if folder is not None]

@@ -1,0 +1,98 @@
+"""What swarm-generate is told on its command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peers.shared import cli
+from swarm.generation.sampling import Sampling
+
+DEFAULT_ADDRESS = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Have a model in this process write text: for a prompt, in a conversation, or over HTTP."""
+
+    prompt: str | None = None
+    """Text to continue."""
+    chat: bool = False
+    """Have a conversation in the terminal. A line is a message; /reset begins anew, /exit ends, and Ctrl-C stops an
+    answer."""
+    system: str = ""
+    """What the model is told before a conversation begins."""
+    serve: str | None = None
+    """Answer at HOST:PORT, or at PORT of this machine alone, in the form of OpenAI's API. Needs the extra serve."""
+    serve_token: str | None = None
+    """What requests must bring as a bearer token; @FILE reads it from a file. Also as SWARM_SERVE_TOKEN in the
+    environment."""
+    checkpoint: Path | None = None
+    """Folder with checkpoints of all stages."""
+    round: int | None = None
+    """Round of the checkpoints; left out, the newest that is whole."""
+    base: Path | None = None
+    """Run folder with the weights that the checkpoints' adapters belong to, of a run that trains adapters (LoRA)."""
+    model: Path | None = None
+    """Run folder, or a model's folder of Hugging Face, instead of checkpoints."""
+    tokenizer: str | None = None
+    """bytes, or the path of a tokenizer.json, if it is not where the model's configuration says."""
+    max_tokens: int | None = None
+    """Tokens to write at most: left out, 200 for a prompt, and 1,024 for an answer. A request may ask for another
+    number."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token each time. Requests bring their own; so with the three below."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that have this probability together."""
+    top_k: int = 0
+    """Choose among so many of the likeliest tokens; 0 among all."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    stop: tuple[str, ...] = ()
+    """Strings before which the text ends."""
+    max_sequences: int = 16
+    """Texts that are written at once, with --serve; others wait."""
+    cache_gib: float = 4.0
+    """Memory for what is kept of these texts, with --serve."""
+    threads: int = 0
+    """CPU threads for computing; 0 leaves the choice to PyTorch."""
+
+    def __post_init__(self) -> None:
+        if (self.checkpoint is None) == (self.model is None):
+            raise ValueError("give either --checkpoint DIR or --model DIR")
+        if self.round is not None and self.checkpoint is None:
+            raise ValueError("--round needs --checkpoint DIR: a model's folder has no rounds")
+        if self.base is not None and self.checkpoint is None:
+            raise ValueError("--base needs --checkpoint DIR")
+        if [self.prompt is not None, self.chat, self.serve is not None].count(True) != 1:
+            raise ValueError("give one of --prompt TEXT, --chat and --serve HOST:PORT")
+        if self.prompt == "":
+            raise ValueError("--prompt must not be empty")
+        if self.system and not self.chat:
+            raise ValueError("--system needs --chat")
+        if self.serve_token is not None and self.serve is None:
+            raise ValueError("--serve-token needs --serve HOST:PORT")
+        cli.require_at_least(self, {"max_tokens": 1, "threads": 0, "round": 0, "max_sequences": 1})
+        cli.require_positive(self, ["cache_gib"])
+        if "" in self.stop:
+            raise ValueError("--stop must not be empty")
+        # Their rules are their own.
+        _ = self.sampling
+        if self.serve is not None:
+            _ = self.address
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        return Sampling(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens to write, at most."""
+        return self.max_tokens or (200 if self.prompt is not None else 1024)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of --serve."""
+        host, mark, port = (self.serve or "").rpartition(":")
+        if not port.isdecimal() or int(port) > 65535 or (mark and not host):
+            raise ValueError(f"--serve takes HOST:PORT or PORT, not {self.serve!r}")
+        return host.removeprefix("[").removesuffix("]") or DEFAULT_ADDRESS, int(port)

@@ -1,0 +1,27 @@
+"""Text in the terminal, as it comes."""
+
+import sys
+
+from peers.generate.options import GenerateOptions
+from peers.shared.process import printable
+from swarm.generation.text_model import TextModel
+
+
+async def write(model: TextModel, options: GenerateOptions) -> None:
+    """Print the prompt, and what follows, as it comes. Raises ValueError for a prompt that is too long."""
+    assert options.prompt is not None
+    longest, prompt = model.engine.longest, model.encode(options.prompt)
+    max_tokens = min(options.most_tokens, longest - len(prompt))
+    if max_tokens < 1:
+        raise ValueError(f"--prompt has {len(prompt)} tokens, and the model takes {longest} with what follows")
+    say(options.prompt)
+    async with model.continued(prompt, options.sampling, max_tokens, options.stop) as text:
+        async for piece in text.pieces():
+            say(piece)
+    say("\n")
+
+
+def say(text: str) -> None:
+    """Print at once. A terminal gets nothing that it would take for a command."""
+    sys.stdout.write(printable(text, keep="\n\t") if sys.stdout.isatty() else text)
+    sys.stdout.flush()

@@ -1,0 +1,201 @@
+"""The routes: /v1/models, /v1/completions and /v1/chat/completions, of one model.
+
+    request -> Gate -> Api: the prompt's tokens -> a Writing -> one answer, or a stream of events
+
+A name of the model is that of its run, with or without `@` and a round. Training goes on meanwhile, so a round that has
+passed since the server began stands for the present one; an answer names the one that gave it. Texts and names that
+users send are neither logged nor kept.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from swarm.generation.openai_api import requests
+from swarm.generation.openai_api.answers import END_OF_STREAM, Answer, Usage, event
+from swarm.generation.openai_api.gate import refusal_of
+from swarm.generation.openai_api.refusals import Refusal
+from swarm.generation.openai_api.requests import ChatRequest, CompletionRequest
+from swarm.generation.text import Writing
+from swarm.generation.text_model import TextModel
+from swarm.machine.clock import Clock
+
+
+class Api:
+    """What the routes answer."""
+
+    def __init__(self, model: TextModel, *, default_tokens: int, clock: Clock, numbers: random.Random) -> None:
+        """
+        Args:
+            default_tokens: that an answer has at most if the client does not say.
+            numbers: random ones, for ids of answers, and for seeds where clients bring none.
+        """
+        self._model = model
+        self._default_tokens = default_tokens
+        self._clock = clock
+        self._numbers = numbers
+        self._first_round = model.engine.round or 0
+        self._began = int(clock.time())
+
+    def app(self) -> Starlette:
+        """The routes as an application."""
+        routes = [
+            Route("/v1/models", _answering(self._models)),
+            Route("/v1/models/{name:path}", _answering(self._one_model)),
+            Route("/v1/completions", _answering(self._complete), methods=["POST"]),
+            Route("/v1/chat/completions", _answering(self._chat), methods=["POST"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._require_model(request.path_params["name"])
+        return JSONResponse(self._described())
+
+    async def _complete(self, request: Request) -> Response:
+        wanted = requests.parse(CompletionRequest, await request.body())
+        self._require_model(wanted.model)
+        return await self._written(wanted, await self._prompt(wanted))
+
+    async def _chat(self, request: Request) -> Response:
+        wanted = requests.parse(ChatRequest, await request.body())
+        self._require_model(wanted.model)
+        try:
+            prompt = await asyncio.to_thread(self._model.conversation, wanted.conversation)
+        except ValueError as error:
+            raise Refusal(400, str(error), param="messages") from None
+        return await self._written(wanted, prompt)
+
+    async def _prompt(self, wanted: CompletionRequest) -> list[int]:
+        """The tokens of a prompt. Raises Refusal."""
+        prompt = wanted.prompt
+        if prompt and isinstance(prompt[0], str | list) and not isinstance(prompt, str):
+            if len(prompt) > 1:
+                raise Refusal(400, "one request takes one prompt", param="prompt")
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            try:
+                return await asyncio.to_thread(self._model.encode, prompt)
+            except ValueError as error:
+                raise Refusal(400, f"the prompt cannot be encoded: {error}", param="prompt") from None
+        tokens = [token for token in prompt if isinstance(token, int)]
+        if not all(0 <= token < self._model.tokenizer.vocab_size for token in tokens):
+            raise Refusal(400, f"tokens are from 0 to {self._model.tokenizer.vocab_size - 1}", param="prompt")
+        return tokens
+
+    async def _written(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> Response:
+        """Begin to write, and answer once the first piece is there: what goes wrong until then has a status."""
+        sampling = wanted.sampling(seed=self._numbers.getrandbits(63))
+        num_tokens = self._num_tokens(wanted, prompt)
+        async with AsyncExitStack() as stack:
+            writing = await stack.enter_async_context(self._model.continued(prompt, sampling, num_tokens, wanted.stops))
+            pieces = await stack.enter_async_context(aclosing(writing.pieces()))
+            first = await anext(pieces, "")
+            answer = self._answer(wanted)
+            if wanted.stream:
+                return _Stream(_events(answer, len(prompt), writing, first, pieces), stack.pop_all())
+            text = first + "".join([piece async for piece in pieces])
+        usage = Usage(prompt_tokens=len(prompt), completion_tokens=writing.num_tokens)
+        return JSONResponse(answer.whole(text, writing.finish_reason, usage))
+
+    def _answer(self, wanted: CompletionRequest | ChatRequest) -> Answer:
+        is_chat = isinstance(wanted, ChatRequest)
+        return Answer(
+            is_chat=is_chat,
+            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{self._numbers.getrandbits(96):024x}",
+            created=int(self._clock.time()),
+            model=self._model.name,
+            includes_usage=wanted.includes_usage,
+        )
+
+    def _num_tokens(self, wanted: CompletionRequest | ChatRequest, prompt: list[int]) -> int:
+        """How many tokens the answer may have. Raises Refusal."""
+        if not prompt:
+            raise Refusal(400, "the prompt has no tokens", param="prompt")
+        longest, param = self._model.engine.longest, "messages" if isinstance(wanted, ChatRequest) else "prompt"
+        num_tokens = wanted.most_tokens or min(self._default_tokens, max(1, longest - len(prompt)))
+        if len(prompt) + num_tokens > longest:
+            raise Refusal(
+                400,
+                f"the model takes {longest} tokens: the prompt has {len(prompt)}, and {num_tokens} more are wanted",
+                code="context_length_exceeded",
+                param=param,
+            )
+        return num_tokens
+
+    def _require_model(self, name: str) -> None:
+        run, _, number = name.rpartition("@")
+        is_ours = name == self._model.run or (
+            run == self._model.run
+            and number.isdecimal()
+            and len(number) < 16
+            and self._first_round <= int(number) <= (self._model.engine.round or 0)
+        )
+        if not is_ours:
+            raise Refusal(
+                404, f"there is no such model here: this is {self._model.name}", code="model_not_found", param="model"
+            )
+
+    def _described(self) -> dict[str, object]:
+        longest = self._model.engine.longest
+        described = {"id": self._model.name, "object": "model", "created": self._began, "owned_by": "swarm"}
+        return described | {"max_model_len": longest}
+
+
+class _Stream(StreamingResponse):
+    """Events, and what has to be closed once they have been sent, or cannot be."""
+
+    def __init__(self, events: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(
+    answer: Answer, num_prompt_tokens: int, writing: Writing, first: str, pieces: AsyncIterator[str]
+) -> AsyncIterator[bytes]:
+    for chunk in answer.opening():
+        yield event(chunk)
+    try:
+        if first:
+            yield event(answer.piece(first))
+        async for piece in pieces:
+            yield event(answer.piece(piece))
+    except Exception as error:  # noqa: BLE001 - the client has a status already, and is told by an event
+        yield event(refusal_of(error).body)
+        return
+    usage = Usage(prompt_tokens=num_prompt_tokens, completion_tokens=writing.num_tokens)
+    for chunk in answer.closing(writing.finish_reason, usage):
+        yield event(chunk)
+    yield END_OF_STREAM
+
+
+def _answering(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint, with what goes wrong as an answer."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and the server goes on
+            return refusal_of(error).response()
+
+    return answer
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    where = "there is nothing here: the routes are /v1/models, /v1/completions and /v1/chat/completions"
+    return Refusal(error.status_code, where if error.status_code == 404 else error.detail).response()

@@ -1,0 +1,154 @@
+"""What every request passes before it is read, and what ends it when its client goes away.
+
+Between the web server and app.py. A client that hangs up, or does not read what it is sent, has its work cancelled.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swarm.errors import Overloaded, SwarmError
+from swarm.generation.openai_api.refusals import Refusal
+from swarm.machine.out_of_memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+MOST_BODY_BYTES = 4 << 20
+"""Of a request."""
+_READ_SECONDS = 30.0
+"""For all of a request's body."""
+_SEND_SECONDS = 30.0
+"""For the client to read on."""
+_DRAINED_BODIES = 4
+"""So many times the largest body is read and thrown away, for a client that hears no answer while it is sending."""
+_RETRY_SECONDS = 2
+
+
+class Gate:
+    """Lets in those that have the token, as many at once as there is room for, and bodies up to a size."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None, most_requests: int) -> None:
+        """
+        Args:
+            token: that requests must bring; None lets everybody in.
+            most_requests: that are read, wait or are answered at once; `GET` does not count.
+        """
+        self._app = app
+        self._token = token
+        self._room = most_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        answer = _Sending(send)
+        try:
+            self._require_token(scope)
+            if scope["method"] != "POST":
+                await self._app(scope, receive, answer)
+                return
+            if self._room == 0:
+                raise Refusal(
+                    429, "too many requests at once", code="rate_limit_exceeded", retry_seconds=_RETRY_SECONDS
+                )
+            self._room -= 1
+            try:
+                await _answer(self._app, scope, await _body(scope, receive), receive, answer)
+            finally:
+                self._room += 1
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, answer)
+        except (TimeoutError, ConnectionError):
+            # It does not read, or has gone: nothing can be told to it.
+            pass
+
+    def _require_token(self, scope: Scope) -> None:
+        if self._token is None:
+            return
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, token = given.partition(b" ")
+        if kind.lower() != b"bearer" or not hmac.compare_digest(token.strip(), self._token.encode()):
+            raise Refusal(401, "the token is missing or wrong: send it as a bearer token", code="invalid_api_key")
+
+
+class _Sending:
+    """Sends with a deadline."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        async with asyncio.timeout(_SEND_SECONDS):
+            await self._send(message)
+
+
+async def _body(scope: Scope, receive: Receive) -> bytes:
+    """All of a request's body. Raises Refusal."""
+    content_type = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if content_type.partition(b";")[0].strip().lower() != b"application/json":
+        # Besides, a page in a browser can send no such request to another site unasked.
+        raise Refusal(415, "the body must be JSON, and be sent with Content-Type: application/json")
+    body, num_bytes = bytearray(), 0
+    try:
+        async with asyncio.timeout(_READ_SECONDS):
+            while (message := await receive())["type"] == "http.request":
+                piece = message.get("body", b"")
+                num_bytes += len(piece)
+                if num_bytes <= MOST_BODY_BYTES:
+                    body += piece
+                if not message.get("more_body", False) or num_bytes > _DRAINED_BODIES * MOST_BODY_BYTES:
+                    break
+            else:
+                raise ConnectionResetError
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {_READ_SECONDS:.0f} seconds") from None
+    if num_bytes > MOST_BODY_BYTES:
+        raise Refusal(413, f"the body is larger than {MOST_BODY_BYTES >> 20} MiB")
+    return bytes(body)
+
+
+async def _answer(app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    """Have the app answer, or stop it once the client has hung up."""
+    pending = [body]
+    never = asyncio.Event()
+
+    async def replay() -> Message:
+        if not pending:
+            await never.wait()
+        return {"type": "http.request", "body": pending.pop(), "more_body": False}
+
+    async def answer() -> None:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            await app(scope, replay, send)
+
+    async def hung_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with asyncio.TaskGroup() as tasks:
+        answering = tasks.create_task(answer())
+        watching = tasks.create_task(hung_up())
+        await asyncio.wait([answering, watching], return_when=asyncio.FIRST_COMPLETED)
+        answering.cancel()
+        watching.cancel()
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a client is told of what went wrong while its answer was made."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, Overloaded):
+        seconds = max(1, round(error.retry_after_seconds))
+        return Refusal(429, str(error), code="rate_limit_exceeded", retry_seconds=seconds)
+    if isinstance(error, SwarmError):
+        return Refusal(503, str(error), retry_seconds=_RETRY_SECONDS)
+    if isinstance(error, ValueError):
+        return Refusal(400, str(error))
+    if is_out_of_memory(error):
+        return Refusal(503, "there is no memory for this now", retry_seconds=_RETRY_SECONDS)
+    # Not with its message, in which may be what the user wrote.
+    logger.error("a request failed: %s", type(error).__name__)
+    logger.debug("where it went wrong:", exc_info=error)
+    return Refusal(500, "the server made a mistake")

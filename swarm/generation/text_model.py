@@ -1,0 +1,86 @@
+"""A model that people talk to: what computes it, what its tokens mean, and how a conversation is put to it."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from swarm.data import chat
+from swarm.data.chat import ChatTemplate, Message
+from swarm.data.tokenizers import Tokenizer
+from swarm.generation.end_tokens import end_tokens
+from swarm.generation.engine import Engine
+from swarm.generation.sampling import Sampling
+from swarm.generation.text import Writing
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A model with its tokenizer.
+
+    Attributes:
+        run: the run's id.
+        end_tokens: with which a text ends.
+        template: of conversations, if the model has one.
+    """
+
+    run: str
+    engine: Engine
+    tokenizer: Tokenizer
+    end_tokens: frozenset[int]
+    template: ChatTemplate | None
+
+    @property
+    def name(self) -> str:
+        """Run and round of the weights with which a text that begins now is written; the run alone, if that is all."""
+        return self.run if self.engine.round is None else f"{self.run}@{self.engine.round}"
+
+    @asynccontextmanager
+    async def continued(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, stops: Sequence[str] = ()
+    ) -> AsyncIterator[Writing]:
+        """Continue a prompt inside the block; leaving it gives up what is kept for it.
+
+        Raises:
+            ValueError, SwarmError: as Engine.generate does; they come with the first piece.
+        """
+        async with aclosing(self.engine.generate(prompt, sampling, max_tokens)) as tokens:
+            yield Writing(tokens, self.tokenizer, prompt=prompt, end_tokens=self.end_tokens, stops=stops)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens after which the assistant's answer comes. Blocks.
+
+        Raises:
+            ValueError: the model has no chat template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise ValueError("the model has no chat template, so that it takes prompts and no conversations")
+        return self.encode(self.template.render(messages, add_generation_prompt=True))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text. Blocks. Raises ValueError for one that has none."""
+        tokens: list[int] = self.tokenizer.encode(text).tolist()
+        return tokens
+
+
+def read_text_model(
+    run: str, engine: Engine, tokenizer: Tokenizer, *, folders: Sequence[Path], now: Callable[[], datetime]
+) -> TextModel:
+    """A model whose folders tell how its texts end, and how conversations are put to it.
+
+    Args:
+        folders: of its tokenizer and configuration, as transformers writes them. The first template is taken.
+        now: local time, for templates that tell the model the date.
+
+    Raises:
+        ValueError: one line, if a file makes no sense.
+    """
+    templates = (chat.load(folder, now=now) for folder in folders)
+    return TextModel(
+        run=run,
+        engine=engine,
+        tokenizer=tokenizer,
+        end_tokens=end_tokens(folders, tokenizer),
+        template=next((template for template in templates if template is not None), None),
+    )

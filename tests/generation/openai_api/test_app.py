@@ -1,0 +1,386 @@
+"""What the routes answer, and what they refuse, in OpenAI's form."""
+
+import json
+import logging
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from swarm.errors import Overloaded, PeerUnavailable
+from swarm.generation.openai_api.app import Api
+from swarm.generation.openai_api.gate import Gate
+from swarm.machine.clock import ManualClock
+from tests.support.scripted_model import RUN, ScriptedEngine, scripted_model
+
+COMPLETION = {"model": RUN, "prompt": "say", "max_tokens": 5}
+CHAT = {"model": RUN, "messages": [{"role": "user", "content": "say"}], "max_tokens": 5}
+BODIES = {"completions": COMPLETION, "chat/completions": CHAT}
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture
+async def client(engine: ScriptedEngine) -> AsyncIterator[httpx2.AsyncClient]:
+    async with _client(engine) as client:
+        yield client
+
+
+def _client(engine: ScriptedEngine, *, template: str | None = "{{ messages[0].content }}") -> httpx2.AsyncClient:
+    model = scripted_model(engine, template=template)
+    api = Api(model, default_tokens=30, clock=ManualClock(1000.0), numbers=random.Random(0))
+    gate = Gate(api.app(), token=None, most_requests=4)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(gate), base_url="http://server/v1")
+
+
+def _events(response: httpx2.Response) -> list[Any]:
+    """What a stream told, but for its last word."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, last, end = response.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def test_the_model_is_listed_with_run_and_round(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+    listed = (await client.get("/models")).json()
+    assert listed["object"] == "list"
+    [model] = listed["data"]
+    assert model == {"id": f"{RUN}@7", "object": "model", "created": 1000, "owned_by": "swarm", "max_model_len": 100}
+    engine.round = 9
+    assert (await client.get("/models")).json()["data"][0]["id"] == f"{RUN}@9"
+    for name in (RUN, f"{RUN}@7", f"{RUN}@9"):
+        assert (await client.get(f"/models/{name}")).json()["id"] == f"{RUN}@9"
+
+
+@pytest.mark.parametrize("name", ["gpt-4", "", f"{RUN}@6", f"{RUN}@8", f"{RUN}@", f"{RUN}@x", f"{RUN}@7@7", f"@{RUN}"])
+async def test_another_model_is_not_found(client: httpx2.AsyncClient, name: str) -> None:
+    """Among them are rounds that had passed before the server began, and those to come."""
+    for route, body in BODIES.items():
+        response = await client.post(f"/{route}", json=body | {"model": name})
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["code"], error["param"], error["type"]) == ("model_not_found", "model", "invalid_request_error")
+        assert f"{RUN}@7" in error["message"]
+
+
+async def test_a_completion(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+    answer = (await client.post("/completions", json=COMPLETION)).json()
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer == {
+        "object": "text_completion",
+        "created": 1000,
+        "model": f"{RUN}@7",
+        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+    }
+    assert engine.asked[0][0] == b"say"
+    assert engine.under_way == 0
+
+
+async def test_a_chat(client: httpx2.AsyncClient) -> None:
+    answer = (await client.post("/chat/completions", json=CHAT)).json()
+    assert answer.pop("id").startswith("chatcmpl-")
+    message = {"role": "assistant", "content": "hello", "refusal": None}
+    assert answer == {
+        "object": "chat.completion",
+        "created": 1000,
+        "model": f"{RUN}@7",
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+    }
+
+
+async def test_streams_say_the_same_piece_by_piece(client: httpx2.AsyncClient) -> None:
+    events = _events(await client.post("/completions", json=COMPLETION | {"stream": True}))
+    choices = [event["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == "hello"
+    assert len(choices) == 6
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["length"]
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert not any("usage" in event for event in events)
+
+    events = _events(await client.post("/chat/completions", json=CHAT | {"stream": True}))
+    choices = [event["choices"][0] for event in events]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "hello"
+    assert choices[-1]["delta"] == {}
+    assert choices[-1]["finish_reason"] == "length"
+    assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["id"] for event in events}) == 1
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_a_stream_tells_its_usage_if_it_is_asked(client: httpx2.AsyncClient, route: str) -> None:
+    body = BODIES[route] | {"stream": True, "stream_options": {"include_usage": True}}
+    *events, last = _events(await client.post(f"/{route}", json=body))
+    assert all(event["usage"] is None for event in events)
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+
+
+@pytest.mark.parametrize("stop", ["ll", ["x", "ll"]])
+async def test_a_text_ends_before_a_stop(client: httpx2.AsyncClient, stop: Any) -> None:
+    [choice] = (await client.post("/completions", json=COMPLETION | {"stop": stop})).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("he", "stop")
+    events = _events(await client.post("/completions", json=COMPLETION | {"stop": stop, "stream": True}))
+    assert "".join(event["choices"][0]["text"] for event in events) == "he"
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_text_ends_with_an_end_token_which_counts_and_is_not_said() -> None:
+    async with _client(ScriptedEngine("hi\0")) as client:
+        answer = (await client.post("/completions", json=COMPLETION)).json()
+        assert answer["choices"][0] == {"index": 0, "text": "hi", "logprobs": None, "finish_reason": "stop"}
+        assert answer["usage"]["completion_tokens"] == 3
+    async with _client(ScriptedEngine("\0")) as client:
+        answer = (await client.post("/chat/completions", json=CHAT)).json()
+        assert answer["choices"][0]["message"]["content"] == ""
+        events = _events(await client.post("/completions", json=COMPLETION | {"stream": True}))
+        assert [event["choices"][0]["finish_reason"] for event in events] == ["stop"]
+
+
+async def test_characters_come_whole_and_unescaped() -> None:
+    async with _client(ScriptedEngine("→🙂\u2028")) as client:
+        response = await client.post("/completions", json=COMPLETION | {"stream": True, "max_tokens": 10})
+        pieces = [event["choices"][0]["text"] for event in _events(response)]
+        assert [piece for piece in pieces if piece] == ["→", "🙂", "\u2028"]
+
+
+async def test_sampling_is_what_the_request_says(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+    wanted = {"temperature": 0, "top_p": 0.5, "top_k": 3, "seed": -5}
+    await client.post("/completions", json=COMPLETION | wanted)
+    found = engine.asked[0][1]
+    assert (found.temperature, found.top_p, found.top_k, found.seed) == (0.0, 0.5, 3, -5)
+    for _ in range(2):
+        await client.post("/completions", json=COMPLETION)
+    first, second = (sampling for _, sampling, _ in engine.asked[1:])
+    assert (first.temperature, first.top_p, first.top_k) == (1.0, 1.0, 0)
+    assert first.seed != second.seed
+
+
+async def test_how_long_a_text_may_become(client: httpx2.AsyncClient, engine: ScriptedEngine) -> None:
+    without = {"model": RUN, "messages": CHAT["messages"]}
+    for body in (without, without | {"max_completion_tokens": 3, "max_tokens": 9}, without | {"max_tokens": 4}):
+        assert (await client.post("/chat/completions", json=body)).status_code == 200
+    await client.post("/completions", json={"model": RUN, "prompt": "x" * 90})
+    assert [max_tokens for _, _, max_tokens in engine.asked] == [30, 3, 4, 10]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "x" * 96}, {"prompt": "x" * 100, "max_tokens": None}, {"max_tokens": 98}, {"max_tokens": 10**30}],
+)
+async def test_what_is_too_long_is_refused(client: httpx2.AsyncClient, body: dict[str, Any]) -> None:
+    for stream in (False, True):
+        response = await client.post("/completions", json=COMPLETION | body | {"stream": stream})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "the model takes 100 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [(["say"], b"say"), ([115, 97], b"sa"), ([[115, 97]], b"sa"), ("é\0", "é\0".encode()), ("\ufffd", b"\xef\xbf\xbd")],
+)
+async def test_prompts_may_be_told_in_several_ways(
+    client: httpx2.AsyncClient, engine: ScriptedEngine, prompt: Any, tokens: bytes
+) -> None:
+    assert (await client.post("/completions", json=COMPLETION | {"prompt": prompt})).status_code == 200
+    assert engine.asked[0][0] == tokens
+
+
+async def test_a_conversation_is_rendered_by_the_template(engine: ScriptedEngine) -> None:
+    template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}{{ add_generation_prompt }}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "{{ 1 + 1 }}"},
+        {"role": "user", "content": parts, "name": "me"},
+        {"role": "assistant", "content": "c", "tool_calls": []},
+        {"role": "user", "content": ""},
+    ]
+    async with _client(engine, template=template) as client:
+        assert (await client.post("/chat/completions", json=CHAT | {"messages": messages})).status_code == 200
+    assert engine.asked[0][0] == b"[system:{{ 1 + 1 }}][user:ab][assistant:c][user:]True"
+
+
+async def test_what_the_template_refuses_and_a_model_without_one(engine: ScriptedEngine) -> None:
+    async with _client(engine, template="{{ raise_exception('users go first') }}") as client:
+        response = await client.post("/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        assert "users go first" in response.json()["error"]["message"]
+    async with _client(engine, template=None) as client:
+        response = await client.post("/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        assert "no chat template" in response.json()["error"]["message"]
+        assert (await client.post("/completions", json=COMPLETION)).status_code == 200
+
+
+REFUSED: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.5, "5", True, []],
+    "temperature": [-0.1, 2.1, "1", True],
+    "top_p": [0, 1.1, -1, "x"],
+    "top_k": [-2, 1.5],
+    "seed": [1.5, 2**63, -(2**63) - 1, "1"],
+    "stop": ["", [""], ["x"] * 17, 5, [5], {}],
+    "stream": [1, "true"],
+    "stream_options": [{"include_usage": True}, 5],
+    "n": [0, 2, "1", True, 1.5],
+    "logprobs": [True, 0, 5],
+    "top_logprobs": [3],
+    "echo": [True],
+    "best_of": [2],
+    "suffix": ["x"],
+    "logit_bias": [{"5": 1}],
+    "presence_penalty": [0.5],
+    "frequency_penalty": [-1],
+    "tools": [[{}]],
+    "tool_choice": ["required"],
+    "response_format": [{"type": "json_object"}],
+    "chat_template": ["x"],
+    "min_p": [0.1],
+    "ignore_eos": [True],
+    "model": [5, None],
+}
+
+
+@pytest.mark.parametrize("route", BODIES)
+@pytest.mark.parametrize("name", REFUSED)
+async def test_fields_that_cannot_be_or_are_not_supported(
+    client: httpx2.AsyncClient, engine: ScriptedEngine, route: str, name: str
+) -> None:
+    for value in REFUSED[name]:
+        response = await client.post(f"/{route}", json=BODIES[route] | {name: value})
+        assert response.status_code == 400, value
+        error = response.json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", name)
+        assert name in error["message"]
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], [""], ["a", "b"], [[1], [2]], [256], [-1], [1.5], [True], 5, {}, None]
+)
+async def test_prompts_that_cannot_be(client: httpx2.AsyncClient, prompt: Any) -> None:
+    response = await client.post("/completions", json=COMPLETION | {"prompt": prompt})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hi",
+        [5],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "king", "content": "x"}],
+        [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
+        [{"role": "user", "content": ""}],
+    ],
+)
+async def test_messages_that_cannot_be(client: httpx2.AsyncClient, messages: Any) -> None:
+    """The last one makes a prompt without tokens, with this template."""
+    response = await client.post("/chat/completions", json=CHAT | {"messages": messages})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in ("messages", "prompt")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"x"',
+        b"\xff",
+        b'{"model": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"temperature": NaN}',
+    ],
+)
+async def test_bodies_that_are_no_json_objects(client: httpx2.AsyncClient, body: bytes) -> None:
+    response = await client.post("/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", BODIES)
+async def test_fields_that_change_nothing_are_taken(client: httpx2.AsyncClient, route: str) -> None:
+    neutral = {
+        "n": 1,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "presence_penalty": 0.0,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "whatever": [1],
+    }
+    nulls = dict.fromkeys(["temperature", "top_p", "seed", "stop", "stream", "stream_options", "n", "suffix", "tools"])
+    for more in (neutral, nulls):
+        assert (await client.post(f"/{route}", json=BODIES[route] | more)).status_code == 200
+
+
+async def test_there_is_nothing_elsewhere(client: httpx2.AsyncClient) -> None:
+    for response, status in (
+        (await client.get("/nothing"), 404),
+        (await client.post("/embeddings", json={}), 404),
+        (await client.get("/completions"), 405),
+        (await client.post("/models", json={}), 405),
+    ):
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        (Overloaded("no room", retry_after_seconds=3.2), 429, "no room"),
+        (PeerUnavailable("nobody serves stage 1"), 503, "nobody serves stage 1"),
+        (MemoryError("secret"), 503, "there is no memory for this now"),
+        (KeyError("secret"), 500, "the server made a mistake"),
+    ],
+)
+async def test_what_goes_wrong_is_told_and_logged_without_the_text(
+    client: httpx2.AsyncClient,
+    engine: ScriptedEngine,
+    caplog: pytest.LogCaptureFixture,
+    fault: Exception,
+    status: int,
+    said: str,
+) -> None:
+    caplog.set_level(logging.INFO, logger="swarm")
+    engine.fault = fault
+    for stream in (False, True):
+        response = await client.post("/completions", json=COMPLETION | {"stream": stream})
+        assert response.status_code == status
+        assert response.json()["error"]["message"] == said
+        assert response.headers.get("retry-after") == {429: "3", 503: "2"}.get(status)
+    engine.fault_after = 2
+    response = await client.post("/completions", json=COMPLETION | {"stream": True})
+    assert response.status_code == 200
+    *_, last, end = response.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == said
+    assert end == ""
+    assert engine.under_way == 0
+    assert "secret" not in caplog.text
+    assert "say" not in caplog.text
+    assert bool([record for record in caplog.records if record.name.startswith("swarm")]) == (status == 500)

@@ -1,0 +1,139 @@
+"""swarm-generate --serve with real clients: openai's, many at once, and some that misbehave."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from peers.commands import command_line
+from tests.support.chat_model import LONGEST, save_chat_model
+
+TOKEN = "s3cret"
+SECONDS = 60.0
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """A server, which Ctrl-C ends cleanly at the end."""
+    arguments = ["--model", str(folder), "--serve", "0", "--threads", "1", "--max-sequences", "4"]
+    with subprocess.Popen(
+        command_line("generate", arguments),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"SWARM_SERVE_TOKEN": TOKEN},
+        start_new_session=True,
+    ) as server:
+        assert server.stderr is not None
+        try:
+            lines = [server.stderr.readline() for _ in range(2)]
+            found = re.search(r"http://\S+", lines[-1])
+            assert found is not None, lines
+            yield found[0]
+            server.send_signal(signal.SIGINT)
+            rest = server.stderr.read()
+            assert server.wait(10.0) == 0
+            assert rest == ""
+        finally:
+            server.kill()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=SECONDS) as client:
+        yield client
+
+
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "word1 word2"}]
+
+
+def test_the_client_gets_what_transformers_writes(client: openai.OpenAI, folder: Path) -> None:
+    [model] = client.models.list().data
+    assert re.fullmatch(r"model\.[0-9a-f]{16}@0", model.id)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    written = theirs.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=0)[0, prompt.shape[1] :]
+    expected = tokenizer.decode(written, skip_special_tokens=True)
+
+    chat = client.chat.completions.create(model=model.id, messages=MESSAGES, temperature=0, max_tokens=30)
+    assert chat.choices[0].message.content == expected
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == prompt.shape[1]
+    assert chat.usage.completion_tokens == len(written)
+
+    stream = client.chat.completions.create(
+        model=model.id,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert chunks[-1].usage == chat.usage
+    assert chunks[-2].choices[0].finish_reason == chat.choices[0].finish_reason
+
+    text = client.completions.create(model=model.id, prompt="word5", max_tokens=8, seed=3)
+    again = client.completions.create(model=model.id, prompt="word5", max_tokens=8, seed=3, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in again) == text.choices[0].text
+    assert text.choices[0].finish_reason in ("stop", "length")
+
+
+def test_what_is_refused_comes_as_the_client_s_own_errors(client: openai.OpenAI, url: str) -> None:
+    model = client.models.list().data[0].id
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=url, api_key="wrong", max_retries=0).models.list()
+    with pytest.raises(openai.NotFoundError, match="there is no such model here"):
+        client.completions.create(model="gpt-4", prompt="word1")
+    with pytest.raises(openai.BadRequestError, match=f"the model takes {LONGEST} tokens") as refused:
+        client.completions.create(model=model, prompt="word1 " * LONGEST)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="n is not supported"):
+        client.completions.create(model=model, prompt="word1", n=2)
+
+
+async def test_fifty_clients_are_served_and_those_that_hang_up_are_forgotten(url: str) -> None:
+    async with openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=SECONDS) as client:
+        model = (await client.models.list()).data[0].id
+
+        async def ask(number: int) -> str:
+            answer = await client.completions.create(model=model, prompt=f"word{number}", max_tokens=5, temperature=0)
+            return answer.choices[0].text
+
+        alone = [await ask(number) for number in range(3)]
+        results = await asyncio.gather(*(ask(number) for number in range(50)), return_exceptions=True)
+        assert results[:3] == alone
+        assert all(isinstance(result, str | openai.RateLimitError) for result in results)
+        assert sum(isinstance(result, str) for result in results) >= 4
+
+        # They take all places, and more wait for these.
+        streams = await asyncio.gather(
+            *(
+                client.completions.create(model=model, prompt="word1", max_tokens=LONGEST - 1, stream=True, seed=number)
+                for number in range(4)
+            )
+        )
+        waiting = [asyncio.create_task(ask(0)) for _ in range(5)]
+        for stream in streams:
+            await stream.close()
+        waiting.pop().cancel()
+        began = time.monotonic()
+        assert await asyncio.gather(*waiting) == [alone[0]] * 4
+        assert time.monotonic() - began < 2.0

@@ -1,0 +1,76 @@
+"""swarm-generate --serve: its address, its token, and what it needs."""
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from peers.generate import program
+from peers.generate.options import GenerateOptions
+from peers.generate.server import TOKEN_VARIABLE, Server, find_token
+from peers.shared import process
+
+
+def test_a_token_is_of_the_option_a_file_or_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-file\n")
+    environment = {TOKEN_VARIABLE: "of-environment"}
+    assert find_token(None, {}) is None
+    assert find_token(None, environment) == "of-environment"
+    assert find_token("of-option", environment) == "of-option"
+    assert find_token(f"@{tmp_path / 'token'}", environment) == "of-file"
+
+
+@pytest.mark.parametrize("token", ["", "a b", "é", "a\n"])
+def test_a_token_that_no_client_can_send_is_refused(token: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--serve-token must be"):
+        find_token(token, {})
+    with pytest.raises(ValueError, match=f"{TOKEN_VARIABLE} must be"):
+        find_token(None, {TOKEN_VARIABLE: token})
+    with pytest.raises(FileNotFoundError):
+        find_token(f"@{tmp_path / 'nothing'}", {})
+
+
+def _end(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the program says before it loads anything, and with which it ends."""
+    assert process.run_program(program.PROG, lambda: program.main(["--model", "nowhere", *arguments])) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_an_address_that_is_taken_is_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = _end(capsys, "--serve", f"{host}:{port}")
+    assert said == (
+        f"swarm-generate: error: --serve {host}:{port}: Address already in use; choose another address or port\n"
+    )
+
+
+def test_an_address_of_nobody_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _end(capsys, "--serve", "192.0.2.1:8000").count("\n") == 1
+    assert "--serve no..host:8000: " in _end(capsys, "--serve", "no..host:8000")
+
+
+def test_a_port_alone_is_one_of_this_machine() -> None:
+    assert GenerateOptions(model=Path("m"), serve="8000").address == ("127.0.0.1", 8000)
+    assert GenerateOptions(model=Path("m"), serve="[::1]:0").address == ("::1", 0)
+    assert GenerateOptions(model=Path("m"), serve="0.0.0.0:80").address == ("0.0.0.0", 80)
+
+
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_without_its_libraries_it_says_what_to_install(
+    missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("peers.generate.server", "swarm.generation.openai"))]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    said = _end(capsys, "--serve", "127.0.0.1:0")
+    assert "--serve needs starlette and uvicorn: " in said
+    assert "[serve]" in said
+
+
+def test_a_server_can_be_told_of_its_address_by_name() -> None:
+    Server(GenerateOptions(model=Path("m"), serve="localhost:0"), {}).close()

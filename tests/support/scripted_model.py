@@ -1,0 +1,62 @@
+"""A model that says what a test wants, in bytes, and tells what it was asked."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from datetime import datetime
+
+from swarm.data.chat import ChatTemplate
+from swarm.data.tokenizers import ByteTokenizer
+from swarm.generation.engine import require_room
+from swarm.generation.sampling import Sampling
+from swarm.generation.text_model import TextModel
+
+RUN = "tiny.0123456789abcdef"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+END = 0
+
+
+class ScriptedEngine:
+    """Says the same text again and again, and fails where it is told to.
+
+    Attributes:
+        asked: what prompts were continued, and how.
+        under_way: how many sequences are being continued.
+    """
+
+    def __init__(self, text: str = "hello", *, longest: int = 100) -> None:
+        self.round = 7
+        self.longest = longest
+        self.asked: list[tuple[bytes, Sampling, int]] = []
+        self.under_way = 0
+        self.fault: Exception | None = None
+        self.fault_after = 0
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self._text = text.encode()
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> AsyncGenerator[int, None]:
+        require_room(self, prompt, max_tokens)
+        self.asked.append((bytes(prompt), sampling, max_tokens))
+        self.under_way += 1
+        try:
+            for number in range(max_tokens):
+                await self.may_go_on.wait()
+                if self.fault is not None and number == self.fault_after:
+                    raise self.fault
+                yield self._text[number % len(self._text)]
+        finally:
+            self.under_way -= 1
+
+
+def scripted_model(engine: ScriptedEngine, *, template: str | None = TEMPLATE) -> TextModel:
+    """The engine with a tokenizer of bytes, of which 0 ends a text."""
+    return TextModel(
+        run=RUN,
+        engine=engine,
+        tokenizer=ByteTokenizer(),
+        end_tokens=frozenset({END}),
+        template=None if template is None else ChatTemplate(template, {}, now=lambda: datetime(2026, 1, 1)),
+    )
