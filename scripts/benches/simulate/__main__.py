@@ -13,7 +13,6 @@ from scripts.benches.menu import run_named
 PROG = "scripts/simulate"
 STUDIES = {
     "rebalancing": "400 peers that come and go: what each rule keeps of the best throughput",
-    "averaging": "a stage's rounds while members die: attempts, seconds, and the share that takes part",
     "bandwidth": "the line that DiLoCo and its kin need, as Streaming DiLoCo's table has it, and ours",
     "routing": "throughput and tail latency of ways to choose a peer, under failures",
     "utilisation": "how busy peers are over slow lines: SWARM's table, and direct hand-off against the trainer's",

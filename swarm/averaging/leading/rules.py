@@ -1,7 +1,7 @@
 """The rules of a group's rounds: who leads, when a round is complete, who may commit it, and what has to be finished.
 
-Asked by the parts of an averager, by members/roster and leading/barrier, by a peer that would leave its stage, and
-by the simulator. Pure.
+Asked by the parts of an averager, by members/roster and leading/barrier, and by a peer that would leave its stage.
+Pure.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
