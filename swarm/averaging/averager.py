@@ -15,10 +15,8 @@ from swarm.averaging.catching_up.branches import Branches
 from swarm.averaging.catching_up.catch_up import CatchUp
 from swarm.averaging.catching_up.donor import Donor
 from swarm.averaging.catching_up.entry import Entry
-from swarm.averaging.catching_up.lookout import Lookout
 from swarm.averaging.catching_up.state_transfer import StateTransfer
-from swarm.averaging.changes import Changes, wait
-from swarm.averaging.context import Context
+from swarm.averaging.context import Context, wait
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.exchanging.participant import Participant
 from swarm.averaging.exchanging.shared import SharedBlocks
@@ -52,16 +50,15 @@ class Averager:
             member: the stage, as averaging sees it.
         """
         self.context = context
-        self.changes = changes = Changes(context.clock)
         self.place = place = _place(context, member)
         self.roster = roster = _roster(context, place)
         self.donor = donor = Donor(place, member, context.clock)
         self.shared = shared = SharedBlocks(context)
         own_round = OwnRound(context, place, member)
-        advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster, changes=changes)
+        advance = Advance(context, place, member, own_round, shared=shared, donor=donor, roster=roster)
         participant = Participant(context, place, own_round, advance, shared)
-        call = Calls(context, roster, participant, changes)
-        survey = Survey(context, place, member, roster, advance, call, changes)
+        call = Calls(context, roster, participant)
+        survey = Survey(context, place, member, roster, advance, call)
         transfer = StateTransfer(
             context.transport,
             address=context.address,
@@ -78,17 +75,16 @@ class Averager:
             survey=survey,
             entry=Entry(context, member),
         )
-        lookout = Lookout(context, place, survey, self.catch_up, changes)
-        self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, lookout, changes)
-        self.watch = watch = RoundWatch(context, place, member, roster, reporter, changes)
-        barrier = Barrier(context, place, shared, watch, call, changes)
+        self.reporter = reporter = Reporter(context, place, member, roster, own_round, survey, self.catch_up)
+        self.watch = watch = RoundWatch(context, place, member, roster, reporter)
+        barrier = Barrier(context, place, shared, watch, call)
         broadcast = Broadcast(call=call, is_silent=roster.is_silent, timing=context.timing)
         blame = Blame(context.own_id)
         beginning = Beginning(context, watch, broadcast, blame)
-        self.leader = Leader(context, place, beginning, broadcast, barrier, shared, blame, changes)
-        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, self.leader, changes)
-        reports = ReportAnswers(context, place, member, roster, reporter, watch, changes)
-        self.handlers = Handlers(context, participant, donor, shared, barrier, reports, changes)
+        self.leader = Leader(context, place, beginning, broadcast, barrier, shared, blame)
+        self.lead_loop = LeadLoop(context, place, roster, own_round, reporter, watch, self.leader)
+        reports = ReportAnswers(context, place, member, roster, reporter, watch)
+        self.handlers = Handlers(context, participant, donor, shared, barrier, reports)
 
     async def run(self) -> None:
         """Take part until cancelled. Leaving needs no farewell: the others go on without this peer."""
@@ -100,7 +96,7 @@ class Averager:
 
     def notify(self) -> None:
         """The stage's progress changed."""
-        self.changes.notify()
+        self.context.changes.notify()
 
     async def join(self) -> None:
         """Ask every known peer where the run is, and download its state if this peer is behind; needs `run`."""
@@ -108,7 +104,7 @@ class Averager:
 
     async def changed(self, seconds: float) -> None:
         """Wait until the view, or the state of a round, may have changed, but no longer than `seconds`."""
-        await wait(self.changes.next, seconds)
+        await wait(self.context.changes.next, seconds)
 
     def view(self) -> GroupView:
         """The round as this peer knows it."""

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.participant import Participant
 from swarm.averaging.members.roster import Roster
@@ -19,10 +18,10 @@ from swarm.types import PeerId, PeerRecord
 class Calls:
     """A Caller, see averaging/transport."""
 
-    def __init__(self, context: Context, roster: Roster, participant: Participant, changes: Changes) -> None:
+    def __init__(self, context: Context, roster: Roster, participant: Participant) -> None:
         self._context = context
         self._roster = roster
-        self._changes = changes
+        self._changes = context.changes
         self._own: dict[str, Callable[[Any], Any]] = {
             BEGIN.name: participant.begin,
             AVERAGE.name: participant.average,

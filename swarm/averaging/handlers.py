@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from swarm.averaging.catching_up.donor import Donor
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.participant import Participant
 from swarm.averaging.exchanging.reduction import Payload
@@ -38,13 +37,12 @@ class Handlers:
         shared: SharedBlocks,
         barrier: Barrier,
         reports: ReportAnswers,
-        changes: Changes,
     ) -> None:
         self._context = context
         self._participant = participant
         self._donor = donor
         self._shared = shared
-        self._changes = changes
+        self._changes = context.changes
         self._answers: dict[str, Callable[[Any], Any]] = {
             REPORT.name: reports.answer,
             BEGIN.name: participant.begin,

@@ -14,7 +14,6 @@ from swarm.averaging import messages
 from swarm.averaging.catching_up import results
 from swarm.averaging.catching_up.donor import Donor
 from swarm.averaging.catching_up.results import Committed
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.exchanging.shared import SharedBlocks
@@ -41,7 +40,6 @@ class Advance:
         shared: SharedBlocks,
         donor: Donor,
         roster: Roster,
-        changes: Changes,
     ) -> None:
         """
         Args:
@@ -60,7 +58,7 @@ class Advance:
         self._shared = shared
         self._donor = donor
         self._roster = roster
-        self._changes = changes
+        self._changes = context.changes
         self._state_digest: asyncio.Future[str] | None = None
         """Of the state at the beginning of the round; taken beside training."""
 

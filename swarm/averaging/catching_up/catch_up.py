@@ -1,10 +1,11 @@
 """How a peer that is behind gets to where its group stands: a snapshot, then the results committed meanwhile.
 
-Run by members/reporter when catching_up/branches has decided to go elsewhere. While it runs, this peer promises no
-attempt and reports nothing, so no peer counts it as a member. It takes the state only from peers that stand behind what
-was decided.
+Run by members/reporter when an answer came from another place in the run. All holders are asked where they stand, and
+catching_up/branches decides where this peer should be. On its way there it promises no attempt and reports nothing, so
+no peer counts it as a member. It takes the state only from peers that stand behind what was decided.
 """
 
+import asyncio
 import logging
 import math
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from swarm.averaging.members.survey import Survey
 from swarm.averaging.messages import Standing
 from swarm.averaging.place import Place
 from swarm.errors import IntegrityError, SwarmError
-from swarm.types import PeerRecord
+from swarm.types import PeerId, PeerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class CatchUp:
         survey: Survey,
         entry: Entry,
     ) -> None:
+        self._context = context
         self._place = place
         self._own_round = own_round
         self._advance = advance
@@ -56,8 +58,10 @@ class CatchUp:
         self._survey = survey
         self._entry = entry
         self._clock = context.clock
-        self._retry_seconds = context.timing.max_retry_seconds
-        """Between two tries where there is no going back."""
+        self._looking: asyncio.Event | None = None
+        """While all are asked where they stand, and what follows is done; set at its end."""
+        self._rests_until = -math.inf
+        """Until then nobody is asked again because of peers that are known to be elsewhere."""
         self._sources: list[PeerRecord] = []
         """The peers that sent the last snapshot and have not failed since: they keep the results."""
         self._max_bytes = 0
@@ -68,7 +72,39 @@ class CatchUp:
         """Of this peer's line, when the log said last that it is too slow."""
         self.num_downloads = 0
 
-    async def run(self, target: Standing) -> None:
+    async def look(self, because_of: PeerId) -> None:
+        """Ask all holders where they stand, and go where this peer should be; a second call waits for the first.
+
+        It is not done at once again because of a peer of which it is settled that it is elsewhere.
+        """
+        if self._looking is not None:
+            await self._looking.wait()
+            return
+        if self._place.branches.is_elsewhere(because_of) and self._clock.monotonic() < self._rests_until:
+            return
+        looking = self._looking = asyncio.Event()
+        try:
+            await self._look()
+        finally:
+            self._looking = None
+            looking.set()
+
+    async def _look(self) -> None:
+        before, branches, timing = self._place.standing, self._place.branches, self._context.timing
+        target = await self._survey.choose()
+        if before != self._place.standing:
+            return
+        if target is not None:
+            await self._go(target)
+            if before != self._place.standing:
+                self._context.changes.notify()
+            return
+        for refusal in branches.stay():
+            logger.warning("%s", refusal)
+        rest_seconds = timing.heartbeat_seconds if branches.is_in_doubt else timing.max_retry_seconds
+        self._rests_until = self._clock.monotonic() + rest_seconds
+
+    async def _go(self, target: Standing) -> None:
         """Come to `target`, or beyond, or find that no peer has what it takes. Only one call at a time.
 
         Cancelled, it leaves this peer where it is; segments that have come are kept.
@@ -78,7 +114,8 @@ class CatchUp:
         with self._advance.catching_up():
             await self._own_round.step_back("this peer is behind its group")
             while not await self._try(target):
-                await self._clock.sleep(self._retry_seconds)
+                # There is no going back.
+                await self._clock.sleep(self._context.timing.max_retry_seconds)
                 target = await self._survey.choose() or target
 
     async def _try(self, target: Standing) -> bool:

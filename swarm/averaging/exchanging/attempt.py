@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.allreduce import AllReduceTransport, Average
-from swarm.averaging.exchanging.closing import Closing
-from swarm.averaging.exchanging.exchange import Exchanges
+from swarm.averaging.exchanging.exchange import Closed, Exchanges
 from swarm.averaging.exchanging.reduction import MemberFailed, Payload, Reduction, Side
 from swarm.averaging.exchanging.shares import Shares
 from swarm.averaging.leading.group import Ballot, Refused
@@ -23,17 +22,15 @@ class Attempt:
 
     Attributes:
         closed: the contribution, frozen.
-        began_at: by the member's clock.
+        began_at: when it began to be frozen, by the member's clock.
     """
 
-    def __init__(self, context: Context, exchanges: Exchanges, *, ballot: Ballot, closing: Closing) -> None:
-        """
-        Args:
-            closing: is over.
-        """
+    def __init__(
+        self, context: Context, exchanges: Exchanges, *, ballot: Ballot, closed: Closed, began_at: float
+    ) -> None:
         self.ballot = ballot
-        self.closed = closing.closed
-        self.began_at = closing.began_at
+        self.closed = closed
+        self.began_at = began_at
         self._own_id = context.own_id
         self._exchanges = exchanges
         self._clock = context.clock

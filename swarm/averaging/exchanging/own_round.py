@@ -4,14 +4,14 @@ Used by exchanging/participant, which does what a leader says, and by catching_u
 it is of this round alone, and only one of each exists. Never decides anything about a round.
 """
 
+import asyncio
 import logging
 import math
 from dataclasses import dataclass
 
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.attempt import Attempt
-from swarm.averaging.exchanging.closing import Closing
-from swarm.averaging.exchanging.exchange import Exchanges
+from swarm.averaging.exchanging.exchange import Closed, Exchanges
 from swarm.averaging.exchanging.feedback import Residual
 from swarm.averaging.leading.group import Ballot
 from swarm.averaging.place import Place
@@ -37,6 +37,45 @@ class Result:
     residual: Residual
     fragment: int
     began_at: float
+
+
+class Closing:
+    """A contribution that is being frozen, or is frozen, for whichever attempt comes to want it.
+
+    Of a stage of several GB, or on a machine whose tasks take ten seconds, to freeze takes longer than any call: so it
+    outlives the call that asked for it, and the next one joins it.
+
+    Attributes:
+        drop: microbatches that are taken out of it.
+        began_at: by the member's clock.
+    """
+
+    def __init__(self, *, drop: frozenset[int], began_at: float) -> None:
+        self.drop = drop
+        self.began_at = began_at
+        self._outcome: asyncio.Future[Closed | Exception] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is frozen, or could not be."""
+        return self._outcome.done()
+
+    def end(self, outcome: Closed | Exception) -> None:
+        """It is frozen, or that failed."""
+        self._outcome.set_result(outcome)
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is over, but no longer than that; says whether it is."""
+        await asyncio.wait([self._outcome], timeout=seconds)
+        return self.is_over
+
+    @property
+    def closed(self) -> Closed:
+        """What was frozen; once it is over. Raises what freezing it failed with."""
+        outcome = self._outcome.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 class OwnRound:
@@ -99,7 +138,9 @@ class OwnRound:
         """Begin an attempt with what was frozen for it; False if it was given up, or another closing took its place."""
         if closing is not self._closing or self._group.active != ballot:
             return False
-        self.attempt = Attempt(self._context, self.exchanges, ballot=ballot, closing=closing)
+        self.attempt = Attempt(
+            self._context, self.exchanges, ballot=ballot, closed=closing.closed, began_at=closing.began_at
+        )
         return True
 
     def end_exchange(self, reason: str) -> None:

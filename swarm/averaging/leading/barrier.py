@@ -11,8 +11,7 @@ import logging
 import math
 from collections.abc import Collection
 
-from swarm.averaging.changes import Changes, wait
-from swarm.averaging.context import Context
+from swarm.averaging.context import Context, wait
 from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.leading.rules import leader_of
 from swarm.averaging.leading.watch import RoundWatch
@@ -32,14 +31,14 @@ class Barrier:
     """One stage's side of it, for those that ask and those that are asked."""
 
     def __init__(
-        self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller, changes: Changes
+        self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller
     ) -> None:
         self._context = context
         self._place = place
         self._shared = shared
         self._watch = watch
         self._call = call
-        self._changes = changes
+        self._changes = context.changes
         self._timing = context.timing
 
     # -- for this stage ----------------------------------------------------------------------------------------------

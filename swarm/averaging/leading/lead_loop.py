@@ -7,8 +7,7 @@ goes is the leader's affair (leading/leader).
 import logging
 from collections import Counter
 
-from swarm.averaging.changes import Changes, wait
-from swarm.averaging.context import Context
+from swarm.averaging.context import Context, wait
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.leading.blame import AttemptFailed
 from swarm.averaging.leading.group import Ballot
@@ -37,7 +36,6 @@ class LeadLoop:
         reporter: Reporter,
         watch: RoundWatch,
         leader: Leader,
-        changes: Changes,
     ) -> None:
         self._context = context
         self._place = place
@@ -46,7 +44,7 @@ class LeadLoop:
         self._reporter = reporter
         self._watch = watch
         self._leader = leader
-        self._changes = changes
+        self._changes = context.changes
         self._attempts: Counter[int] = Counter()
         """The number of the last attempt, by round."""
         self.num_attempts = 0

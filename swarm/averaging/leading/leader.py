@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.averaging import messages
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.allreduce import OWNER_PATIENCE
 from swarm.averaging.exchanging.shared import SharedBlocks
@@ -58,7 +57,6 @@ class Leader:
         barrier: Barrier,
         shared: SharedBlocks,
         blame: Blame,
-        changes: Changes,
     ) -> None:
         self._context = context
         self._place = place
@@ -67,7 +65,7 @@ class Leader:
         self._barrier = barrier
         self._shared = shared
         self._blame = blame
-        self._changes = changes
+        self._changes = context.changes
         self._config = context.config
         self._clock = context.clock
         self._timing = context.timing

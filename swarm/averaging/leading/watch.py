@@ -8,7 +8,6 @@ import logging
 from collections.abc import Collection, Set
 from functools import partial
 
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.leading.rules import has_quorum, is_complete
 from swarm.averaging.members.reporter import Reporter
@@ -33,14 +32,13 @@ class RoundWatch:
         member: RoundMember,
         roster: Roster,
         reporter: Reporter,
-        changes: Changes,
     ) -> None:
         self._context = context
         self._place = place
         self._member = member
         self._roster = roster
         self._reporter = reporter
-        self._changes = changes
+        self._changes = context.changes
         self._config = context.config
         self._waits_for_quorum = False
 

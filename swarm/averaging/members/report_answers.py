@@ -6,7 +6,6 @@ Used by averaging/handlers; the other end is members/survey. Takes in what the r
 import math
 
 from swarm.averaging import messages
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.leading.watch import RoundWatch
 from swarm.averaging.members.reporter import Reporter
@@ -29,7 +28,6 @@ class ReportAnswers:
         roster: Roster,
         reporter: Reporter,
         watch: RoundWatch,
-        changes: Changes,
     ) -> None:
         self._context = context
         self._place = place
@@ -37,7 +35,7 @@ class ReportAnswers:
         self._roster = roster
         self._reporter = reporter
         self._watch = watch
-        self._changes = changes
+        self._changes = context.changes
         self._told_round = -1
         self._told_at: dict[PeerId, float] = {}
         """When members last heard, in that round, what all of them have committed."""

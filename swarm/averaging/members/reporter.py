@@ -1,15 +1,14 @@
 """Tells the leader how far this peer is, and acts on the answer: goes where the group is, or leaves a dead attempt.
 
 Run by averaging/averager. A report holds everything, so one that is lost costs nothing. Where an answer comes from
-another place in the run, all holders are asked before anything follows (catching_up/lookout). Never leads.
+another place in the run, all holders are asked before anything follows (catching_up/catch_up). Never leads.
 """
 
 import asyncio
 import logging
 import math
 
-from swarm.averaging.catching_up.lookout import Lookout
-from swarm.averaging.changes import Changes
+from swarm.averaging.catching_up.catch_up import CatchUp
 from swarm.averaging.context import Context
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.leading.group import Ballot
@@ -36,8 +35,7 @@ class Reporter:
         roster: Roster,
         own_round: OwnRound,
         survey: Survey,
-        lookout: Lookout,
-        changes: Changes,
+        catch_up: CatchUp,
     ) -> None:
         self._context = context
         self._place = place
@@ -45,8 +43,8 @@ class Reporter:
         self._roster = roster
         self._own_round = own_round
         self._survey = survey
-        self._lookout = lookout
-        self._changes = changes
+        self._catch_up = catch_up
+        self._changes = context.changes
         self._under_way: set[PeerId] = set()
         self._nudges: set[PeerId] = set()
         self._connected: set[PeerId] = set()
@@ -175,6 +173,6 @@ class Reporter:
         if theirs == standing and (reply.counted_gaps or reply.num_samples):
             self._roster.heard_of_round(peer_id, theirs, reply)
         if not self._place.branches.is_known(theirs):
-            await self._lookout.look(peer_id)
+            await self._catch_up.look(peer_id)
         elif reply.leader.peer_id not in (self._context.own_id, peer_id):
             self._roster.learn(reply.leader)

@@ -10,7 +10,6 @@ import logging
 from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
 from swarm.averaging.catching_up.branches import voice_of
-from swarm.averaging.changes import Changes
 from swarm.averaging.context import Context
 from swarm.averaging.leading.group import Ballot, Refused
 from swarm.averaging.members.roster import Roster
@@ -36,7 +35,6 @@ class Survey:
         roster: Roster,
         advance: Advance,
         call: Caller,
-        changes: Changes,
     ) -> None:
         self._context = context
         self._place = place
@@ -44,7 +42,7 @@ class Survey:
         self._roster = roster
         self._advance = advance
         self._call = call
-        self._changes = changes
+        self._changes = context.changes
 
     async def choose(self) -> Standing | None:
         """Ask all holders where they stand; gives where this peer should go, None if it should stay."""

@@ -8,7 +8,6 @@ from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
 from swarm.averaging.catching_up.branches import Branches
 from swarm.averaging.catching_up.donor import Donor
-from swarm.averaging.changes import Changes
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.exchanging.shared import SharedBlocks
 from swarm.averaging.members.roster import Roster
@@ -35,7 +34,7 @@ async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: 
     place = Place(standing, branches)
     advance = Advance(
         context, place, stage, OwnRound(context, place, stage), shared=Mock(spec=SharedBlocks),
-        donor=Donor(place, stage, context.clock), roster=Mock(spec=Roster), changes=Changes(context.clock),
+        donor=Donor(place, stage, context.clock), roster=Mock(spec=Roster),
     )  # fmt: skip
     ids = [peer_id(number) for number in members]
     outcome = pb.Outcome(round=0, prepared=pb.Prepared(digest="ab", member_ids=ids))

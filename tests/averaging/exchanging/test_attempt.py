@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from swarm.averaging.exchanging.attempt import Attempt
-from swarm.averaging.exchanging.closing import Closing
 from swarm.averaging.exchanging.exchange import Closed
 from swarm.averaging.exchanging.reduction import MemberFailed, Payload, Reduction
 from swarm.averaging.exchanging.shares import Offer, Shares, divide
@@ -32,9 +31,8 @@ def two_members() -> Shares:
 def attempt_with(exchanges: Any) -> Attempt:
     """Of a member whose contribution is frozen."""
     contribution = Contribution(tensors={}, num_samples=1, round_samples=1, committed=frozenset())
-    closing = Closing(drop=frozenset(), began_at=0.0)
-    closing.end(Closed(contribution=contribution, vector_D=torch.zeros(4), norm=0.0))
-    return Attempt(make_context(record(1)), exchanges, ballot=Ballot(1, OWN), closing=closing)
+    closed = Closed(contribution=contribution, vector_D=torch.zeros(4), norm=0.0)
+    return Attempt(make_context(record(1)), exchanges, ballot=Ballot(1, OWN), closed=closed, began_at=0.0)
 
 
 @in_virtual_time

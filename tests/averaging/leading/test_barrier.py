@@ -51,7 +51,7 @@ class OtherStage:
         member = FakeStage()
         member.round = 7
         own = Averager(context, member)
-        barrier = Barrier(context, own.place, own.shared, own.watch, self.call, own.changes)
+        barrier = Barrier(context, own.place, own.shared, own.watch, self.call)
         replies = await barrier.wait_for([1], 7)
         assert replies is not None
         assert (replies[1].ready, replies[1].squared_norm) == (True, 4.0)

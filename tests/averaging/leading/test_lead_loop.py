@@ -36,7 +36,7 @@ async def test_a_leader_that_takes_long_to_look_rests_and_misses_nothing() -> No
 
         with patch.object(peer.averager.watch, "may_begin", looks_long):
             for _ in range(100):
-                peer.averager.changes.signal()
+                peer.averager.context.changes.signal()
                 await asyncio.sleep(look_seconds / 10)
             last_at = time()
             await asyncio.sleep(4.5 * look_seconds)
