@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from swarm.config import RunConfig
 from swarm.machine.clock import Clock
-from swarm.pipeline.lease_claims import LeaseClaims
 from swarm.pipeline.round_leases import Finished, RoundLeases
 from swarm.pipeline.trainers import DOUBT_SECONDS, Trainer, Trainers
 from swarm.types import LARGEST_COUNT
@@ -90,9 +89,7 @@ class LeaseTable:
         self._rng = rng
         self._leads_since = self._asked_at = clock.monotonic()
         self._trainers = Trainers(clock)
-        self._round = RoundLeases(-1, self._trainers, clock)
-        self._claims: LeaseClaims | None = None
-        """While it gathers."""
+        self._round = RoundLeases(-1, config.microbatches_per_round, self._trainers, clock)
         self._next: int | None = None
         self._skipped = -1
         """The highest id that was known when `_next` was last chosen."""
@@ -119,14 +116,14 @@ class LeaseTable:
         self._note_lead()
         if not self._config.rounds.synchronous:
             return self._grant_endless(view, count, [*holding, *released])
-        state, size = self._at_round(view.round), self._config.microbatches_per_round
+        state = self._at_round(view.round)
         state.note_committed(view.committed)
         self._trainers.hear(trainer)
         state.renew(trainer, holding, released, acknowledged)
         gathers = self._gathers(view)
         self._note_told(view, trainer, holding, acknowledged, gathers=gathers)
         state.end_silent(LEASE_SECONDS)
-        count = 0 if gathers else min(count, state.room(trainer, size))
+        count = 0 if gathers else min(count, state.room(trainer))
         self._trainers.note_wish(trainer, wants=count > 0)
         grant = self._grant_of_round(view, trainer, count, all_granted, all_committed)
         if count and not grant.microbatches and (state.end_silent(DOUBT_SECONDS) or state.end_overdue(trainer)):
@@ -136,7 +133,7 @@ class LeaseTable:
     def _at_round(self, number: int) -> RoundLeases:
         if number != self._round.number:
             self._round.note_ended()
-            self._round = RoundLeases(number, self._trainers, self._clock)
+            self._round = RoundLeases(number, self._config.microbatches_per_round, self._trainers, self._clock)
         return self._round
 
     def _note_lead(self) -> None:
@@ -157,36 +154,21 @@ class LeaseTable:
     ) -> None:  # fmt: skip
         """What a trainer says of leases that this leader has not granted, as far as it is believed."""
         state, now = self._round, self._clock.monotonic()
-        size = self._config.microbatches_per_round
         # What a new leader hears of before it grants anything was done before it led, or just after.
         at = self._leads_since if now - self._leads_since < GATHER_SECONDS else now
         for microbatch in acknowledged:
             # Stage 0 has granted it itself. To a later stage this is news, which it cannot check.
-            if microbatch // size == state.number and (self._stage > 0 or state.was_given(trainer, microbatch)):
+            if microbatch in state.ids and (self._stage > 0 or state.was_given(trainer, microbatch)):
                 state.finished.setdefault(microbatch, Finished(trainer, at))
-        if self._claims is not None and self._claims.round != state.number:
-            self._claims = None
         if gathers:
-            self._claims = self._claims or LeaseClaims(state.number, size)
-            self._claims.note(trainer, holding, acknowledged if self._stage == 0 else ())
-        elif self._claims is not None:
-            known = state.leases.keys() | state.finished.keys() | view.committed
-            for claimant, microbatch, is_held in self._claims.believed(known):
-                if is_held:
-                    state.give(claimant, microbatch, is_replay=self._stage > 0, has_arrived=True)
-                else:
-                    state.finished[microbatch] = Finished(claimant, self._leads_since)
-            self._claims = None
+            state.note_claim(trainer, holding, acknowledged if self._stage == 0 else ())
+        else:
+            state.believe_claims(view.committed, is_replay=self._stage > 0, at=self._leads_since)
 
     def _grant_of_round(
         self, view: RoundView, trainer: Trainer, count: int, all_granted: bool, all_committed: bool
     ) -> Grant:  # fmt: skip
-        size = self._config.microbatches_per_round
-        wanted = [
-            microbatch
-            for microbatch in range(view.round * size, (view.round + 1) * size)
-            if microbatch not in view.committed and microbatch not in self._round.leases
-        ]
+        wanted = [m for m in self._round.ids if m not in view.committed and m not in self._round.leases]
         away = view.counted - view.committed - view.lost
         may_come_back = bool(away) or view.misses_member
         lost = self._lost(view, wanted, may_be_elsewhere=may_come_back or view.awaits_reports)

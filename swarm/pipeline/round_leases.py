@@ -2,8 +2,13 @@
 
 Used by leases, which decides what is granted to whom. Bounded by the round's microbatches and the number of bearers,
 whatever trainers say: of what a trainer names, it has what it was granted.
+
+No trainer can prove what a leader that died has granted it, and honest trainers would have their work done twice if
+they were not believed. So of what trainers claim while a new leader gathers, each bearer is believed up to its share of
+the round. That is less than a whole round in any case, and those that claim less come first.
 """
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -33,11 +38,28 @@ class Finished:
     was_replay: bool = False
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """What a trainer says that an earlier leader granted it."""
+
+    holding: frozenset[int]
+    acknowledged: frozenset[int]
+
+    @property
+    def size(self) -> int:
+        return len(self.holding | self.acknowledged)
+
+
 class RoundLeases:
     """The leases of a round, while this peer leads its stage."""
 
-    def __init__(self, number: int, trainers: Trainers, clock: Clock) -> None:
+    def __init__(self, number: int, size: int, trainers: Trainers, clock: Clock) -> None:
+        """
+        Args:
+            size: microbatches of a round.
+        """
         self.number = number
+        self.ids = range(number * size, (number + 1) * size)
         self.leases: dict[int, Lease] = {}
         self.finished: dict[int, Finished] = {}
         self._trainers = trainers
@@ -49,10 +71,11 @@ class RoundLeases:
         """How often a bearer has had a microbatch."""
         self._overdue: dict[int, str] = {}
         """By microbatch, the bearer that held it for too long, while it is not known whether others get it done."""
+        self._claims: dict[Trainer, _Claim] = {}
 
-    def room(self, trainer: Trainer, size: int) -> int:
-        """How many more a trainer may hold, of so many that the round has."""
-        return self._trainers.room(trainer, size, Counter(lease.trainer for lease in self.leases.values()))
+    def room(self, trainer: Trainer) -> int:
+        """How many more a trainer may hold."""
+        return self._trainers.room(trainer, len(self.ids), Counter(lease.trainer for lease in self.leases.values()))
 
     def give(self, trainer: Trainer, microbatch: int, *, is_replay: bool, has_arrived: bool) -> None:
         """Begin a lease."""
@@ -86,6 +109,46 @@ class RoundLeases:
             if microbatch not in self.leases and self.was_given(trainer, microbatch):
                 self.leases[microbatch] = self._granted[microbatch]
                 self.leases[microbatch].has_arrived = True
+
+    # -- what an earlier leader has granted --------------------------------------------------------------------------
+
+    def note_claim(self, trainer: Trainer, holding: Collection[int], acknowledged: Collection[int]) -> None:
+        """What a trainer says now, in the place of what it said before.
+
+        All trainers of one bearer together can claim no more than the round: what goes beyond is left out.
+        """
+        claim = _Claim(*(frozenset(m for m in told if m in self.ids) for told in (holding, acknowledged)))
+        others = sum(c.size for other, c in self._claims.items() if other.bearer == trainer.bearer and other != trainer)
+        if claim.size and others + claim.size <= len(self.ids):
+            self._claims[trainer] = claim
+        else:
+            self._claims.pop(trainer, None)
+
+    def believe_claims(self, committed: Set[int], *, is_replay: bool, at: float) -> None:
+        """Begin the leases that trainers claim to hold, and note what they claim to be done with, as far as believed.
+
+        Args:
+            committed: microbatches of which no trainer's word is needed.
+            at: when they had acknowledged what they claim to be done with.
+        """
+        by_bearer = Counter[str]()
+        for trainer, claim in self._claims.items():
+            by_bearer[trainer.bearer] += claim.size
+        # No trainer is believed to hold a whole round: one that is about to come would have nothing.
+        left = dict.fromkeys(by_bearer, math.ceil(len(self.ids) / max(2, len(by_bearer))))
+        known = self.leases.keys() | self.finished.keys() | committed
+        for trainer, claim in sorted(self._claims.items(), key=lambda item: (by_bearer[item[0].bearer], item[0])):
+            believed = sorted((claim.holding | claim.acknowledged) - known)[: left[trainer.bearer]]
+            left[trainer.bearer] -= len(believed)
+            known |= set(believed)
+            for microbatch in believed:
+                if microbatch in claim.holding:
+                    self.give(trainer, microbatch, is_replay=is_replay, has_arrived=True)
+                else:
+                    self.finished[microbatch] = Finished(trainer, at)
+        self._claims.clear()
+
+    # -- what becomes of it ------------------------------------------------------------------------------------------
 
     def note_committed(self, committed: Set[int]) -> None:
         """Some member has committed these: their leases end, and it shows how long that took."""
