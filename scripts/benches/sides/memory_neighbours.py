@@ -11,7 +11,6 @@ import torch
 
 from swarm.averaging.exchanging.reduction import Payload
 from swarm.averaging.transport import GrpcTransport, Method, Reply, Request
-from swarm.compression.codec import Buffer
 from swarm.hop.answers import HopListener, HopReply, Tensors
 from swarm.hop.hop import Hop
 from swarm.rpc.channels import ChannelPool
@@ -85,22 +84,6 @@ class HeldTransport(GrpcTransport):
             return reply
         return await super().call(peer, method, request, timeout_seconds=timeout_seconds)
 
-    async def exchange(
-        self,
-        peer: PeerRecord,
-        opening: pb.ExchangeOpen,
-        part: Buffer,
-        *,
-        reply_bytes: int,
-        timeout_seconds: float,
-        silence_seconds: float | None = None,
-    ) -> Payload:
+    async def exchange(self, *arguments: Any, **options: Any) -> Payload:
         await self.line.wait()
-        return await super().exchange(
-            peer,
-            opening,
-            part,
-            reply_bytes=reply_bytes,
-            timeout_seconds=timeout_seconds,
-            silence_seconds=silence_seconds,
-        )
+        return await super().exchange(*arguments, **options)
