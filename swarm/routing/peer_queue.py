@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.routing.bans import LONGEST_BAN_SECONDS, Bans
-from swarm.routing.peer_statistics import PeerStatistics
 from swarm.routing.throughput import SHORTEST_SECONDS, MovingAverage, Observation, SecondsPerSample
 from swarm.types import PeerId, PeerRecord
 
@@ -38,9 +37,6 @@ class _Member:
     busy_until: float = -math.inf
     ticket: int = -1
     """Number of the one heap entry that counts."""
-    num_chosen: int = 0
-    num_failures: int = 0
-    num_busy: int = 0
 
 
 _Entry = tuple[float, int, _Member]
@@ -157,7 +153,6 @@ class PeerQueue:
         # Chance, of mean 1, makes paths stochastic and keeps the routers of several trainers out of step.
         seconds = num_samples * self._expected(member) * self._rng.uniform(1.0 - CHANCE, 1.0 + CHANCE)
         member.priority = max(member.priority, self._virtual_now) + seconds
-        member.num_chosen += 1
         return member.record
 
     def _head(self, now: float) -> _Member | None:
@@ -201,7 +196,6 @@ class PeerQueue:
     def busy(self, peer_id: PeerId, now: float, retry_after_seconds: float) -> None:
         """Leave a peer alone for a while. It keeps its charge: its queue is longer than was expected."""
         member = self._members[peer_id]
-        member.num_busy += 1
         member.busy_until = max(member.busy_until, now + min(LONGEST_BAN_SECONDS, retry_after_seconds))
         self._set_aside(member, now)
 
@@ -210,7 +204,6 @@ class PeerQueue:
     ) -> None:  # fmt: skip
         """Ban a peer, each time in a row for twice as long."""
         member = self._members[peer_id]
-        member.num_failures += 1
         announced_at = member.record.announced_at
         if self._bans.failed(
             peer_id, now, announced_at=announced_at, is_gone=is_gone, is_unreachable=is_unreachable
@@ -231,22 +224,9 @@ class PeerQueue:
         if self._bans.unanswered(peer_id, now, seconds):
             self._set_aside(self._members[peer_id], now)
 
-    def statistics(self, now: float) -> list[PeerStatistics]:
-        """A reading of every member. O(peers)."""
-        num_choices = sum(member.num_chosen for member in self._members.values())
-        return [
-            PeerStatistics(
-                peer_id=peer_id,
-                stage=member.record.stage,
-                num_chosen=member.num_chosen,
-                num_failures=member.num_failures,
-                num_busy=member.num_busy,
-                banned=self._bans.until(peer_id) > now,
-                expected_seconds_per_sample=self._expected(member),
-                share=member.num_chosen / num_choices if num_choices else 0.0,
-            )
-            for peer_id, member in self._members.items()
-        ]
+    def banned(self, now: float) -> set[PeerId]:
+        """Members that are banned. O(peers)."""
+        return {peer_id for peer_id in self._members if self._bans.until(peer_id) > now}
 
     @property
     def _longest(self) -> float:

@@ -6,11 +6,11 @@ chance come in as arguments; it never waits, connects, or retries.
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from swarm.machine.clock import Clock
 from swarm.routing.peer_queue import PeerQueue
-from swarm.routing.peer_statistics import PeerStatistics
 from swarm.routing.throughput import Observation
 from swarm.types import PeerId, PeerRecord, PeerState
 
@@ -20,8 +20,7 @@ class Router:
 
     def __init__(self, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
-        self._rng = rng
-        self._queues: dict[int, PeerQueue] = {}
+        self._queues: defaultdict[int, PeerQueue] = defaultdict(lambda: PeerQueue(rng))
         self._stage_of: dict[PeerId, int] = {}
 
     def update(self, stage: int, records: Sequence[PeerRecord]) -> None:
@@ -30,7 +29,7 @@ class Router:
         Peers that are not in `records`, or do not serve, can no longer be chosen. A peer that is announced at
         two stages is at the one that it announced later.
         """
-        queue = self._queues.setdefault(stage, PeerQueue(self._rng))
+        queue = self._queues[stage]
         serving = [
             record for record in records if record.state is PeerState.SERVING and not self._has_left(record, stage)
         ]
@@ -52,10 +51,7 @@ class Router:
             exclude: peers not to choose this time.
             prefer: the first of these that serves and is not banned is chosen, and charged as usual.
         """
-        queue = self._queues.get(stage)
-        if queue is None:
-            return None
-        return queue.choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
+        return self._queues[stage].choose(num_samples, self._clock.monotonic(), exclude=exclude, prefer=prefer)
 
     def record(self, peer_id: PeerId) -> PeerRecord | None:
         """The newest announcement of a serving peer."""
@@ -64,8 +60,7 @@ class Router:
 
     def num_peers(self, stage: int) -> int:
         """How many peers serve a stage, banned and busy ones too."""
-        queue = self._queues.get(stage)
-        return 0 if queue is None else len(queue)
+        return len(self._queues[stage])
 
     def expected_seconds(self, peer_id: PeerId, num_samples: int) -> float | None:
         """How long a serving peer probably takes for so many samples, with its queue and the link to it.
@@ -78,27 +73,28 @@ class Router:
 
     def others(self, peer_id: PeerId) -> list[PeerId]:
         """The serving peers of the same stage that are not banned."""
-        queue = self._queue_of(peer_id)
-        if queue is None:
+        stage = self._stage_of.get(peer_id)
+        if stage is None:
             return []
-        readings = queue.statistics(self._clock.monotonic())
-        return [reading.peer_id for reading in readings if reading.peer_id != peer_id and not reading.banned]
+        left_out = {peer_id} | self.banned(stage)
+        return [PeerId(record.peer_id) for record in self.records(stage) if record.peer_id not in left_out]
+
+    def banned(self, stage: int) -> set[PeerId]:
+        """The serving peers of a stage that are banned."""
+        return self._queues[stage].banned(self._clock.monotonic())
 
     def records(self, stage: int) -> list[PeerRecord]:
         """The newest announcements of all peers that serve a stage, banned and busy ones too."""
-        queue = self._queues.get(stage)
-        return [] if queue is None else queue.records()
+        return self._queues[stage].records()
 
     def succeeded(self, peer_id: PeerId, reply: Observation) -> None:
         """Learn from a peer's reply; for this and the other outcomes, an unknown peer is ignored."""
-        queue = self._queue_of(peer_id)
-        if queue is not None:
+        if (queue := self._queue_of(peer_id)) is not None:
             queue.succeeded(peer_id, self._clock.monotonic(), reply)
 
     def busy(self, peer_id: PeerId, retry_after_seconds: float) -> None:
         """Leave a peer alone for a while. No failure: as a preferred peer it can still be chosen."""
-        queue = self._queue_of(peer_id)
-        if queue is not None:
+        if (queue := self._queue_of(peer_id)) is not None:
             queue.busy(peer_id, self._clock.monotonic(), retry_after_seconds)
 
     def failed(self, peer_id: PeerId, *, is_gone: bool = False, is_unreachable: bool = False) -> None:
@@ -112,22 +108,19 @@ class Router:
                 ban at once: should there still be none, that is learnt without delay.
             is_unreachable: it did not answer at all. `answered` ends the ban, and `unanswered` makes it longer.
         """
-        queue = self._queue_of(peer_id)
-        if queue is not None:
+        if (queue := self._queue_of(peer_id)) is not None:
             queue.failed(peer_id, self._clock.monotonic(), is_gone=is_gone, is_unreachable=is_unreachable)
 
     def unreachable(self, stage: int) -> list[PeerRecord]:
         """The serving peers of a stage that are banned since they did not answer."""
-        queue = self._queues.get(stage)
-        return [] if queue is None else queue.unreachable(self._clock.monotonic())
+        return self._queues[stage].unreachable(self._clock.monotonic())
 
     def answered(self, peer_id: PeerId) -> None:
         """A peer that had not answered does now: its ban ends, not before a fifth of its time has passed.
 
         Should it fail again before it has succeeded, it is banned for twice as long all the same.
         """
-        queue = self._queue_of(peer_id)
-        if queue is not None:
+        if (queue := self._queue_of(peer_id)) is not None:
             queue.answered(peer_id, self._clock.monotonic())
 
     def unanswered(self, peer_id: PeerId, seconds: float) -> None:
@@ -136,8 +129,7 @@ class Router:
         Or all that is under way would be tried with a frozen peer, whose machine takes connections and says nothing,
         as often as its ban ends.
         """
-        queue = self._queue_of(peer_id)
-        if queue is not None:
+        if (queue := self._queue_of(peer_id)) is not None:
             queue.unanswered(peer_id, self._clock.monotonic(), seconds)
 
     def next_available_seconds(self, stage: int) -> float | None:
@@ -145,13 +137,7 @@ class Router:
 
         Banned and busy peers count as serving.
         """
-        queue = self._queues.get(stage)
-        return None if queue is None else queue.next_available_seconds(self._clock.monotonic())
-
-    def statistics(self) -> tuple[PeerStatistics, ...]:
-        """A reading of every serving peer, by stage."""
-        now = self._clock.monotonic()
-        return tuple(reading for stage in sorted(self._queues) for reading in self._queues[stage].statistics(now))
+        return self._queues[stage].next_available_seconds(self._clock.monotonic())
 
     def _queue_of(self, peer_id: PeerId) -> PeerQueue | None:
         stage = self._stage_of.get(peer_id)

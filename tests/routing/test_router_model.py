@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -10,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from swarm.machine.clock import ManualClock
 from swarm.routing.router import Router
 from swarm.routing.throughput import Observation
-from swarm.types import PeerRecord, PeerState
+from swarm.types import PeerId, PeerRecord, PeerState
 from tests.routing.records import id_of, record_of
 
 
@@ -37,7 +36,7 @@ class _Model(RuleBasedStateMachine):
         return {number for number, record in self.records.items() if record.state is PeerState.SERVING}
 
     def is_banned(self, number: int) -> bool:
-        return {reading.peer_id: reading.banned for reading in self.router.statistics()}[id_of(number)]
+        return id_of(number) in self.router.banned(0)
 
     def certainly_banned(self) -> set[int]:
         return {number for number, until in self.ban_holds.items() if self.clock.monotonic() < until}
@@ -120,15 +119,12 @@ class _Model(RuleBasedStateMachine):
         assert not waiting
 
     @invariant()
-    def statistics_are_of_the_serving(self) -> None:
+    def the_serving_are_known(self) -> None:
         if not hasattr(self, "router"):
             return
-        readings = self.router.statistics()
-        assert {reading.peer_id for reading in readings} == {id_of(number) for number in self.serving()}
-        assert all(reading.expected_seconds_per_sample > 0 for reading in readings)
-        assert sum(reading.share for reading in readings) == pytest.approx(1.0) or not any(
-            reading.num_chosen for reading in readings
-        )
+        known = {PeerId(record.peer_id) for record in self.router.records(0)}
+        assert known == {id_of(number) for number in self.serving()}
+        assert all((self.router.expected_seconds(peer_id, 1) or 1.0) > 0 for peer_id in known)
         assert (self.router.next_available_seconds(0) is None) == (not self.serving())
 
 

@@ -313,8 +313,7 @@ async def test_a_peer_that_answers_nonsense_is_banned_and_another_one_asked(
         monkeypatch.setattr(bad.servicer, "_train", talk_nonsense)
         await chain.train_all(range(4))
         assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
-        banned = [reading.banned for reading in first.router.statistics() if reading.peer_id == bad.peer_id]
-        assert banned == [True]
+        assert first.router.banned(1) == {bad.peer_id}
 
 
 async def test_blocks_that_nobody_encodes_are_no_gradient_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,8 +341,8 @@ async def test_a_peer_that_computes_nonsense_is_banned_by_those_before_it() -> N
             for value in bad.weights.version.parameters.values():
                 value.fill_(float("nan"))
         await chain.train_all(range(4))
-        assert {r.peer_id for r in chain.router.statistics() if r.banned} == {bad.peer_id}
-        assert not any(reading.banned for peer in (bad, good) for reading in peer.router.statistics())
+        assert chain.router.banned(0) == {bad.peer_id}
+        assert bad.router.banned(1) == good.router.banned(1) == set()
         assert sorted(good.stage.ledger.committed(0)) == [0, 1, 2, 3]
         assert bad.num_idle == (0, 0, 0, 0)
 
@@ -356,22 +355,27 @@ async def test_one_peer_s_word_that_what_it_got_is_nonsense_blames_nobody_before
             for value in bad.weights.version.parameters.values():
                 value.fill_(float("nan"))
         await chain.train_all(range(4))
-        routers = (chain.router, first.router, middle.router)
-        banned = {r.peer_id for router in routers for r in router.statistics() if r.banned}
-        assert banned == {bad.peer_id}
+        assert chain.router.banned(0) == first.router.banned(1) == set()
+        assert middle.router.banned(2) == {bad.peer_id}
         assert good.weights.buckets.open().num_samples == 8
 
 
-async def test_a_peer_that_has_moved_to_another_stage_is_passed_over() -> None:
+async def test_a_peer_that_has_moved_to_another_stage_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_chain(SYNCHRONOUS, num_peers=(1, 1, 1)) as chain:
         first, middle, last = chain.peers
+        choose, chosen = first.router.choose, list[Any]()
+
+        def choosing(*of: Any, **how: Any) -> Any:
+            chosen.append(choose(*of, **how))
+            return chosen[-1]
+
+        monkeypatch.setattr(first.router, "choose", choosing)
         moved = last.record.model_copy(update={"stage": 1, "announced_at": 1.0})
         first.router.update(1, [moved, middle.record])
         await chain.train_all(range(4))
         chain.assert_accumulated(range(4))
-        readings = {reading.peer_id: reading for reading in first.router.statistics()}
-        assert readings[last.peer_id].num_chosen > 0
-        assert not readings[last.peer_id].banned
+        assert moved in chosen
+        assert first.router.banned(1) == set()
 
 
 async def test_a_peer_that_has_joined_another_run_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,7 +406,7 @@ async def test_a_peer_that_alone_refuses_is_banned_and_another_one_asked(
         monkeypatch.setattr(bad.stage.admission, "admit", refuse)
         await chain.train_all(range(4))
         assert (bad.stage.counters["forwards"], good.stage.counters["forwards"]) == (0, 4)
-        assert {reading.peer_id for reading in first.router.statistics() if reading.banned} == {bad.peer_id}
+        assert first.router.banned(1) == {bad.peer_id}
 
 
 async def test_whom_all_refuse_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ def replace_choice(cost: Callable[[random.Random], float]) -> None:
 
     def charge(self: Any, member: Any, num_samples: int) -> Any:
         member.priority = max(member.priority, self._virtual_now) + cost(self._rng)
-        member.num_chosen += 1
         return member.record
 
     def enter(self: Any, member: Any) -> None:
