@@ -6,12 +6,10 @@ itself behind, it downloads. Never touches weights: the stage does, when it is t
 """
 
 from collections.abc import Collection
-from functools import partial
 
 from swarm.averaging import messages
 from swarm.averaging.calls import Calls
 from swarm.averaging.catching_up.advance import Advance
-from swarm.averaging.catching_up.branches import Branches
 from swarm.averaging.catching_up.catch_up import CatchUp
 from swarm.averaging.catching_up.donor import Donor
 from swarm.averaging.catching_up.entry import Entry
@@ -32,7 +30,7 @@ from swarm.averaging.members.report_answers import ReportAnswers
 from swarm.averaging.members.reporter import Reporter
 from swarm.averaging.members.roster import Roster
 from swarm.averaging.members.survey import Survey
-from swarm.averaging.place import KEPT_OUTCOMES, Place
+from swarm.averaging.place import Place
 from swarm.averaging.view import AveragingStatistics, GroupView
 from swarm.training.round_member import RoundMember
 
@@ -50,8 +48,8 @@ class Averager:
             member: the stage, as averaging sees it.
         """
         self.context = context
-        self.place = place = _place(context, member)
-        self.roster = roster = _roster(context, place)
+        self.place = place = Place(context, messages.standing_of(member.progress()))
+        self.roster = roster = Roster(context, place.branches.is_elsewhere)
         self.donor = donor = Donor(place, member, context.clock)
         self.shared = shared = SharedBlocks(context)
         own_round = OwnRound(context, place, member)
@@ -141,35 +139,3 @@ class Averager:
             num_alive=max(self.reporter.num_alive, len(self.roster.alive())),
             refusals=self.place.branches.refusals,
         )
-
-
-def _place(context: Context, member: RoundMember) -> Place:
-    standing = messages.standing_of(member.progress())
-    branches = Branches(
-        standing,
-        clock=context.clock,
-        more_samples_win=context.config.averaging.quorum == "available",
-        patience_seconds=context.timing.fresh_seconds,
-        run_round=partial(_run_round, context),
-    )
-    return Place(standing, branches, num_kept=max(KEPT_OUTCOMES, context.config.averaging.num_fragments))
-
-
-def _run_round(context: Context) -> int | None:
-    """Synchronous: a round that at least half of the other stages' peers have reached, as they say."""
-    stages = set(range(context.config.stages.num_stages)) - {context.own.stage}
-    rounds = sorted(record.round for stage in stages for record in context.peers(stage))
-    return rounds[len(rounds) // 2] if rounds and context.config.rounds.synchronous else None
-
-
-def _roster(context: Context, place: Place) -> Roster:
-    config = context.config
-    return Roster(
-        own=context.own,
-        directory=partial(context.peers, context.own.stage),
-        clock=context.clock,
-        timing=context.timing,
-        branches_yield=config.averaging.quorum == "available",
-        round_microbatches=config.microbatches_per_round if config.rounds.synchronous else None,
-        is_elsewhere=place.branches.is_elsewhere,
-    )

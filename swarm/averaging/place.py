@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarm.averaging.catching_up.branches import Branches
+from swarm.averaging.context import Context
 from swarm.averaging.leading.group import Ballot, Group
 from swarm.averaging.messages import Standing
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -46,12 +47,8 @@ class Place:
             before.
     """
 
-    def __init__(self, standing: Standing, branches: Branches, *, num_kept: int = KEPT_OUTCOMES) -> None:
-        """
-        Args:
-            num_kept: outcomes that are kept.
-        """
-        self.branches = branches
+    def __init__(self, context: Context, standing: Standing) -> None:
+        self.branches = Branches(standing, context)
         self.group = Group(standing.round)
         self.lock = asyncio.Lock()
         self.standing = standing
@@ -61,7 +58,7 @@ class Place:
         self.leads: Ballot | None = None
         self.decision: Decision | None = None
         self.awaited_since: float | None = None
-        self._num_kept = num_kept
+        self._num_kept = max(KEPT_OUTCOMES, context.config.averaging.num_fragments)
 
     @property
     def last_members(self) -> Collection[str]:

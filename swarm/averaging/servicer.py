@@ -11,6 +11,7 @@ from typing import Any
 
 from swarm.averaging import messages
 from swarm.averaging.exchanging.reduction import MemberFailed
+from swarm.averaging.handlers import Handlers
 from swarm.averaging.transport import (
     ABORT,
     AVERAGE,
@@ -18,7 +19,6 @@ from swarm.averaging.transport import (
     BEGIN,
     COMMIT,
     REPORT,
-    AveragingHandlers,
     Method,
     Reply,
     Request,
@@ -38,7 +38,7 @@ Context = Any
 class AveragingServicer(AveragingServiceServicer):
     """Serves one averager's handlers."""
 
-    def __init__(self, handlers: AveragingHandlers, *, own_id: str) -> None:
+    def __init__(self, handlers: Handlers, *, own_id: str) -> None:
         self._handlers = handlers
         self._own_id = own_id
 

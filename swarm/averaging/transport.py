@@ -106,18 +106,6 @@ class Caller(Protocol):
     ) -> Reply: ...
 
 
-class AveragingHandlers(Protocol):
-    """The other end: what a peer answers. Implemented by averaging/handlers, wrapped by the servicer."""
-
-    async def handle(self, method: Method[Request, Reply], request: Request) -> Reply: ...
-
-    async def exchange(self, opening: pb.ExchangeOpen, pieces: AsyncIterator[bytes]) -> Payload: ...
-
-    def download(self, request: pb.DownloadRequest) -> AsyncIterator[pb.DownloadReply]: ...
-
-    async def shared(self, request: pb.SharedRequest) -> Buffer: ...
-
-
 class GrpcTransport:
     """The real one. Tensors have a connection of their own, so that reports never wait behind them."""
 

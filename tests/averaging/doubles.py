@@ -12,11 +12,8 @@ import numpy as np
 import torch
 
 from swarm.averaging.averager import Averager
-from swarm.averaging.catching_up.branches import Branches
 from swarm.averaging.context import Context, Tasks
 from swarm.averaging.exchanging.reduction import Payload
-from swarm.averaging.messages import Standing
-from swarm.averaging.place import KEPT_OUTCOMES, Place
 from swarm.averaging.timing import Timing
 from swarm.averaging.transport import Method, Reply, Request, Transport
 from swarm.compression.codec import Buffer
@@ -84,26 +81,19 @@ def make_context(
     *,
     config: RunConfig | None = None,
     timing: Timing = QUICK,
+    clock: Clock | None = None,
 ) -> Context:
-    """Of a peer on virtual time that has no network."""
+    """Of a peer that has no network, on virtual time unless it is given a clock."""
     return Context(
         config=config or make_config(),
         own=own,
         peers=peers,
         transport=cast("Transport", None),
-        clock=LoopClock(),
+        clock=clock or LoopClock(),
         timing=timing,
         events=NoEvents(),
         tasks=Tasks(),
     )
-
-
-def place_at(standing: Standing, clock: Clock | None = None, *, num_kept: int = KEPT_OUTCOMES) -> Place:
-    """Of a peer that has heard of nobody yet."""
-    branches = Branches(
-        standing, clock=clock or LoopClock(), more_samples_win=True, patience_seconds=1.0, run_round=lambda: None
-    )
-    return Place(standing, branches, num_kept=num_kept)
 
 
 class FakeStage:

@@ -13,14 +13,24 @@ from swarm.averaging.catching_up.donor import Donor, snapshot_id
 from swarm.averaging.catching_up.results import Committed
 from swarm.averaging.leading.group import Ballot
 from swarm.averaging.messages import Standing, lineage_after
+from swarm.averaging.place import Place
+from swarm.config import from_dict
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import RoundCost, RoundMember, RoundResult, Snapshot, known
 from swarm.types import PeerRecord
-from tests.averaging.doubles import place_at
+from tests.averaging.doubles import make_context, record
 
 SIZE = 40
+MANY_FRAGMENTS = from_dict(
+    {
+        "model": {"num_layers": 100}, "stages": {"num_stages": 1}, "rounds": {"setting": "diloco"},
+        "averaging": {"num_fragments": 100},
+    },
+    source="test",
+)  # fmt: skip
+"""So many outcomes of rounds are kept."""
 
 
 class Holder:
@@ -31,7 +41,7 @@ class Holder:
         self.state = torch.arange(SIZE, dtype=torch.float32)
         self.num_copies = 0
         start = Standing(run_samples=0, round=0, lineage="00")
-        self.place = place_at(start, self.clock, num_kept=100)
+        self.place = Place(make_context(record(1), config=MANY_FRAGMENTS, clock=self.clock), start)
         self.donor = Donor(
             self.place,
             cast("RoundMember", self),  # Of which nothing but snapshots is asked.

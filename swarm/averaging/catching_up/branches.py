@@ -7,13 +7,13 @@ it is installed.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.run_pace import RunPace
+from swarm.averaging.context import Context
 from swarm.averaging.messages import PAST, Standing
-from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId
 
@@ -44,34 +44,20 @@ class _Doubt:
 class Branches:
     """One peer's view of where the holders of its stage stand."""
 
-    def __init__(
-        self,
-        own: Standing,
-        *,
-        clock: Clock,
-        more_samples_win: bool,
-        patience_seconds: float,
-        run_round: Callable[[], int | None],
-    ) -> None:
-        """
-        Args:
-            run_round: gives the round that the stages have reached which commit every round together with this one;
-                None where there are none, or that is not known.
-            more_samples_win: of two branches with as many holders the one with more samples wins; otherwise only one
-                that is rounds ahead does.
-            patience_seconds: for how long a holder that stands elsewhere, and is not followed, is waited for: it may be
-                the first to commit a round.
-        """
-        self._clock = clock
-        self._more_samples_win = more_samples_win
-        self._patience_seconds = patience_seconds
-        self._run_round = run_round
+    def __init__(self, own: Standing, context: Context) -> None:
+        self._context = context
+        self._clock = context.clock
+        self._more_samples_win = context.config.averaging.quorum == "available"
+        """Of two branches with as many holders the one with more samples wins; else only one that is rounds ahead."""
+        self._patience_seconds = context.timing.fresh_seconds
+        """So long a holder that stands elsewhere, and is not followed, is waited for: it may be the first to commit a
+        round."""
         self._own = own
         self._past: dict[str, Standing | None] = {own.lineage: own}
         """Where this peer was, oldest first, itself included; None where only the lineage is known."""
         self._has_voice = own.round > 0
         """Whether it has committed the place where it stands, or resumed from it; False if it had it from others."""
-        self._pace = RunPace(own, clock)
+        self._pace = RunPace(own, context.clock)
         self._voices: dict[PeerId, Voice] = {}
         self._announced: Mapping[PeerId, Standing] = {}
         """Where peers were that did not answer, if this peer never was there."""
@@ -184,7 +170,7 @@ class Branches:
         A peer that stands where both come from has not decided yet. This peer cannot stay where the other stages have
         committed two rounds without it: some holders of this stage must have been there.
         """
-        if (run_round := self._run_round()) is not None and run_round > self._own.round + 1:
+        if (run_round := self._run_round) is not None and run_round > self._own.round + 1:
             return []
         before = set[str]().union(*(self._voices[peer].past for peer in self.behind(theirs)))
         ours = ["this peer"] if self._has_voice else []
@@ -195,6 +181,13 @@ class Branches:
             if place.round > 0 and self.is_known(place) and not undecided and not _has_passed(voice, theirs):
                 ours.append(peer)
         return ours
+
+    @property
+    def _run_round(self) -> int | None:
+        """Synchronous: a round that at least half of the other stages' peers have reached, as they say."""
+        stages = set(range(self._context.config.stages.num_stages)) - {self._context.own.stage}
+        rounds = sorted(record.round for stage in stages for record in self._context.peers(stage))
+        return rounds[len(rounds) // 2] if rounds and self._context.config.rounds.synchronous else None
 
     @property
     def _has_stragglers(self) -> bool:

@@ -30,9 +30,7 @@ RELAYED = 3
 class Barrier:
     """One stage's side of it, for those that ask and those that are asked."""
 
-    def __init__(
-        self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller
-    ) -> None:
+    def __init__(self, context: Context, place: Place, shared: SharedBlocks, watch: RoundWatch, call: Caller) -> None:
         self._context = context
         self._place = place
         self._shared = shared

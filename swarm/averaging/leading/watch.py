@@ -25,14 +25,7 @@ logger = logging.getLogger(__name__)
 class RoundWatch:
     """One peer's view of its group's round."""
 
-    def __init__(
-        self,
-        context: Context,
-        place: Place,
-        member: RoundMember,
-        roster: Roster,
-        reporter: Reporter,
-    ) -> None:
+    def __init__(self, context: Context, place: Place, member: RoundMember, roster: Roster, reporter: Reporter) -> None:
         self._context = context
         self._place = place
         self._member = member

@@ -4,11 +4,11 @@ Part of a roster (members/roster). With what peers say themselves a group goes o
 Bounded: a peer that speaks in the name of others that it made up does not fill the memory.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Set
+from functools import partial
 
+from swarm.averaging.context import Context
 from swarm.averaging.messages import Standing
-from swarm.averaging.timing import Timing
-from swarm.machine.clock import Clock
 from swarm.types import PeerId, PeerRecord, PeerState
 
 MOST_UNLISTED = 64
@@ -19,17 +19,11 @@ record takes to spread."""
 class Contacts:
     """The other peers of one peer's stage."""
 
-    def __init__(
-        self, own_id: str, directory: Callable[[], Sequence[PeerRecord]], *, clock: Clock, timing: Timing
-    ) -> None:
-        """
-        Args:
-            directory: gives the last known view of the stage.
-        """
-        self._own_id = PeerId(own_id)
-        self._directory = directory
-        self._clock = clock
-        self._timing = timing
+    def __init__(self, context: Context) -> None:
+        self._own_id = context.own_id
+        self._directory = partial(context.peers, context.own.stage)
+        self._clock = context.clock
+        self._timing = context.timing
         self._heard_of: dict[PeerId, tuple[PeerRecord, float]] = {}
         """What peers said of themselves, and when each gave its last sign of life."""
         self._listed_at: dict[str, float] = {}

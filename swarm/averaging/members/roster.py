@@ -7,17 +7,16 @@ goes on when the directory is out of reach. Pure but for the clock it is given.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Set
 
 from swarm.averaging import messages
+from swarm.averaging.context import Context
 from swarm.averaging.leading.rules import leader_of
 from swarm.averaging.members.contacts import Contacts
 from swarm.averaging.members.round_reports import Report, RoundReports
 from swarm.averaging.members.suspicions import Suspicions
 from swarm.averaging.messages import Standing
-from swarm.averaging.timing import Timing
 from swarm.averaging.transport import record_of
-from swarm.machine.clock import Clock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.training.round_member import Progress
 from swarm.types import PeerId, PeerRecord
@@ -35,41 +34,31 @@ class Roster:
         suspicions: which of them are not counted on.
     """
 
-    def __init__(
-        self,
-        *,
-        own: PeerRecord,
-        directory: Callable[[], Sequence[PeerRecord]],
-        clock: Clock,
-        timing: Timing,
-        branches_yield: bool,
-        round_microbatches: int | None,
-        is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False,
-    ) -> None:
+    def __init__(self, context: Context, is_elsewhere: Callable[[PeerId], bool] = lambda peer_id: False) -> None:
         """
         Args:
             is_elsewhere: whether it is settled that a peer is in another place in the run, however far it says it is.
-            round_microbatches: of a synchronous round; None with DiLoCo.
         """
-        self.contacts = Contacts(own.peer_id, directory, clock=clock, timing=timing)
-        self._own = own
-        self._own_id = PeerId(own.peer_id)
-        self._clock = clock
-        self._timing = timing
-        self._branches_yield = branches_yield
+        config = context.config
+        self.contacts = Contacts(context)
+        self.reports = RoundReports(config.microbatches_per_round if config.rounds.synchronous else None)
+        self.suspicions = Suspicions(context.clock, context.timing)
+        self._own_id = context.own_id
+        self._stage = context.own.stage
+        self._clock = context.clock
+        self._timing = context.timing
+        self._branches_yield = config.averaging.quorum == "available"
         self._is_elsewhere = is_elsewhere
-        self.reports = RoundReports(round_microbatches)
         self._standings: dict[PeerId, Standing] = {}
         self._answered_at: dict[PeerId, float] = {}
         """The last sign of life."""
-        self.suspicions = Suspicions(clock, timing)
-        self._moved_at = clock.monotonic()
+        self._moved_at = context.clock.monotonic()
 
     # -- news --------------------------------------------------------------------------------------------------------
 
     def learn(self, contact: pb.Contact) -> PeerRecord:
         """Remember how a peer is reached. Raises MalformedMessage for a wrong contact."""
-        record = record_of(contact, self._own.stage)
+        record = record_of(contact, self._stage)
         if self.contacts.add(record):
             self._forget_unknown()
         return record

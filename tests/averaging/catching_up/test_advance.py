@@ -6,7 +6,6 @@ import pytest
 
 from swarm.averaging import messages
 from swarm.averaging.catching_up.advance import Advance
-from swarm.averaging.catching_up.branches import Branches
 from swarm.averaging.catching_up.donor import Donor
 from swarm.averaging.exchanging.own_round import OwnRound
 from swarm.averaging.exchanging.shared import SharedBlocks
@@ -27,11 +26,7 @@ from tests.support.virtual_time import in_virtual_time
 @in_virtual_time
 async def test_only_what_no_round_has_taken_is_kept(members: list[int], branch: str, *, carries: bool) -> None:
     stage, context = FakeStage(), make_context(record(1), config=make_config("diloco"))
-    standing = messages.standing_of(stage.progress())
-    branches = Branches(
-        standing, clock=context.clock, more_samples_win=True, patience_seconds=1.0, run_round=lambda: None
-    )
-    place = Place(standing, branches)
+    place = Place(context, messages.standing_of(stage.progress()))
     advance = Advance(
         context, place, stage, OwnRound(context, place, stage), shared=Mock(spec=SharedBlocks),
         donor=Donor(place, stage, context.clock), roster=Mock(spec=Roster),

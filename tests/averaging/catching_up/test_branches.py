@@ -1,5 +1,6 @@
 """Who is believed to be ahead: what others hold counts, not how far they say that they are."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from swarm.averaging.catching_up.branches import MOST_DOUBTS, Branches, Voice, most_held
 from swarm.averaging.messages import PAST, Standing
 from swarm.machine.clock import ManualClock
-from swarm.types import PeerId
+from swarm.types import PeerId, PeerRecord
+from tests.averaging.doubles import QUICK, make_config, make_context, record
 
 ROUND_SAMPLES, ROUND_SECONDS = 10, 2.0
 PATIENCE_SECONDS = 3.0
@@ -46,12 +48,17 @@ class Peer:
     def __init__(self, num_rounds: int, *, more_samples_win: bool = True) -> None:
         self.clock = SleepingClock()
         self.run_round: int | None = None
-        self.branches = Branches(
-            at(0), clock=self.clock, more_samples_win=more_samples_win, patience_seconds=PATIENCE_SECONDS,
-            run_round=lambda: self.run_round,
-        )  # fmt: skip
+        config = make_config(stages=2, quorum="available" if more_samples_win else "majority")
+        timing = dataclasses.replace(QUICK, fresh_seconds=PATIENCE_SECONDS)
+        context = make_context(record(1), self.other_stages, config=config, timing=timing, clock=self.clock)
+        self.branches = Branches(at(0), context)
         for number in range(1, num_rounds + 1):
             self.commit(at(number))
+
+    def other_stages(self, stage: int) -> list[PeerRecord]:
+        if self.run_round is None:
+            return []
+        return [record(number, stage).model_copy(update={"round": self.run_round}) for number in (7, 8)]
 
     def commit(self, after: Standing) -> None:
         self.clock.advance(ROUND_SECONDS)

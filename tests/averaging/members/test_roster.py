@@ -16,7 +16,7 @@ from swarm.errors import MalformedMessage
 from swarm.machine.clock import ManualClock
 from swarm.rpc.v1 import averaging_pb2 as pb
 from swarm.types import PeerId, PeerRecord, PeerState
-from tests.averaging.doubles import record
+from tests.averaging.doubles import make_config, make_context, record
 
 TIMING = Timing()
 OTHER = PeerId(record(2).peer_id)
@@ -26,13 +26,12 @@ HERE = Standing(run_samples=0, round=0, lineage="00")
 class Group:
     """This peer's roster, which has heard of two microbatches at another member."""
 
-    def __init__(self, *, own: int = 1, round_microbatches: int | None = 100) -> None:
+    def __init__(self, setting: str = "synchronous", *, own: int = 1, round_microbatches: int = 100) -> None:
         self.clock = ManualClock()
         self.listed = [record(2)]
-        self.roster = Roster(
-            own=record(own), directory=lambda: self.listed, clock=self.clock, timing=TIMING, branches_yield=True,
-            round_microbatches=round_microbatches,
-        )  # fmt: skip
+        config = make_config(setting, microbatches=round_microbatches)
+        context = make_context(record(own), lambda stage: self.listed, config=config, timing=TIMING, clock=self.clock)
+        self.roster = Roster(context)
         self.report(3, 4)
 
     def report(self, *committed: int, by: PeerRecord | None = None, **other: Any) -> bool:
@@ -139,7 +138,7 @@ def test_a_member_that_fell_silent_is_missed_for_a_while() -> None:
 
 
 def test_what_a_living_member_holds_that_is_left_out_is_known() -> None:
-    group = Group(round_microbatches=None)
+    group = Group("diloco")
     roster = group.roster
     group.report(num_samples=500)
     assert (roster.absent_samples(HERE, {OTHER}), roster.absent_samples(HERE, ())) == (0, 500)
@@ -159,7 +158,7 @@ def test_what_a_living_member_holds_that_is_left_out_is_known() -> None:
 
 
 def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_taken_part() -> None:
-    group = Group(round_microbatches=None)
+    group = Group("diloco")
     group.report(num_samples=500)
     for _ in range(MOST_FAILURES):
         assert group.roster.absent_samples(HERE, ()) == 500
@@ -173,14 +172,14 @@ def test_a_member_with_which_no_attempt_succeeds_is_not_waited_for_until_it_has_
 
 def test_what_a_leader_holds_is_known_by_its_answers() -> None:
     """It reports to nobody."""
-    group = Group(round_microbatches=None)
+    group = Group("diloco")
     group.roster.heard_of_round(OTHER, HERE, pb.ReportReply(num_samples=500))
     group.roster.suspect(OTHER, is_gone=False)
     assert group.roster.absent_samples(HERE, ()) == 500
 
 
 def test_a_peer_that_has_not_told_what_it_has_may_have_some() -> None:
-    group = Group(round_microbatches=None)
+    group = Group("diloco")
     group.roster.moved(HERE)
     group.roster.forget()
     assert group.roster.absent_samples(HERE, ()) == 1
@@ -377,7 +376,7 @@ def test_what_is_named_of_another_round_is_left_out() -> None:
 
 
 def test_with_diloco_nobody_asks_which_microbatches_a_member_has() -> None:
-    group = Group(round_microbatches=None)
+    group = Group("diloco")
     assert not group.committed
     assert not group.roster.reports.counted
     assert not group.report(3, 4, 5), "that is no news"

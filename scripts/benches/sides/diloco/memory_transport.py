@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable
 
 from swarm.averaging.exchanging.reduction import Payload
-from swarm.averaging.transport import AveragingHandlers, Method, Reply, Request
+from swarm.averaging.handlers import Handlers
+from swarm.averaging.transport import Method, Reply, Request
 from swarm.compression.codec import Buffer
 from swarm.errors import DeadlineExceeded, PeerUnavailable
 from swarm.rpc.v1 import averaging_pb2 as pb
@@ -26,9 +27,9 @@ class MemoryNetwork:
     def __init__(self) -> None:
         self.line = asyncio.Event()
         self.line.set()
-        self._peers: dict[str, tuple[PeerRecord, AveragingHandlers]] = {}
+        self._peers: dict[str, tuple[PeerRecord, Handlers]] = {}
 
-    def add(self, record: PeerRecord, handlers: AveragingHandlers) -> None:
+    def add(self, record: PeerRecord, handlers: Handlers) -> None:
         """A peer that answers from now on."""
         self._peers[record.peer_id] = record, handlers
 
@@ -40,7 +41,7 @@ class MemoryNetwork:
         """What a directory says."""
         return [record for record, _ in self._peers.values() if record.stage == stage]
 
-    def handlers(self, peer: PeerRecord) -> AveragingHandlers:
+    def handlers(self, peer: PeerRecord) -> Handlers:
         """The other end. Raises PeerUnavailable if the peer is gone."""
         if peer.peer_id not in self._peers:
             raise PeerUnavailable(f"{peer.peer_id} is gone", is_unreachable=True)
