@@ -12,6 +12,7 @@ from swarm.errors import Fatal
 from swarm.events.kinds import Events
 from swarm.interchange.weights import WeightsFolder
 from swarm.machine.out_of_memory import is_out_of_memory, what_was_asked
+from swarm.model.loss import loss_bytes
 from swarm.model.stages import build_stage, parameter_shapes
 from swarm.stage.backend import StageBackend
 from swarm.stage.graphs import GraphBudget
@@ -42,8 +43,11 @@ def own_backend(
         module = build_stage(config, stage, device=device, weights=tensors)
         del tensors
         weights = weights_of(config, module, lineage=genesis(config, stage), events=events)
-        # What the first step makes: moments, a second sum, another copy; and the server's threads.
+        # What the first step makes: moments, a second sum, another copy, the loss; and the server's threads.
         first_step = [torch.empty_like(master) for master in weights.masters.values() for _ in range(4)]
+        if stage == config.stages.num_stages - 1:
+            num_bytes = loss_bytes(config.model, config.data.tokens_per_microbatch)
+            first_step.append(torch.empty(num_bytes, dtype=torch.uint8, device=device))
         first_step_bytes = sum(tensor.nbytes for tensor in first_step)
         process.require_addresses(process.THREAD_BYTES)
         del first_step

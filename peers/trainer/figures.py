@@ -65,6 +65,10 @@ class Figures:
         """Of the run, at this step."""
         return (self.run_samples or 0) * self._sequence_length
 
+    def evaluation(self) -> dict[str, float | None]:
+        """The held-out loss, and at which step."""
+        return {"step": self.step_number, "validation_loss": self.validation_loss}
+
     def summary(self, corpus: Corpus) -> dict[str, float | None]:
         """How the run began and ended, and what counting bigrams alone would reach."""
         return {

@@ -25,11 +25,13 @@ class TrainerOptions:
     tokenizer: str | None = None
     """Likewise, the path of this machine's copy of the run's tokenizer.json."""
     output: Path = Path("swarm-output")
-    """Folder for metrics.jsonl, summary.json, loss.png and sample.txt."""
+    """Folder for metrics.jsonl, summary.json, loss.png, sample.txt and evaluation.json."""
     evaluate_every: int = 10
     """Steps between two evaluations on held-out text; 0 leaves only the one at the end."""
     evaluation_samples: int = 256
     """Held-out samples in an evaluation."""
+    evaluate_only: bool = False
+    """Train nothing: evaluate the round at which the swarm is, write evaluation.json, and end."""
     sample_tokens: int = 0
     """Tokens of text that the trained swarm writes at the end."""
     max_in_flight: int = MOST_IN_FLIGHT

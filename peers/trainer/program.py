@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -44,7 +44,6 @@ from swarm.hop.connections import watch_connections
 from swarm.hop.hop import Hop
 from swarm.machine.clock import SystemClock, run_loop
 from swarm.metrics.log import MetricsLog
-from swarm.metrics.plot import plot_loss
 from swarm.metrics.wandb_run import WandbRun
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
@@ -106,12 +105,12 @@ async def run(
         peers=member.known.peers, channels=member.channels,
     )  # fmt: skip
     report = Report(
-        config, steps=options.steps, output=options.output, metrics=metrics, console=Console(stderr=True),
-        why_silent=watcher.why_silent,
+        config, steps=0 if options.evaluate_only else options.steps, output=options.output, metrics=metrics,
+        console=Console(stderr=True), why_silent=watcher.why_silent,
     )  # fmt: skip
     with metrics, report:
         session = make_session(options, member, data, watcher, report, events)
-        interrupted = await train(member, session, name)
+        interrupted = await carry_out(member, session, name)
         await member.channels.close()
     events.write(Leave())
     return await finish(report, options.output, corpus, session.sample, wandb_run, interrupted=interrupted)
@@ -140,8 +139,8 @@ def make_session(
     return Session(options, config, data, hop, watcher, loop, report)
 
 
-async def train(member: Membership, session: Session, name: str) -> bool:
-    """Train until it is done, or told to stop; gives whether it was told to."""
+async def carry_out(member: Membership, session: Session, name: str) -> bool:
+    """Train, or only evaluate, until it is done or told to stop; gives whether it was told to."""
     known, directory, clock = member.known, member.directory, member.clock
     stop = process.stop_event()
     async with asyncio.TaskGroup() as tasks:
@@ -150,7 +149,8 @@ async def train(member: Membership, session: Session, name: str) -> bool:
             tasks.create_task(keep_announced(member, session, name)),
             tasks.create_task(watch_connections(stage=0, router=known.router, channels=member.channels, clock=clock)),
         ]
-        training = tasks.create_task(session.train())
+        work = session.only_evaluate() if session.options.evaluate_only else session.train()
+        training = tasks.create_task(work)
         stopped = tasks.create_task(stop_or_expiry(stop, member.identity, clock))
         await asyncio.wait([training, stopped], return_when=asyncio.FIRST_COMPLETED)
         interrupted = not training.done() or training.cancelled()
@@ -190,9 +190,7 @@ async def finish(
     report.goodbye(interrupted=interrupted)
     if sample:
         print(sample)
-    files: dict[str, Callable[[Path], object]] = {"loss.png": lambda path: plot_loss(folder / "metrics.jsonl", path)}
-    if not interrupted:
-        files["summary.json"] = lambda _: report.write_summary(corpus)
+    files = report.files(corpus, interrupted=interrupted)
     if sample:
         files["sample.txt"] = lambda path: path.write_text(sample + "\n", encoding="utf-8")
     exit_code = process.EXIT_INTERRUPTED if interrupted else 0

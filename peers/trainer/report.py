@@ -1,4 +1,4 @@
-"""What a trainer tells: a progress bar, metrics.jsonl, and summary.json at the end.
+"""What a trainer tells: a progress bar, metrics.jsonl, and what is written at the end.
 
 Used by swarm-trainer. Only writes down what it is given.
 """
@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,6 +17,7 @@ from peers.trainer.figures import Figures
 from swarm.config import RunConfig
 from swarm.data.corpora import Corpus
 from swarm.metrics.log import BEGINS, MetricsLog, StepMetrics
+from swarm.metrics.plot import plot_loss
 from swarm.pipeline.train_loop import Step
 from swarm.training.inner_steps import InnerSteps
 
@@ -32,10 +33,12 @@ class Report(contextlib.AbstractContextManager["Report"]):
     ) -> None:  # fmt: skip
         """
         Args:
+            steps: that are asked for; 0 for an evaluation alone.
             why_silent: names a peer that is announced at a stage and does not answer, and says why; None where there is
                 none.
         """
         self._why_silent = why_silent
+        self._steps = steps
         self.figures = Figures(config)
         self._output = output
         self._metrics = metrics
@@ -45,7 +48,7 @@ class Report(contextlib.AbstractContextManager["Report"]):
         """Stages of whose inner steps something was said."""
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(), console=console, disable=not console.is_terminal,
+            TimeElapsedColumn(), console=console, disable=not (steps and console.is_terminal),
         )  # fmt: skip
         self._task: TaskID = self._bar.add_task("train", total=steps, note="")
 
@@ -123,15 +126,19 @@ class Report(contextlib.AbstractContextManager["Report"]):
                 self._warned.add(stage)
                 logger.warning("stage %d: %s", stage, steps.fault)
 
-    def final(self, validation_loss: float | None) -> None:
-        """The evaluation at the end."""
-        if validation_loss is not None:
-            self.figures.evaluated(validation_loss)
-            self._metrics.event(self.figures.step_number, f"final validation loss {validation_loss:.4f}")
+    def evaluated(self, validation_loss: float) -> None:
+        """The evaluation at the end, which may be all that was done."""
+        self.figures.evaluated(validation_loss)
+        self._metrics.evaluation(self.figures.step_number, validation_loss)
 
     def goodbye(self, *, interrupted: bool) -> None:
         """Say where training is."""
         figures = self.figures
+        if not self._steps:
+            found = figures.validation_loss
+            told = "not evaluated" if found is None else f"validation loss {found:.4f}; figures in {self._output}"
+            print(f"step {figures.step_number}: {told}")
+            return
         how = "stopped" if interrupted else "finished"
         loss = "" if figures.loss is None else f", loss {figures.loss:.3f}"
         held_out = "" if figures.validation_loss is None else f", validation loss {figures.validation_loss:.3f}"
@@ -147,9 +154,19 @@ class Report(contextlib.AbstractContextManager["Report"]):
         if not self._console.is_terminal:
             logger.info("step %d: %s", number, note)
 
-    def write_summary(self, corpus: Corpus) -> None:
-        """Write summary.json: how the run began and ended, and what counting bigrams alone would reach."""
-        summary = self.figures.summary(corpus)
-        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in summary.items()}
-        text = json.dumps(finite, indent=2, allow_nan=False)
-        (self._output / "summary.json").write_text(text + "\n", encoding="utf-8")
+    def files(self, corpus: Corpus, *, interrupted: bool) -> dict[str, Callable[[Path], object]]:
+        """The files that are due at the end, by name, each with what writes it to a path."""
+        if not self._steps:
+            return {} if interrupted else {"evaluation.json": lambda path: _write(path, self.figures.evaluation())}
+        files: dict[str, Callable[[Path], object]] = {
+            "loss.png": lambda path: plot_loss(self._output / "metrics.jsonl", path)
+        }
+        if not interrupted:
+            # How the run began and ended, and what counting bigrams alone would reach.
+            files["summary.json"] = lambda path: _write(path, self.figures.summary(corpus))
+        return files
+
+
+def _write(path: Path, figures: Mapping[str, float | None]) -> None:
+    finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in figures.items()}
+    path.write_text(json.dumps(finite, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -44,18 +44,37 @@ class Session:
 
     async def train(self) -> None:
         """Train the steps that were asked for, then evaluate."""
+        first = await self._present_round()
+        self.report.begin(first)
+        await self.loop.run(first, self.options.steps, self.step)
+        loss = await self.evaluate()
+        if loss is not None:
+            self.report.evaluated(loss)
+        await self._write_sample_if_due()
+
+    async def only_evaluate(self) -> None:
+        """Evaluate as `train` does at its end. Raises Fatal if the swarm could not compute it."""
+        self.report.figures.begin(await self._present_round())
+        loss = await self.evaluate()
+        if loss is None:
+            raise Fatal("the swarm could not be evaluated; the line above says why")
+        self.report.figures.begin(self.watcher.latest_round)
+        self.report.evaluated(loss)
+        await self._write_sample_if_due()
+
+    async def _write_sample_if_due(self) -> None:
+        if self.options.sample_tokens:
+            self.sample = await self.write_sample()
+
+    async def _present_round(self) -> int:
+        """At which the swarm is; waits until that can be told."""
         await self.watcher.poll()
         # A run that was resumed begins at a later round, and not all of its stages may be there yet.
-        while (first := self.watcher.known_round) is None:
+        while (present := self.watcher.known_round) is None:
             self.report.waiting(0)
             await asyncio.sleep(0.5)
             await self.watcher.poll()
-        self.report.begin(first)
-        await self.loop.run(first, self.options.steps, self.step)
-        await self.watcher.poll()
-        self.report.final(await self.evaluate())
-        if self.options.sample_tokens:
-            self.sample = await self.write_sample()
+        return present
 
     async def step(self, step: Step) -> None:
         """Report a step, with an evaluation if it is time for one."""

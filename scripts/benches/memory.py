@@ -11,6 +11,9 @@ held.
 
 With `--lora-rank` adapters are trained beside weights that are frozen, and `bytes_per_frozen_parameter` is what one of
 these takes after a round.
+
+With `--vocabulary` the stage is the last one, and what its loss takes is measured instead (sides/memory_loss.py): once,
+at 4,096 tokens.
 """
 
 import sys
@@ -35,8 +38,10 @@ from scripts.benches.shared.common import (
 )
 from scripts.benches.shared.judged import LESS
 from scripts.benches.sides import memory_sizes as sizes
+from scripts.benches.sides.memory_loss import LAST_STAGE
 from scripts.benches.sides.memory_stage import MEMBERS, STAGE, WAVES, random_inputs
 from swarm.config import DataConfig, LoraConfig, ModelConfig, RoundsConfig, RunConfig, StagesConfig
+from swarm.model.loss import loss_bytes
 from swarm.model.stages import build_stage
 from swarm.stage.backend import StageBackend
 from swarm.stage.boundary import HIDDEN
@@ -59,6 +64,8 @@ JUDGED = {
     "recompute_seconds_ratio": LESS,
     "cases.*.ratio.returning.*": LESS,
     "cases.*.bytes_per_frozen_parameter": LESS,
+    "loss_over_activations": LESS,
+    "peak_over_activations": LESS,
 }
 
 Figures = Mapping[str, Any]
@@ -76,14 +83,20 @@ class Options(OutputOptions):
     """Microbatches, of 2 samples of 256 tokens, that wait for their gradients."""
     lora_rank: int = 0
     """Train adapters of this rank, beside weights that are frozen in bfloat16; 0 trains the weights."""
+    vocabulary: int = 0
+    """Measure the last stage's loss instead, with a vocabulary of so many tokens."""
 
     def __post_init__(self) -> None:
         require_multiple("d-model", self.d_model, 128)
-        cli.require_at_least(self, {"layers": 1, "in_flight": 1, "lora_rank": 0})
+        cli.require_at_least(self, {"layers": 1, "in_flight": 1, "lora_rank": 0, "vocabulary": 0})
+        if self.lora_rank and self.vocabulary:
+            raise ValueError("--vocabulary measures a stage whose weights are trained: leave out --lora-rank")
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Run all cases; gives their figures."""
+    """Run all cases, or that of the loss; gives their figures."""
+    if options.vocabulary:
+        return loss_figures(loss_config(options))
     cases: dict[str, dict[str, Any]] = {}
     for setting in SETTINGS:
         for graphs in GRAPH_BYTES:
@@ -140,6 +153,48 @@ def run_case(config: RunConfig, graphs: str, malloc: str, num_in_flight: int) ->
         measured = wait_for_json(folder / "0.json", children)
         wait_for_json(folder / "1.json", children)
     return measured
+
+
+def loss_config(options: Options) -> RunConfig:
+    """A run of two stages, of which the second one is measured, with microbatches of 4,096 tokens."""
+    return RunConfig(
+        run="bench-memory",
+        model=ModelConfig(
+            num_layers=2 * options.layers,
+            d_model=options.d_model,
+            num_heads=options.d_model // 64,
+            vocab_size=options.vocabulary,
+        ),
+        stages=StagesConfig(num_stages=2),
+        data=DataConfig(sequence_length=1024, microbatch_size=4),
+        rounds=RoundsConfig(round_samples=4),
+    )
+
+
+def loss_figures(config: RunConfig) -> dict[str, Any]:
+    """What a microbatch takes of a last stage at its peak, above what the stage holds, and what the loss has of it."""
+    with tempfile.TemporaryDirectory(prefix="bench-memory-") as name, Supervisor(Path(name) / "logs") as children:
+        folder = Path(name)
+        write_config(config, folder / "run.toml")
+        command = [sys.executable, "-m", "scripts.benches.sides.memory_loss", str(folder)]
+        children.start("last-stage", command, environment={**ENVIRONMENT, **MALLOC["returning"]})
+        peak_bytes = wait_for_json(folder / "loss.json", children)["peak"]
+    activations = sizes.graph_bytes(config, LAST_STAGE)
+    gradient = sizes.head_bytes(config)
+    expected = activations + gradient + loss_bytes(config.model, config.data.tokens_per_microbatch)
+    return {
+        "peak_bytes": peak_bytes,
+        "expected_peak_bytes": expected,
+        "peak_ratio": peak_bytes / expected,
+        "activations_bytes": activations,
+        "head_gradient_bytes": gradient,
+        "loss_over_activations": (peak_bytes - activations) / activations,
+        "peak_over_activations": (peak_bytes - gradient) / activations,
+        "vocabulary": config.model.vocab_size,
+        "d_model": config.model.d_model,
+        "layers": config.model.num_layers // 2,
+        "tokens": config.data.tokens_per_microbatch,
+    }
 
 
 def summary(expected: Mapping[str, int], measured: Mapping[str, Figures]) -> dict[str, Any]:

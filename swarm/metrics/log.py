@@ -135,6 +135,13 @@ class MetricsLog:
         if self._wandb_run:
             self._wandb_run.log(values, step=metrics.step)
 
+    def evaluation(self, step: int, loss: float) -> None:
+        """Append what held-out text gives at a step, apart from the step's own figures."""
+        values = {"step": step, "val/loss": _finite(loss)}
+        self._append(values)
+        if self._wandb_run:
+            self._wandb_run.log(values, step=step)
+
     def event(self, step: int, text: str) -> None:
         """Append what happened in a step, such as that a peer joined."""
         self._append({"step": step, "event": text})

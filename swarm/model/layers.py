@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from swarm.config import ModelConfig
 from swarm.model.attention import CacheRows, CausalSelfAttention, KeyValueCache, attention
 from swarm.model.functions import product, swiglu
+from swarm.model.loss import summed_loss
 from swarm.model.masks import DropoutKey, dropout, key_digest
 from swarm.model.norms import make_norm
 from swarm.model.projection import Projection
@@ -158,14 +159,17 @@ class Positions(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and projection to logits. With tied embeddings it uses the embedding's matrix and has none itself."""
+    """Final norm, and projection to logits or the loss. With tied embeddings it uses the embedding's matrix."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(model, model.d_model)
         self.output = None if model.tied_embeddings else nn.Linear(model.d_model, model.vocab_size, bias=False)
 
-    def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, embedding_VD: Tensor | None, targets_BT: Tensor | None = None) -> Tensor:
+        """Gives logits_BTV, or the sum of the targets' losses."""
         weight_VD = embedding_VD if self.output is None else self.output.weight
         assert weight_VD is not None, "a tied head needs the embedding's matrix"
+        if targets_BT is not None:
+            return summed_loss(self.norm(hidden_BTD), weight_VD, targets_BT)
         return product(self.norm(hidden_BTD), weight_VD)

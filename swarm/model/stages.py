@@ -9,8 +9,8 @@ A model of your own
 `model.custom_class = "package.module:Class"` replaces StageModule, on every peer of the run. The class
 
 - is a torch.nn.Module, constructed as `Class(config, stage, layer_range)`, once for each stage;
-- has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward, which takes all
-  randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
+- has `forward(inputs, *, dropout_key)`, with inputs, outputs and key as in StageModule.forward without targets, which
+  takes all randomness from the key (`swarm.model.masks.dropout`), keeps nothing between calls, and changes no buffer;
 - holds float32 parameters, named by their place in the whole model, so that the stages' parameters are the
   single-stage model's under any cut;
 - may have `init_parameters(seed)`, which sets every parameter to what follows from the seed and the parameter's
@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -49,6 +47,7 @@ from swarm.model.layers import (
     TransformerLayer,
     draw,
 )
+from swarm.model.loss import summed_loss_of_logits
 from swarm.model.masks import DropoutKey, dropout
 
 _Module = TypeVar("_Module", bound="StageModule")
@@ -118,6 +117,7 @@ class StageModule(nn.Module):
         dropout_key: DropoutKey | None,
         tokens_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,
+        targets_BT: Tensor | None = None,
     ) -> Tensor:
         """Run the stage.
 
@@ -129,10 +129,11 @@ class StageModule(nn.Module):
             dropout_key: names the microbatch. None turns dropout off.
             tokens_BT: int64, for later stages of a model with a bottleneck.
             cache: of the positions before these, when text is generated; these are added to it.
+            targets_BT: int64, for the last stage, with NO_TARGET where there is none.
 
         Returns:
-            hidden_BTR, or logits_BTV at the last stage, in float32 even with autocast. With a cache the last stage
-            gives the logits of the last position alone.
+            hidden_BTR, or at the last stage the sum of the targets' losses in nats, a scalar; without targets
+            logits_BTV, and with a cache those of the last position alone. In float32 even with autocast.
         """
         num_positions, device = inputs.shape[1], inputs.device
         # Without a cache these are the first ones.
@@ -155,7 +156,7 @@ class StageModule(nn.Module):
             if self.head is not None:
                 hidden_BTR = hidden_BTR if cache is None else hidden_BTR[:, -1:]
                 embedding_VD = None if self.embedding is None else self.embedding.weight
-                hidden_BTR = self.head(hidden_BTR, embedding_VD)
+                hidden_BTR = self.head(hidden_BTR, embedding_VD, targets_BT)
         return hidden_BTR.float()
 
     def _run_layer(self, layer: nn.Module, *arguments: object) -> Tensor:
@@ -201,6 +202,28 @@ def with_shared_casts(
     if not casts:
         casts |= {name: parameters[name].detach().to(torch.bfloat16) for name in module.product_weights()}
     return {**parameters, **{name: as_cast(parameters[name], cast) for name, cast in casts.items()}}
+
+
+def stage_loss(
+    module: nn.Module,
+    parameters: Mapping[str, Tensor],
+    inputs: Tensor,
+    targets_BT: Tensor,
+    **options: object,
+) -> Tensor:
+    """The last stage's loss with these parameters: the sum over targets in nats, a scalar.
+
+    A custom class gives logits, which are then there for all positions at once.
+
+    Args:
+        options: further arguments of the module's forward.
+    """
+    if isinstance(module, StageModule):
+        options["targets_BT"] = targets_BT
+        loss: Tensor = functional_call(module, dict(parameters), (inputs,), options)
+        return loss
+    logits_BTV = functional_call(module, dict(parameters), (inputs,), options)
+    return summed_loss_of_logits(logits_BTV, targets_BT)
 
 
 def _call_with(layer: nn.Module, parameters: dict[str, Tensor], *arguments: object) -> Tensor:
@@ -265,12 +288,6 @@ def _set_initial(name: str, parameter: Tensor, config: RunConfig) -> None:
         return
     depth_scale = math.sqrt(2 * config.model.num_layers) if name.endswith(_INTO_RESIDUAL) else 1.0
     draw(parameter, math.sqrt(3) * config.model.init_std / depth_scale, config.data.seed, name)
-
-
-def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross entropy in nats over all tokens: a float32 scalar."""
-    logits_NV = rearrange(logits_BTV, "b t v -> (b t) v")
-    return F.cross_entropy(logits_NV, rearrange(targets_BT, "b t -> (b t)"))
 
 
 def _with_initial_weights(stage_class: type[nn.Module], config: RunConfig, stage: int) -> nn.Module:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from swarm.config import RunConfig, StagesConfig
 from swarm.model.attention import CacheRows, KeyValueCache
+from swarm.model.loss import count_targets
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import StageModule, filled, initialise, token_loss
+from swarm.model.stages import StageModule, filled, initialise
 
 
 class Transformer(StageModule):
@@ -31,14 +32,16 @@ class Transformer(StageModule):
         dropout_key: DropoutKey | None = None,
         tokens_BT: Tensor | None = None,
         cache: KeyValueCache | CacheRows | None = None,
+        targets_BT: Tensor | None = None,
     ) -> Tensor:
-        """tokens_BT to logits_BTV (float32). Without a key there is no dropout."""
-        return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT, cache=cache)
+        """tokens_BT to logits_BTV, or with targets to the sum of their losses (float32). Without a key no dropout."""
+        return super().forward(inputs, dropout_key=dropout_key, tokens_BT=tokens_BT, cache=cache, targets_BT=targets_BT)
 
     def loss(self, tokens_BT1: Tensor, dropout_key: DropoutKey | None = None) -> Tensor:
         """Mean nats a token for T + 1 columns of tokens, of which each predicts the next."""
-        logits_BTV = self(tokens_BT1[:, :-1], dropout_key=dropout_key)
-        return token_loss(logits_BTV, tokens_BT1[:, 1:])
+        targets_BT = tokens_BT1[:, 1:]
+        summed: Tensor = self(tokens_BT1[:, :-1], dropout_key=dropout_key, targets_BT=targets_BT)
+        return summed / count_targets(targets_BT)
 
 
 def build_transformer(config: RunConfig, *, device: torch.device | str) -> Transformer:

@@ -19,8 +19,9 @@ from torch import nn
 from swarm.config import RunConfig
 from swarm.errors import MalformedMessage
 from swarm.events.kinds import Accumulate, Events, NoEvents, RollBack
+from swarm.model.loss import count_targets
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import token_loss, with_shared_casts
+from swarm.model.stages import stage_loss, with_shared_casts
 from swarm.rpc.wire import require_in_range
 from swarm.stage.boundary import HIDDEN, TOKENS, Boundary, boundary_of
 from swarm.stage.buckets import GradientBucket, Source, Version
@@ -159,9 +160,8 @@ class StageBackend:
         )
         forward.version.taken()
         try:
-            forward._inputs, outputs = self._graph(forward)
-            loss = token_loss(outputs, self._targets(wire_inputs))
-            forward._outputs = outputs
+            forward._inputs, loss = self._graph(forward)
+            forward._outputs = loss
             self.budget.keep()
             # Waits for the device: nothing may come of a loss that is not finite. It is read once.
             loss_on_cpu = loss.detach().cpu()
@@ -220,9 +220,8 @@ class StageBackend:
         """Compute a gradient again, with the same weights and randomness."""
         forward = Forward(microbatch=source.microbatch, wire_inputs=source.wire_inputs, version=source.version)
         _, outputs = self._graph(forward)
-        if source.wire_gradient is None:
-            root = token_loss(outputs, self._targets(source.wire_inputs))
-        else:
+        root = outputs
+        if source.wire_gradient is not None:
             root = with_gradient(outputs, self._decode(source.wire_gradient, source.wire_inputs))
         parameters = list(source.version.parameters.values())
         return torch.autograd.grad(root, parameters, allow_unused=True, materialize_grads=True)
@@ -241,18 +240,14 @@ class StageBackend:
         self._check_inputs(wire_inputs)
         # With DiLoCo they are kept on the CPU.
         parameters = self.weights.on_device(parameters)
+        inputs = self._hidden_or_tokens(wire_inputs)
         with torch.no_grad():
-            outputs: torch.Tensor = torch.func.functional_call(
-                self.module,
-                parameters,
-                (self._hidden_or_tokens(wire_inputs),),
-                {"dropout_key": None, **self._tokens_too(wire_inputs)},
-            )
-            if not self._is_last:
-                return self._boundary.encode(outputs, self.staging).wait()
-            if want_logits:
-                return outputs[:, -1].float().cpu()
-            return token_loss(outputs, self._targets(wire_inputs)).cpu()
+            if self._is_last and want_logits:
+                options = {"dropout_key": None, **self._tokens_too(wire_inputs)}
+                logits_BTV: torch.Tensor = torch.func.functional_call(self.module, parameters, (inputs,), options)
+                return logits_BTV[:, -1].float().cpu()
+            outputs = self._call(parameters, inputs, wire_inputs, None)
+            return outputs.cpu() if self._is_last else self._boundary.encode(outputs, self.staging).wait()
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
@@ -266,13 +261,22 @@ class StageBackend:
 
     def _apply(self, forward: Forward, inputs: torch.Tensor) -> torch.Tensor:
         key = DropoutKey(seed=self.config.data.seed, microbatch=forward.microbatch)
-        version = forward.version
-        outputs: torch.Tensor = torch.func.functional_call(
-            self.module,
-            with_shared_casts(self.module, version.parameters, version.casts),
-            (inputs,),
-            {"dropout_key": key, **self._tokens_too(forward.wire_inputs)},
-        )
+        parameters = with_shared_casts(self.module, forward.version.parameters, forward.version.casts)
+        return self._call(parameters, inputs, forward.wire_inputs, key)
+
+    def _call(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        inputs: torch.Tensor,
+        wire_inputs: Mapping[str, torch.Tensor],
+        key: DropoutKey | None,
+    ) -> torch.Tensor:
+        """The hidden state for the next stage; at the last one the mean loss in nats per token."""
+        options = {"dropout_key": key, **self._tokens_too(wire_inputs)}
+        if self._is_last:
+            targets_BT = self._targets(wire_inputs)
+            return stage_loss(self.module, parameters, inputs, targets_BT, **options) / count_targets(targets_BT)
+        outputs: torch.Tensor = torch.func.functional_call(self.module, dict(parameters), (inputs,), options)
         return outputs
 
     def _collect(

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from scripts.benches import memory
-from scripts.benches.memory import SETTINGS, Options, bytes_per_frozen, expected_bytes, run_config, summary
+from scripts.benches.memory import (
+    SETTINGS,
+    Options,
+    bytes_per_frozen,
+    expected_bytes,
+    loss_config,
+    run_config,
+    summary,
+)
 from scripts.benches.shared.common import write_config
 from scripts.benches.shared.paired import Ratio
 from scripts.benches.sides import memory_sizes as sizes
@@ -118,6 +126,23 @@ async def test_a_case_runs(setting: str, tmp_path: Path) -> None:
     assert expected_bytes(config, 2, is_kept=False).keys() <= measured.keys()
 
 
+def test_the_loss_of_a_last_stage_is_measured_in_a_process_of_its_own() -> None:
+    """Of a vocabulary whose logits would take 1.5 times the layers' activations, in each of three copies."""
+    config = loss_config(Options(d_model=128, layers=1, vocabulary=4096))
+    assert config.data.tokens_per_microbatch == 4096
+    figures = memory.loss_figures(config)
+    assert figures["activations_bytes"] == sizes.graph_bytes(config, 1)
+    assert figures["peak_ratio"] == figures["peak_bytes"] / figures["expected_peak_bytes"]
+    assert 0.7 < figures["peak_ratio"] < 1.3
+    assert figures["loss_over_activations"] < 1.1
+
+
+def test_a_last_stage_has_a_norm_and_a_head_more() -> None:
+    config = _config()
+    module = build_stage(config, 2, device="cpu")
+    assert sizes.num_parameters(config, 2) == sum(parameter.numel() for parameter in module.parameters())
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_graph_is_what_two_modes_differ_by(setting: str) -> None:
     config = run_config(setting, Options())
@@ -207,7 +232,17 @@ def test_what_is_compared_is_a_forward_more(monkeypatch: pytest.MonkeyPatch) -> 
     assert prepared == [0]
 
 
-@pytest.mark.parametrize("changes", [{"d_model": 100}, {"layers": 0}, {"in_flight": 0}, {"lora_rank": -1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"d_model": 100},
+        {"layers": 0},
+        {"in_flight": 0},
+        {"lora_rank": -1},
+        {"vocabulary": -1},
+        {"lora_rank": 4, "vocabulary": 1000},
+    ],
+)
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--"):
         Options(**changes)

@@ -16,8 +16,9 @@ from torch.func import functional_call
 from swarm.config import DataConfig, ModelConfig, RunConfig, StagesConfig
 from swarm.machine.out_of_memory import is_out_of_memory
 from swarm.model.layers import FIXED_STD
+from swarm.model.loss import token_loss
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage, layer_ranges, token_loss
+from swarm.model.stages import build_stage, layer_ranges, stage_loss
 from swarm.model.transformer import build_transformer
 
 MODEL = ModelConfig(num_layers=4, d_model=32, num_heads=4, num_kv_heads=2, vocab_size=40, dropout=0.2)
@@ -46,10 +47,15 @@ def loss_and_gradients(stages: list[nn.Module], key: DropoutKey | None) -> tuple
     tokens = make_tokens()
     inputs, outputs = [tokens[:, :-1]], []
     for stage in stages:
-        context = {"tokens_BT": tokens[:, :-1]} if getattr(stage, "fixed_columns", None) else {}
-        outputs.append(stage(inputs[-1], dropout_key=key, **context))
+        options: dict[str, Any] = {"tokens_BT": tokens[:, :-1]} if getattr(stage, "fixed_columns", None) else {}
+        options["dropout_key"] = key
+        if stage is stages[-1]:
+            parameters = dict(stage.named_parameters())
+            outputs.append(stage_loss(stage, parameters, inputs[-1], tokens[:, 1:], **options))
+        else:
+            outputs.append(stage(inputs[-1], **options))
         inputs.append(outputs[-1].detach().requires_grad_())
-    loss = token_loss(inputs[-1], tokens[:, 1:])
+    loss = inputs[-1] / tokens[:, 1:].numel()
     torch.autograd.backward(loss)
     gradients: dict[str, Any] = {}
     for stage, output, passed_on in zip(reversed(stages), reversed(outputs), reversed(inputs[1:]), strict=True):

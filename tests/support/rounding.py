@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from swarm.config import RunConfig
+from swarm.model.loss import token_loss
 from swarm.model.masks import DropoutKey
-from swarm.model.stages import build_stage, token_loss
+from swarm.model.stages import build_stage
 from tests.support.chain import tokens
 
 

@@ -2,8 +2,7 @@
 
 Used by the memory bench, which compares them with what a process takes. For float32 on the CPU, the built-in model
 without dropout, bottleneck or checkpointed layers, with adapters at all of its matrices or none, and a stage that has
-neither the embedding nor the head. Never
-measures anything.
+no embedding; with adapters, no head either. Never measures anything.
 """
 
 from swarm.compression.codec import contribution_codec, result_codec
@@ -26,7 +25,14 @@ def num_parameters(config: RunConfig, stage: int) -> int:
 def num_own_parameters(config: RunConfig, stage: int) -> int:
     """Parameters of a stage without adapters."""
     matrices = sum(inputs * outputs for inputs, outputs in _matrices(config).values())
-    return len(layer_ranges(config)[stage]) * (matrices + 2 * config.model.d_model)
+    layers = len(layer_ranges(config)[stage]) * (matrices + 2 * config.model.d_model)
+    is_last = stage == config.stages.num_stages - 1
+    return layers + (config.model.d_model + head_bytes(config) // FLOAT_BYTES if is_last else 0)
+
+
+def head_bytes(config: RunConfig) -> int:
+    """The matrix that makes logits, at the last stage, or its gradient."""
+    return FLOAT_BYTES * config.model.vocab_size * config.model.d_model
 
 
 def frozen_bytes(config: RunConfig, stage: int) -> int:
@@ -66,7 +72,7 @@ def passing_bytes(config: RunConfig, stage: int) -> int:
 
 
 def graph_bytes(config: RunConfig, stage: int) -> int:
-    """What autograd keeps of one microbatch, the stage's input among it."""
+    """What autograd keeps of one microbatch's layers, the stage's input among it."""
     model = config.model
     # Each norm's input and output; queries, keys, values, and what attention gives; the gate before its activation,
     # what it gates, and the product. A number a head and one a norm besides.

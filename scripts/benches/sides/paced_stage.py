@@ -29,15 +29,15 @@ class _Pause(torch.autograd.Function):
     """The identity, slowly."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_BTD: Tensor) -> Tensor:
-        ctx.seconds = hidden_BTD.shape[0] * float(os.environ.get(PACE, SECONDS_PER_SAMPLE)) / 3
+    def forward(ctx: Any, outputs: Tensor, num_samples: int) -> Tensor:
+        ctx.seconds = num_samples * float(os.environ.get(PACE, SECONDS_PER_SAMPLE)) / 3
         time.sleep(ctx.seconds)
-        return hidden_BTD.view_as(hidden_BTD)
+        return outputs.view_as(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         time.sleep(2 * ctx.seconds)
-        return gradients[0]
+        return gradients[0], None
 
 
 class Paced(nn.Module):
@@ -58,7 +58,7 @@ class Paced(nn.Module):
         hidden_BTD = inputs if self.embedding is None else self.embedding(inputs)
         for layer_FD in self.layers.values():
             hidden_BTD = hidden_BTD * (1.0 + layer_FD.mean())
-        hidden_BTD = _pause(hidden_BTD)
+        hidden_BTD = _pause(hidden_BTD, len(inputs))
         output_BTD: Tensor = hidden_BTD if self.head is None else self.head(hidden_BTD)
         return output_BTD
 
@@ -68,12 +68,13 @@ class PacedTransformer(StageModule):
 
     def forward(self, inputs: Tensor, **options: Any) -> Tensor:
         """See StageModule."""
-        return _pause(super().forward(inputs, **options))
+        return _pause(super().forward(inputs, **options), len(inputs))
 
 
-def _pause(hidden_BTD: Tensor) -> Tensor:
-    output_BTD: Tensor = _Pause.apply(hidden_BTD)  # type: ignore[no-untyped-call]  # torch's
-    return output_BTD
+def _pause(outputs: Tensor, num_samples: int) -> Tensor:
+    """`outputs` of so many samples, unchanged."""
+    paused: Tensor = _Pause.apply(outputs, num_samples)  # type: ignore[no-untyped-call]  # torch's
+    return paused
 
 
 class Narrow(nn.Module):
@@ -101,6 +102,6 @@ class Narrow(nn.Module):
             narrow_BTF = self.embedding(inputs)
         for layer_F in self.layers.values():
             narrow_BTF = narrow_BTF * layer_F
-        narrow_BTF = _pause(narrow_BTF)
+        narrow_BTF = _pause(narrow_BTF, len(inputs))
         output_BTD: Tensor = narrow_BTF.repeat(1, 1, self.num_repeats) if self.head is None else self.head(narrow_BTF)
         return output_BTD

@@ -21,7 +21,7 @@ from scripts.benches.sides.reference import BareStage, torch_adamw
 from swarm import config as configs
 from swarm.config import RunConfig
 from swarm.data.microbatches import Microbatches
-from swarm.model.stages import token_loss
+from swarm.model.loss import token_loss
 
 
 class StaticStage:

@@ -1,6 +1,7 @@
 """What a trainer does between its steps, with a chain of real stages."""
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Awaitable, Callable
@@ -16,9 +17,11 @@ from peers.trainer import session as sessions
 from peers.trainer.options import TrainerOptions
 from peers.trainer.report import Report
 from peers.trainer.session import Session
+from swarm.data.corpora import Corpus
 from swarm.data.microbatches import Microbatches
+from swarm.errors import Fatal
 from swarm.machine.clock import SystemClock
-from swarm.metrics.log import MetricsLog
+from swarm.metrics.log import MetricsLog, read
 from swarm.pipeline.lease_service import LeaseClient
 from swarm.pipeline.leased_work import LeasedWork
 from swarm.pipeline.round_watcher import RoundWatcher
@@ -34,7 +37,7 @@ class _HeldOut:
         return [tokens(SYNCHRONOUS, 99 + index).numpy() for index in range(num_samples)]
 
 
-def _session(chain: Chain, metrics: MetricsLog, folder: Path) -> Session:
+def _session(chain: Chain, metrics: MetricsLog, folder: Path, *, steps: int = 1) -> Session:
     """As the program wires it, but for what only training needs."""
     config, data = chain.config, cast(Microbatches, _HeldOut())
     watcher = RoundWatcher(
@@ -42,7 +45,7 @@ def _session(chain: Chain, metrics: MetricsLog, folder: Path) -> Session:
         peers=lambda stage: [peer.record for peer in chain.at(stage)],
     )  # fmt: skip
     report = Report(
-        config, steps=1, output=folder, metrics=metrics, console=Console(quiet=True), why_silent=watcher.why_silent
+        config, steps=steps, output=folder, metrics=metrics, console=Console(quiet=True), why_silent=watcher.why_silent
     )
     work = LeasedWork(
         config=config, leases=cast(LeaseClient, None), clock=SystemClock(), max_in_flight=1, on_waiting=report.waiting
@@ -79,6 +82,40 @@ async def test_who_evaluates_says_that_a_stage_is_empty_and_goes_on_when_a_peer_
             chain.update(records)
             assert await waiting == expected
             assert caplog.messages == [line]
+
+
+async def test_who_only_evaluates_writes_down_the_present_round_s_loss_and_feeds_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path, steps=0)
+            expected = await session.evaluate()
+            await session.only_evaluate()
+            assert expected is not None
+            assert chain.counts("forwards") == [0, 0, 0]
+    assert list(read(tmp_path / "metrics.jsonl")) == [{"step": 0, "val/loss": expected}]
+    session.report.goodbye(interrupted=False)
+    assert capsys.readouterr().out == f"step 0: validation loss {expected:.4f}; figures in {tmp_path}\n"
+    ((name, write),) = session.report.files(cast(Corpus, None), interrupted=False).items()
+    write(tmp_path / name)
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == {"step": 0, "validation_loss": expected}
+    assert session.sample
+
+
+async def test_who_only_evaluates_and_cannot_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def held_out_loss(*_: object, **__: object) -> float:
+        raise Fatal("no chain")
+
+    monkeypatch.setattr(sessions, "held_out_loss", held_out_loss)
+    async with running_chain(SYNCHRONOUS) as chain:
+        with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
+            session = _session(chain, metrics, tmp_path, steps=0)
+            with pytest.raises(Fatal, match="could not be evaluated"):
+                await session.only_evaluate()
+    session.report.goodbye(interrupted=True)
+    assert session.report.files(cast(Corpus, None), interrupted=True) == {}
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 async def test_what_strangers_have_the_swarm_write_is_no_command_to_a_terminal(

@@ -1,0 +1,153 @@
+"""The loss of a language model: cross entropy of every next token, without the logits of all positions at once.
+
+Called by stages.py for the built-in head, and by stage/ for the logits of custom classes. Losses are sums over targets;
+who wants a mean divides by their count.
+
+With a vocabulary of 128,000 the logits of 4,096 positions take 2 GiB in float32, and autograd would keep three such
+tensors: many times what a layer keeps. So logits are made for a chunk of positions at a time, and turned in place into
+their gradient, from which those of the hidden state and of the head's weight follow at once. Backward only scales
+these. (As Liger Kernel does, arXiv 2410.10989; chunks depend on shapes alone, so a loss that is computed again has the
+same bits.)
+
+Shapes: B samples, T positions, N = B * T, D model width, V vocabulary, C positions of a chunk.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from swarm.config import ModelConfig
+
+NO_TARGET = -100
+"""In the place of a target: there is none, and the position counts nothing."""
+
+_LEAST_CHUNK = 1 << 22
+"""Logits that a chunk may have in any case: below that, the time goes into the number of chunks."""
+_CHUNK_PER_HIDDEN = 3
+"""Logits of a chunk for each number of the hidden state. A layer keeps 16 or more for its backward."""
+_CHUNK_MULTIPLE = 16
+"""Positions of a chunk come in multiples of that, which suits matrix units."""
+_VOCABULARY_BLOCK = 16_384
+"""Tokens whose rows of the weight are converted, and multiplied, at a time."""
+
+
+def summed_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross entropy in nats, summed over all targets: a scalar, float32 or wider.
+
+    Matrix products are in the type that torch.autocast asks for, or that of the hidden state; all else, and the sum of
+    the weight's gradient over positions, is in float32 or wider. Gradients are computed here already, and only those
+    that are wanted; backward can be run once.
+
+    Args:
+        hidden_BTD: after the final norm.
+        weight_VD: of the head.
+        targets_BT: int64, each below V, or NO_TARGET.
+    """
+    device = hidden_BTD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
+    arguments = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), dtype, torch.is_grad_enabled())
+    return cast(Tensor, _SummedLoss.apply(*arguments))  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+
+def summed_loss_of_logits(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The same of logits that are there already."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1), targets_BT.flatten(), ignore_index=NO_TARGET, reduction="sum"
+    )  # fmt: skip
+
+
+def token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean over all targets."""
+    return summed_loss_of_logits(logits_BTV, targets_BT) / count_targets(targets_BT)
+
+
+def count_targets(targets_BT: Tensor) -> Tensor:
+    """How many positions have a target: a scalar, int64."""
+    return (targets_BT != NO_TARGET).sum()
+
+
+def chunk_length(num_positions: int, d_model: int, vocab_size: int) -> int:
+    """Positions whose logits are there at the same time."""
+    length = max(_LEAST_CHUNK, _CHUNK_PER_HIDDEN * num_positions * d_model) // vocab_size
+    return min(num_positions, max(1, length // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
+
+
+def loss_bytes(model: ModelConfig, num_positions: int) -> int:
+    """What the loss of a microbatch takes at its peak, besides autograd's graph and the weights' gradients."""
+    if model.custom_class:
+        # The logits, their logarithms as probabilities, and the gradient of either.
+        return 4 * 3 * num_positions * model.vocab_size
+    length = chunk_length(num_positions, model.d_model, model.vocab_size)
+    # Besides the logits what the final norm gives, and its gradient.
+    return 4 * (length * model.vocab_size + 2 * num_positions * model.d_model)
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, dtype: torch.dtype, differentiates: bool
+    ) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
+        hidden_gradient_ND = torch.empty_like(hidden_ND, dtype=wide) if wants_hidden else None
+        weight_gradient_VD = torch.empty_like(weight_VD, dtype=wide) if wants_weight else None
+        losses_N = torch.empty_like(targets_N, dtype=wide)
+        blocks = [slice(start, start + _VOCABULARY_BLOCK) for start in range(0, len(weight_VD), _VOCABULARY_BLOCK)]
+        num_positions, d_model = hidden_ND.shape
+        length = chunk_length(num_positions, d_model, len(weight_VD))
+        logits_CV = hidden_ND.new_empty((length, len(weight_VD)), dtype=wide)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for first in range(0, num_positions, length):
+                chunk = slice(first, first + length)
+                hidden_CD = hidden_ND[chunk].to(dtype)
+                logits_CV = logits_CV[: len(hidden_CD)]
+                for block in blocks:
+                    _multiply(hidden_CD, weight_VD[block].to(dtype).T, logits_CV[:, block], adds=False)
+                losses_N[chunk] = _to_gradient(logits_CV, targets_N[chunk])
+                for number, block in enumerate(blocks):
+                    gradient_CW = logits_CV[:, block].to(dtype)
+                    if hidden_gradient_ND is not None:
+                        _multiply(gradient_CW, weight_VD[block].to(dtype), hidden_gradient_ND[chunk], adds=number > 0)
+                    if weight_gradient_VD is not None:
+                        _multiply(gradient_CW.T, hidden_CD, weight_gradient_VD[block], adds=first > 0)
+        ctx.dtypes = hidden_ND.dtype, weight_VD.dtype, dtype
+        ctx.save_for_backward(hidden_gradient_ND, weight_gradient_VD)
+        return losses_N.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_dtype, weight_dtype, dtype = ctx.dtypes
+        hidden_gradient_ND, weight_gradient_VD = ctx.saved_tensors
+        if hidden_gradient_ND is not None:
+            hidden_gradient_ND = hidden_gradient_ND.mul_(scale).to(hidden_dtype)
+        if weight_gradient_VD is not None:
+            # As torch.autocast has it, whether or not the weight was cast beforehand.
+            weight_gradient_VD = weight_gradient_VD.mul_(scale).to(dtype).to(weight_dtype)
+        return hidden_gradient_ND, weight_gradient_VD, None, None, None
+
+
+def _multiply(left: Tensor, right: Tensor, product: Tensor, *, adds: bool) -> None:
+    """Write left @ right to `product`, or add it, in the type that it has; no second copy where all types are one."""
+    if product.dtype == left.dtype:
+        product.addmm_(left, right, beta=int(adds))
+    elif adds:
+        product.add_(left @ right)
+    else:
+        product.copy_(left @ right)
+
+
+def _to_gradient(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Replace logits by the gradient of the sum of their losses; gives these losses."""
+    has_target_C1 = (targets_C != NO_TARGET).unsqueeze(1)
+    targets_C1 = targets_C.clamp(min=0).unsqueeze(1)
+    largest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    target_logits_C1 = logits_CV.gather(1, targets_C1) - largest_C1
+    sums_C1 = logits_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
+    losses_C1 = (sums_C1.log() - target_logits_C1).where(has_target_C1, 0.0)
+    ones_C1 = has_target_C1.to(logits_CV.dtype)
+    logits_CV.mul_(ones_C1 / sums_C1).scatter_add_(1, targets_C1, -ones_C1)
+    return losses_C1.squeeze(1)

@@ -1,0 +1,187 @@
+"""The loss in chunks is compared with torch's cross entropy of all logits at once."""
+
+import contextlib
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swarm.model.functions import as_cast
+from swarm.model.loss import NO_TARGET, chunk_length, count_targets, summed_loss, summed_loss_of_logits, token_loss
+
+_Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+_LARGE = (2, 60, 8, 50_000)
+"""B, T, D, V: two chunks of positions, four blocks of the vocabulary, the last ones smaller."""
+_SMALL = (2, 60, 8, 50)
+
+
+def _all_at_once(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+    logits_BTV = F.linear(hidden_BTD, weight_VD)
+    return summed_loss_of_logits(logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)), targets_BT)
+
+
+def _inputs(shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden state, weight, and targets of which some are none, in the middle and at an end."""
+    num_samples, length, d_model, vocab_size = shape
+    generator = torch.Generator().manual_seed(0)
+    targets_BT = torch.randint(vocab_size, (num_samples, length), generator=generator)
+    targets_BT[0, 20:40] = NO_TARGET
+    targets_BT[1, -1] = NO_TARGET
+    hidden_BTD = torch.randn(num_samples, length, d_model, generator=generator)
+    return hidden_BTD, 0.3 * torch.randn(vocab_size, d_model, generator=generator), targets_BT
+
+
+def _loss_and_gradients(loss: _Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """The loss, and its gradients scaled by a third, as that of a mean over three targets is."""
+    leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    summed = loss(*leaves, targets)
+    return summed.detach(), *torch.autograd.grad(summed / 3, leaves)
+
+
+def _errors(ours: Iterable[Tensor], expected: Iterable[Tensor]) -> list[float]:
+    pairs = [(a.double(), b.double()) for a, b in zip(ours, expected, strict=True)]
+    return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("shape", [_LARGE, _SMALL])
+def test_loss_and_gradients_are_those_of_all_logits_at_once(shape: tuple[int, int, int, int]) -> None:
+    hidden, weight, targets = _inputs(shape)
+    ours = _loss_and_gradients(summed_loss, hidden, weight, targets)
+    assert max(_errors(ours, _loss_and_gradients(_all_at_once, hidden, weight, targets))) < 1e-6
+    exact = _loss_and_gradients(_all_at_once, hidden.double(), weight.double(), targets)
+    assert max(_errors(ours, exact)) < 1e-6
+    assert max(_errors(_loss_and_gradients(summed_loss, hidden.double(), weight.double(), targets), exact)) < 1e-14
+    assert all(
+        torch.equal(a, b) for a, b in zip(_loss_and_gradients(summed_loss, hidden, weight, targets), ours, strict=True)
+    )
+
+
+def test_a_position_without_target_counts_nothing() -> None:
+    hidden, weight, targets = _inputs(_SMALL)
+    assert int(count_targets(targets)) == 2 * 60 - 21
+    _, hidden_gradient, _ = _loss_and_gradients(summed_loss, hidden, weight, targets)
+    assert torch.equal(hidden_gradient.any(dim=-1), targets != NO_TARGET)
+    nothing = torch.full_like(targets, NO_TARGET)
+    assert [float(value.abs().sum()) for value in _loss_and_gradients(summed_loss, hidden, weight, nothing)] == [
+        0,
+        0,
+        0,
+    ]
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, targets = _inputs(_SMALL)
+    ours = _loss_and_gradients(summed_loss, 300 * hidden, weight, targets)
+    assert max(_errors(ours, _loss_and_gradients(_all_at_once, 300 * hidden.double(), weight.double(), targets))) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [_LARGE, _SMALL])
+@pytest.mark.parametrize("shares_cast", [False, True])
+def test_with_autocast_products_alone_are_in_bfloat16(shape: tuple[int, int, int, int], shares_cast: bool) -> None:
+    """So the results are as near as autograd's."""
+    hidden, weight, targets = _inputs(shape)
+
+    def shared(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(hidden, as_cast(weight, weight.detach().bfloat16()) if shares_cast else weight, targets)
+
+    exact = _loss_and_gradients(summed_loss, hidden.double(), weight.double(), targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = _loss_and_gradients(shared, hidden, weight, targets)
+        theirs = _loss_and_gradients(_all_at_once, hidden, weight, targets)
+    assert [value.dtype for value in ours] == [torch.float32] * 3
+    loss_error, *gradient_errors = _errors(ours, exact)
+    assert loss_error < 1e-3
+    assert all(a < 1.2 * b for a, b in zip(gradient_errors, _errors(theirs, exact)[1:], strict=True))
+    assert min(gradient_errors) > 1e-4
+
+
+def test_a_frozen_weight_may_be_of_another_type() -> None:
+    hidden, weight, targets = _inputs(_LARGE)
+    hidden.requires_grad_()
+    (ours,) = torch.autograd.grad(summed_loss(hidden, weight.bfloat16(), targets), hidden)
+    (expected,) = torch.autograd.grad(_all_at_once(hidden, weight.bfloat16().float(), targets), hidden)
+    assert _errors([ours], [expected])[0] < 1e-6
+
+
+def test_what_is_not_differentiated_is_not_computed() -> None:
+    hidden, weight, targets = _inputs(_SMALL)
+    expected = _all_at_once(hidden, weight, targets)
+    for gradients in (torch.no_grad(), torch.inference_mode(), contextlib.nullcontext()):
+        with gradients, _Saved() as saved:
+            assert float(summed_loss(hidden, weight, targets)) == pytest.approx(float(expected), rel=1e-6)
+        assert saved.shapes == []
+    with _Saved() as saved:
+        summed_loss(hidden.requires_grad_(), weight, targets)
+    assert saved.shapes == [(2 * 60, 8)]
+
+
+class _Saved:
+    """Shapes of what autograd saves meanwhile."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.shapes.append(tuple(tensor.shape))
+        return tensor
+
+    def __enter__(self) -> "_Saved":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Bytes of the memory that operations meanwhile give their results, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.num_bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
+        result = function(*arguments, **(options or {}))
+        if isinstance(result, Tensor):
+            self.num_bytes[result.untyped_storage().data_ptr()] = result.untyped_storage().nbytes()
+        return result
+
+
+def test_logits_are_never_there_for_all_positions() -> None:
+    """Besides those of a chunk, and the weight's gradient, nothing is made that is as large."""
+    hidden, weight, targets = _inputs(_LARGE)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    with _Made() as made:
+        loss = summed_loss(*leaves, targets)
+    del made.num_bytes[weight.untyped_storage().data_ptr()]
+    assert loss.requires_grad
+    *others, gradient_bytes, logits_bytes = sorted(made.num_bytes.values())
+    assert logits_bytes == 4 * chunk_length(120, 8, 50_000) * 50_000 == 4 * 80 * 50_000
+    assert gradient_bytes == weight.nbytes
+    assert max(others) < 10 * hidden.nbytes
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "d_model", "vocab_size", "length"),
+    [
+        (4096, 256, 256, 4096),
+        (512, 64, 8192, 512),
+        (4096, 384, 128_000, 32),
+        (4096, 4096, 128_000, 384),
+        (8, 16, 10_000_000, 8),
+    ],
+)  # fmt: skip
+def test_a_small_vocabulary_is_one_chunk(num_positions: int, d_model: int, vocab_size: int, length: int) -> None:
+    assert chunk_length(num_positions, d_model, vocab_size) == length
+
+
+def test_the_mean_is_over_targets() -> None:
+    hidden, weight, targets = _inputs(_SMALL)
+    expected = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(token_loss(F.linear(hidden, weight), targets), expected)
+    torch.testing.assert_close(summed_loss(hidden, weight, targets) / count_targets(targets), expected)
